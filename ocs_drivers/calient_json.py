@@ -53,7 +53,7 @@ class CalientItemResult:
     """What became of one item."""
 
     is_done: bool
-    words: str
+    message: str
 
 
 class PortNames:
@@ -123,7 +123,7 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
         if not isinstance(row, Mapping):
             raise ValueError(f"must be a list of objects, got {_shown(row)}")
         if key not in row:
-            words = _result(row).words if "status" in row else _shown(row)
+            words = _result(row).message if "status" in row else _shown(row)
             raise ValueError(f"must have {key}, got {words}")
         yield row
 

@@ -86,14 +86,14 @@ class CalientRestWire:
 
     async def open(self) -> None:
         await self._session.open()
-        self._know([port.name for port in await self._get("ports/", {"id": "summary"}, parse.ports)])
+        self._accept_port_names([port.name for port in await self._get("ports/", {"id": "summary"}, parse.ports)])
 
     async def close(self) -> None:
         await self._session.close()
 
     async def read_facts(self) -> SwitchFacts:
         config = {"id": "summary", "detail": "SYSCFG"}
-        numbers = range(1, len(self._known.names) + 1)
+        numbers = range(1, len(self._port_names.names) + 1)
         is_bi = self._direction is CrossConnectDirection.BI
         return SwitchFacts(
             vendor="Calient",
@@ -108,14 +108,14 @@ class CalientRestWire:
 
     async def read_ports(self) -> Sequence[PortState]:
         rows = await self._get("ports/", {"id": self._port_source.value}, parse.ports)
-        known = self._know([row.name for row in rows])
+        known = self._accept_port_names([row.name for row in rows])
         has_power = self.capabilities.port_power
         return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         rows = await self._get("crossconnects/", {"id": "list"}, parse.connections)
-        known, broken = self._known, set()
+        known, broken = self._port_names, set()
         self._listed = {}
         for row in rows:
             for half in row.halves:
@@ -139,7 +139,7 @@ class CalientRestWire:
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
-        known = self._known
+        known = self._port_names
         group = {"group": self._group} if self._group else {}
         items = [
             {"in": known.name(pair.ingress_port), "out": known.name(pair.egress_port), "dir": self._direction.value}
@@ -163,7 +163,7 @@ class CalientRestWire:
             if row is None:
                 continue  # not there when last read, or the other direction, which is in the same row
             for half in row.halves:
-                other = CrossConnect(self._known.number(half.source), self._known.number(half.target))
+                other = CrossConnect(self._port_names.number(half.source), self._port_names.number(half.target))
                 if other not in going:
                     raise DriverPermanent(
                         f"{pair} is one direction of {row.conn}, which only goes as a whole: name {other} too"
@@ -177,12 +177,12 @@ class CalientRestWire:
         raise DriverPermanent("this driver reports no events")
 
     @property
-    def _known(self) -> parse.PortNames:
+    def _port_names(self) -> parse.PortNames:
         if self._names is None:
             raise DriverPermanent("the ports have not been read")
         return self._names
 
-    def _know(self, names: Sequence[str]) -> parse.PortNames:
+    def _accept_port_names(self, names: Sequence[str]) -> parse.PortNames:
         """What is listed now, which must be what was listed first."""
         listed = parse.PortNames(names)
         if self._ports not in (None, len(listed.names)):
@@ -201,7 +201,7 @@ class CalientRestWire:
 
     async def _get(self, path: str, query: dict[str, str], parse_body: Callable[[object], T]) -> T:
         command = f"GET {ROOT}{path}?id={query['id']}"
-        answer = await self._session.ask("GET", ROOT + path, query=query, headers={"Accept": MEDIA_TYPE})
+        answer = await self._session.request("GET", ROOT + path, query=query, headers={"Accept": MEDIA_TYPE})
         check_status(answer, command, is_setter=False)
         try:
             return parse_body(parse_json(answer.body) if answer.body.strip() else [])
@@ -211,7 +211,7 @@ class CalientRestWire:
     async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
         """Raises Permanent if any item failed, with the words for each that did."""
         command = f"POST {ROOT}crossconnects/?id={verb}"
-        answer = await self._session.ask(
+        answer = await self._session.request(
             "POST",
             f"{ROOT}crossconnects/",
             query={"id": verb},
@@ -224,7 +224,7 @@ class CalientRestWire:
             results = parse.results(parse_json(answer.body), len(items))
         except ValueError as error:
             raise nonsense(error, answer, command, is_setter=True) from None
-        failed = [f"{name}: {told.words}" for name, told in zip(shown, results, strict=True) if not told.is_done]
+        failed = [f"{name}: {told.message}" for name, told in zip(shown, results, strict=True) if not told.is_done]
         if failed:
             raise DriverPermanent(
                 f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20])

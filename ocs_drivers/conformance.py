@@ -97,7 +97,7 @@ async def until(driver: OcsDriver, is_so: Callable[[CrossConnectReading], bool],
     raise AssertionError(f"the device never {what}: {reading}")
 
 
-async def heard(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
+async def next_event(events: AsyncGenerator[SwitchEvent, None], kind: EventKind) -> SwitchEvent:
     """The next event of this kind."""
     async for event in events:
         if event.kind is kind:
@@ -205,28 +205,28 @@ class DriverConformance:
 
     async def test_events_are_reported_if_declared(self) -> None:
         async with self.device() as driver, aclosing(driver.watch()) as events:
-            assert await self._hears(driver, events) is (await driver.capabilities()).events
+            assert await self._streams_events(driver, events) is (await driver.capabilities()).events
 
     async def test_a_port_that_fails_is_told_as_an_event(self) -> None:
         async with self.device() as driver, aclosing(driver.watch()) as events:
-            if not await self._hears(driver, events):
+            if not await self._streams_events(driver, events):
                 return
             (pair,) = (await self.pairs(driver, 21))[-1:]
             await self.break_it(driver, DeviceFault(DeviceFaultKind.FAIL_PORT, pair.ingress_port))
-            event = await asyncio.wait_for(heard(events, EventKind.PORT), PATIENCE_S)
+            event = await asyncio.wait_for(next_event(events, EventKind.PORT), PATIENCE_S)
             assert event.port == pair.ingress_port
 
     async def test_a_change_that_reverts_itself_is_told_as_an_alarm(self) -> None:
         async with self.device() as driver, aclosing(driver.watch()) as events:
-            if not await self._hears(driver, events):
+            if not await self._streams_events(driver, events):
                 return
             pairs = await self.pairs(driver, 21)
             diff = await driver.plan(CircuitChange(disconnect=tuple(await connected(driver)) or pairs[-1:]))
             await driver.commit(diff, diff.revision, SHORT_S)
-            event = await asyncio.wait_for(heard(events, EventKind.ALARM), PATIENCE_S)
+            event = await asyncio.wait_for(next_event(events, EventKind.ALARM), PATIENCE_S)
             assert "revert" in event.text
 
-    async def _hears(self, driver: OcsDriver, events: AsyncGenerator[SwitchEvent, None]) -> bool:
+    async def _streams_events(self, driver: OcsDriver, events: AsyncGenerator[SwitchEvent, None]) -> bool:
         """True once the stream is known to work; False where events are not declared, and refused as they must be."""
         first = asyncio.ensure_future(anext(events))
         try:

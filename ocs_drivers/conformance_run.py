@@ -66,7 +66,7 @@ class LabTestOutcome:
     name: str
     state: LabTestState
     detail: str
-    took_s: float
+    elapsed_s: float
 
 
 def parse_ports(text: str) -> tuple[CrossConnect, ...]:
@@ -348,9 +348,9 @@ class LabConformance(DriverConformance):
                 if _cancelled() > cancelled:
                     self.leftover = self._unread("stopped before that")
                     raise
-                self.leftover = self._unread(_words(error))
+                self.leftover = self._unread(_failure_text(error))
             except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
-                self.leftover = self._unread(_words(error))
+                self.leftover = self._unread(_failure_text(error))
             is_free = self.leftover.is_read and not self.leftover.up
             if is_free or time.monotonic() + pause_s > until_s:
                 return self.leftover
@@ -412,7 +412,7 @@ class VirtualConformance(LabConformance):
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
         assert isinstance(driver, VirtualSwitch)
-        driver.glass.add(pairs)
+        driver.model.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         assert isinstance(driver, VirtualSwitch)
@@ -420,7 +420,7 @@ class VirtualConformance(LabConformance):
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         assert isinstance(driver, VirtualSwitch)
-        driver.glass.inject(fault)
+        driver.model.inject(fault)
 
     async def restore(self) -> Leftover:
         return Leftover()  # the switch went with its driver
@@ -444,7 +444,7 @@ async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncG
     except asyncio.CancelledError as error:
         if _cancelled() > cancelled:
             raise
-        raise DriverPermanent(_words(error)) from error
+        raise DriverPermanent(_failure_text(error)) from error
     is_restored = True
     try:
         for name in tests_of(suite):
@@ -477,11 +477,11 @@ async def _tried(suite: LabConformance, name: str) -> tuple[LabTestState, str]:
     except asyncio.CancelledError as error:
         if _cancelled() > cancelled:
             raise
-        return LabTestState.FAILED, _words(error)
+        return LabTestState.FAILED, _failure_text(error)
     except Exception as error:  # noqa: BLE001  # a driver may raise anything: that is what is tested
         if limit.expired():
             return LabTestState.FAILED, f"was stopped after {suite.test_s:g} s, its budget"
-        return LabTestState.FAILED, _words(error)
+        return LabTestState.FAILED, _failure_text(error)
     return LabTestState.PASSED, ""
 
 
@@ -493,7 +493,7 @@ def _cancelled() -> int:
     return task.cancelling()
 
 
-def _words(error: BaseException) -> str:
+def _failure_text(error: BaseException) -> str:
     """What failed, and where in the suite."""
     where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == conformance.__file__]
     match error:

@@ -143,11 +143,11 @@ class CrossConnectModel:
         moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
         is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
         self._tuned_at_s[pair] = math.inf if is_stuck else self._clock.now_s() + moving_s
-        self._tell(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
+        self._publish(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
 
     def _forget(self, pair: CrossConnect) -> None:
         del self._tuned_at_s[pair]
-        self._tell(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
+        self._publish(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
 
     def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:
         partial = next((fault for fault in self._next_setter if fault.kind is DeviceFaultKind.PARTIAL_COMMIT), None)
@@ -174,16 +174,16 @@ class CrossConnectModel:
         if kind is DeviceFaultKind.MEND_PORT:
             self._stuck.discard(port)
             self._unplugged.discard(port)
-        self._tell(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
+        self._publish(EventKind.PORT, f"port {port} {self._status[port]}", port=port)
 
     def _restart(self) -> None:
         self.session += 1
         if self.facts.boot is not BootBehaviour.RESTORE:
             for pair in list(self._tuned_at_s):
                 self._forget(pair)
-        self._tell(EventKind.ALARM, "the device restarted")
+        self._publish(EventKind.ALARM, "the device restarted")
 
-    def _tell(
+    def _publish(
         self, kind: EventKind, text: str, port: int | None = None, cross_connect: CrossConnect | None = None
     ) -> None:
         for queue in self._listeners:

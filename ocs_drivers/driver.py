@@ -304,7 +304,7 @@ class SwitchDriver:
                 progress.went_wrong(batch, str(error))
                 if isinstance(error, DriverRetryable):  # nothing of it took
                     return
-                if not await self._took(action, batch) or not isinstance(error, DriverOutcomeUnknown):
+                if not await self._took_effect(action, batch) or not isinstance(error, DriverOutcomeUnknown):
                     return
             progress.commanded(batch, self._clock.now_s())
 
@@ -386,7 +386,7 @@ class SwitchDriver:
         for queue in self._listeners:
             queue.put_nowait(SwitchEvent(self._clock.now_s(), EventKind.ALARM, text))
 
-    async def _took(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
+    async def _took_effect(self, action: Action, pairs: Sequence[CrossConnect]) -> bool:
         """After an unknown outcome, or a refusal that a part may have escaped: read the device, over a new session,
         before anything else is sent. A device that does not tell tuning from tuned may list a circuit only once it is
         in place: what is not listed yet is given its time, as it would else be sent again, or come after all."""

@@ -115,7 +115,7 @@ def port_states(topology: OpenConfigTopology, data: Any) -> list[PortState]:
     return [PortState(port, told.get(port, PortStatus.ENABLED)) for port in ports]
 
 
-def told(topology: OpenConfigTopology, notice: GnmiNotice) -> list[GnmiNews]:
+def port_news(topology: OpenConfigTopology, notice: GnmiNotice) -> list[GnmiNews]:
     """What a notification means: servers send an entry, a leaf of one, or the list."""
     keyed = next((elem for elem in notice.path if elem.keys), None)
     if keyed is None:
@@ -129,12 +129,12 @@ def _configured_entry(topology: OpenConfigTopology, name: str, entry: Mapping[st
         return []
     port = _port(topology, entry.get("port"))
     if name != "port-connection":
-        return [GnmiNews(EventKind.PORT, f"port {port} {_words(value, 'port-status')}", port=port)]
+        return [GnmiNews(EventKind.PORT, f"port {port} {_change_text(value, 'port-status')}", port=port)]
     told = mapping(value) if isinstance(value, Mapping) else {}
     told = {**entry, **told, **mapping(told.get("state"))}
     peer = _peer(topology, told)
     pair = None if peer is None else topology.normal(port, peer)
-    return [GnmiNews(EventKind.CIRCUIT, f"port {port} {_words(value, 'peer-port')}", cross_connect=pair)]
+    return [GnmiNews(EventKind.CIRCUIT, f"port {port} {_change_text(value, 'peer-port')}", cross_connect=pair)]
 
 
 def _list_of(notice: GnmiNotice) -> tuple[str, list[Mapping[str, Any]]]:
@@ -144,7 +144,7 @@ def _list_of(notice: GnmiNotice) -> tuple[str, list[Mapping[str, Any]]]:
     return "", []
 
 
-def _words(value: Any, leaf: str) -> str:
+def _change_text(value: Any, leaf: str) -> str:
     if value is None:
         return "is no longer listed" if leaf == "peer-port" else "has changed"
     state = {**value, **mapping(value.get("state"))} if isinstance(value, Mapping) else {leaf: value}
@@ -228,7 +228,7 @@ class OpenConfig:
     async def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]:
         known = await self._topology(session)
         async for notice in session.subscribe([CONNECTIONS, STATUSES], self._origin):
-            for news in told(known, notice) if notice.is_change else ():
+            for news in port_news(known, notice) if notice.is_change else ():
                 yield news
 
     async def _topology(self, session: GnmiSession) -> OpenConfigTopology:

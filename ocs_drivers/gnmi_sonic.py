@@ -139,7 +139,7 @@ class SonicPortWatch:
         self._rows = {CONFIG: dict(ordered), STATE: dict(shown)}
         self._known = {state.port: state.status for state in port_states(sides, ordered, shown)}
 
-    def told(self, notice: GnmiNotice) -> list[GnmiNews]:
+    def port_news(self, notice: GnmiNotice) -> list[GnmiNews]:
         """Servers send a row, a table of rows, or a field of one."""
         if len(notice.path) < 3:
             return []
@@ -231,7 +231,7 @@ class Sonic:
         suffix = self._suffix or ""  # known by now, if the tables are there
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
         async for notice in session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
-            for news in watch.told(notice):
+            for news in watch.port_news(notice):
                 yield news
 
     async def _sides(self, session: GnmiSession) -> SonicPorts:

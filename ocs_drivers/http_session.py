@@ -51,7 +51,7 @@ class DeviceResponse:
     body: bytes
 
     @property
-    def words(self) -> str:
+    def excerpt(self) -> str:
         """The beginning of the body, fit to be shown."""
         text = " ".join(self.body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
         shown = "".join(sign if sign.isprintable() else "?" for sign in text)
@@ -125,7 +125,7 @@ class HttpSession:
         if client is not None:
             await client.close()
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -169,7 +169,7 @@ class HttpSession:
             wrong = str(error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             is_http = not isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError | ValueError)
-            wrong = f"{'the connection failed' if is_http else 'its answer is not HTTP'} ({_said(error)})"
+            wrong = f"{'the connection failed' if is_http else 'its answer is not HTTP'} ({_error_text(error)})"
             if not is_http and not is_setter:
                 raise DriverPermanent(wrong, command=command) from None
         if is_setter and noted.is_sent:
@@ -208,32 +208,32 @@ async def _note_sent(session: aiohttp.ClientSession, context: SimpleNamespace, p
     context.trace_request_ctx.is_sent = True
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def check_status(answer: DeviceResponse, command: str, is_setter: bool, words: str = "") -> None:
+def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:
     """Raises what a status other than 2xx means; `words` are the device's own, found in the body."""
-    words = words or answer.words
+    text = text or answer.excerpt
     match answer.status:
         case status if 200 <= status < 300:
             return
         case 401:
-            raise DriverPermanent("not let in: check user and password", command=command, answer=words)
+            raise DriverPermanent("not let in: check user and password", command=command, answer=text)
         case 403:
-            raise DriverPermanent("the user may not do that", command=command, answer=words)
+            raise DriverPermanent("the user may not do that", command=command, answer=text)
         case status if 300 <= status < 400:
             to = answer.headers.get("Location", "nowhere")[:SHOWN_CHARACTERS]
             wrong = f"it redirects to {to!r}, which is not followed: set address and scheme to what answers itself"
-            raise DriverPermanent(wrong, command=command, answer=words)
+            raise DriverPermanent(wrong, command=command, answer=text)
         case 429:
-            raise DriverRetryable("too many requests", after_s=_after_s(answer), command=command, answer=words)
+            raise DriverRetryable("too many requests", after_s=_after_s(answer), command=command, answer=text)
         case status if (status < 500 and status != 408) or status == 501:
-            raise DriverPermanent("refused", command=command, answer=words)
+            raise DriverPermanent("refused", command=command, answer=text)
         case _ if is_setter:
-            raise DriverOutcomeUnknown("it failed while it carried this out", command=command, answer=words)
+            raise DriverOutcomeUnknown("it failed while it carried this out", command=command, answer=text)
         case _:
-            raise DriverRetryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=words)
+            raise DriverRetryable("it cannot answer now", after_s=_after_s(answer), command=command, answer=text)
 
 
 def _after_s(answer: DeviceResponse) -> float:
@@ -257,4 +257,4 @@ def _refuse_constant(text: str) -> NoReturn:
 def nonsense(error: ValueError, answer: DeviceResponse, command: str, is_setter: bool) -> DriverError:
     """What to raise where an answer makes no sense: after a setter nobody knows."""
     kind = DriverOutcomeUnknown if is_setter else DriverPermanent
-    return kind(f"it answered nonsense: {error}", command=command, answer=answer.words)
+    return kind(f"it answered nonsense: {error}", command=command, answer=answer.excerpt)

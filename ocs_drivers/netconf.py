@@ -51,7 +51,7 @@ class RpcRefused(Exception):
     """The device answered with <rpc-error>."""
 
     def __init__(self, errors: Sequence[Any]) -> None:
-        super().__init__("; ".join(_words(error) for error in errors))
+        super().__init__("; ".join(_rpc_error_text(error) for error in errors))
         self.is_busy = any(error.tag in BUSY_TAGS for error in errors)
 
 
@@ -166,7 +166,7 @@ class NetconfWire:
             else:
                 _edit_candidate(manager, config, how)
 
-        await _translated(f"edit-config {config}", self._live().ask(work), is_setter=True)
+        await _translated(f"edit-config {config}", self._live().call(work), is_setter=True)
 
     def _can(self, capability: str) -> bool:
         return xml.CAPABILITY + capability in self._announced
@@ -176,7 +176,7 @@ class NetconfWire:
 
     async def _read(self, request: Callable[[Any], Any]) -> Any:
         """The <data> of the reply."""
-        data = await _translated("read", self._live().ask(lambda manager: _checked(request(manager)).data_ele))
+        data = await _translated("read", self._live().call(lambda manager: _checked(request(manager)).data_ele))
         if data is None:
             raise DriverPermanent("the answer has no <data>")
         return data
@@ -242,7 +242,7 @@ def _sense(read: Callable[[], T]) -> T:
         raise DriverPermanent(f"the answer makes no sense: {error}") from None
 
 
-def _words(error: Any) -> str:
+def _rpc_error_text(error: Any) -> str:
     """An <rpc-error>, as the device put it."""
     parts = (error.tag, error.app_tag, error.message, error.path and f"at {error.path}")
     return ": ".join(" ".join(str(part).split()) for part in parts if part) or "rpc-error"

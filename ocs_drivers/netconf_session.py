@@ -78,7 +78,7 @@ class NetconfSession:
         """The capabilities that the device announces, as they are written."""
         return await self._run(self._connect)
 
-    async def ask(self, work: Callable[[Any], T]) -> T:
+    async def call(self, work: Callable[[Any], T]) -> T:
         """What `work` makes of the ncclient manager, in the thread. Its errors are ncclient's, paramiko's and
         OSError; replies with <rpc-error> are not raised but returned."""
         return await self._run(lambda: work(self._manager))

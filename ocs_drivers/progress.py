@@ -18,7 +18,7 @@ class CommitProgress:
     _commanded_s: dict[CrossConnect, float] = field(default_factory=dict)
     _tuned_s: dict[CrossConnect, float] = field(default_factory=dict)
     _link_up_s: dict[CrossConnect, float] = field(default_factory=dict)
-    _words: dict[CrossConnect, str] = field(default_factory=dict)  # what went wrong with it, as the device put it
+    _errors: dict[CrossConnect, str] = field(default_factory=dict)  # what went wrong with it, as the device put it
     _sent: set[CrossConnect] = field(default_factory=set)
     _remove: frozenset[CrossConnect] = frozenset()  # the steps again: a thousand are looked up in each reading
     _all: frozenset[CrossConnect] = frozenset()
@@ -41,8 +41,8 @@ class CommitProgress:
         """The device took the command, by its answer or as read back."""
         self._commanded_s.update(dict.fromkeys(pairs, now_s - self.started_s))
 
-    def went_wrong(self, pairs: Iterable[CrossConnect], words: str) -> None:
-        self._words.update(dict.fromkeys(pairs, words))
+    def went_wrong(self, pairs: Iterable[CrossConnect], text: str) -> None:
+        self._errors.update(dict.fromkeys(pairs, text))
 
     def note(self, reading: CrossConnectReading, now_s: float) -> tuple[bool, bool]:
         """Write down what has come into place. Whether something is still waited for, and whether something is in
@@ -99,8 +99,8 @@ class CommitProgress:
 
     def _detail(self, pair: CrossConnect, circuit: DeviceCircuit | None) -> str:
         is_dark = circuit is not None and circuit.link_up is False
-        parts = (self._words.get(pair), "in place, but no light arrives" if is_dark else None)
+        parts = (self._errors.get(pair), "in place, but no light arrives" if is_dark else None)
         return "; ".join(part for part in parts if part)
 
     def _why_not(self, pair: CrossConnect, shown: str) -> str:
-        return self._words.get(pair, shown) if pair in self._sent else "not sent, because of the others"
+        return self._errors.get(pair, shown) if pair in self._sent else "not sent, because of the others"

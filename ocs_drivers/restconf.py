@@ -219,10 +219,10 @@ class RestconfWire:
     async def _read(self, path: str, parse_body: Callable[[object], T]) -> T | None:
         """None: the switch has no such data."""
         command = f"GET {self._root}{path}"
-        answer = await self._session.ask("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
+        answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return None
-        check_status(answer, command, is_setter=False, words=_errors(answer))
+        check_status(answer, command, is_setter=False, text=_errors(answer))
         try:
             return parse_body(parse_json(answer.body))
         except ValueError as error:
@@ -230,10 +230,12 @@ class RestconfWire:
 
     async def _set(self, method: str, path: str, content: object = None, media_type: str = MEDIA_TYPE) -> None:
         headers = {"Accept": MEDIA_TYPE} | ({} if content is None else {"Content-Type": media_type})
-        answer = await self._session.ask(method, self._root + path, content=content, headers=headers, is_setter=True)
+        answer = await self._session.request(
+            method, self._root + path, content=content, headers=headers, is_setter=True
+        )
         if method == "DELETE" and answer.status == 404 and _errors(answer):
             return  # gone already
-        check_status(answer, f"{method} {self._root}{path}", is_setter=True, words=_errors(answer))
+        check_status(answer, f"{method} {self._root}{path}", is_setter=True, text=_errors(answer))
 
 
 def _entry(pair: CrossConnect) -> dict[str, int]:

@@ -130,7 +130,7 @@ class ScpiWire:
             await writer.wait_closed()
 
     async def read_facts(self) -> SwitchFacts:
-        vendor, model, serial, software = await self._ask(text.IDENTITY, text.read_identity)
+        vendor, model, serial, software = await self._query(text.IDENTITY, text.read_identity)
         ingress, egress = await self._sides()
         connectivity, reconfiguration_s = Connectivity.INGRESS_EGRESS, self._setup.reconfiguration_s
         boot = self._setup.boot
@@ -145,7 +145,7 @@ class ScpiWire:
             await self._clock.sleep(max(0.0, pause_s))
             self._unclear_since_s = None
         moving = self._settling.moving()
-        pairs = await self._ask(text.CONNECTIONS, text.read_connections)
+        pairs = await self._query(text.CONNECTIONS, text.read_connections)
         used = sorted(frozenset().union(*map(_ports_of, pairs)))
         failed = {state.port for state in await self._states(used) if state.status is PortStatus.FAILED}
         return [
@@ -164,14 +164,14 @@ class ScpiWire:
         yield  # an async generator, as the contract has it
 
     async def _sides(self) -> tuple[range, range]:
-        return self._setup.ports if self._setup.ports else await self._ask(text.SIZE, text.read_size)
+        return self._setup.ports if self._setup.ports else await self._query(text.SIZE, text.read_size)
 
     async def _states(self, ports: Sequence[int]) -> list[PortState]:
         if not self._setup.port_states or not ports:
             return [PortState(port, PortStatus.ENABLED) for port in ports]
         states: list[PortState] = []
         for asked, query in text.fitting(ports, text.port_states, self._setup.longest_line_chars):
-            letters = await self._ask(query, partial(text.read_port_states, count=len(asked)))
+            letters = await self._query(query, partial(text.read_port_states, count=len(asked)))
             states += [PortState(port, status) for port, status in zip(asked, letters, strict=True)]
         return states
 
@@ -195,9 +195,9 @@ class ScpiWire:
         except DriverRetryable as error:
             raise DriverOutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
         if complaints:
-            raise DriverPermanent("refused", command=_short(line), answer=_told(complaints))
+            raise DriverPermanent("refused", command=_short(line), answer=_complaints_text(complaints))
 
-    async def _ask(self, query: str, understand: Callable[[str], T]) -> T:
+    async def _query(self, query: str, understand: Callable[[str], T]) -> T:
         """What the device says to a query. SCPI leaves a query that it does not know without an answer, and the reason
         in the error queue: that is asked for before anybody gives up."""
         await self._send(query)
@@ -207,7 +207,7 @@ class ScpiWire:
             await self._send(self._setup.dialect.error_query)
             if complaints := await self._complaints():
                 await self.close()  # an answer that comes yet must not be taken for that to the next question
-                answer = _told(complaints)
+                answer = _complaints_text(complaints)
                 raise DriverPermanent("the query was refused", command=_short(query), answer=answer) from None
             raise DriverRetryable(str(error), command=_short(query)) from None
         try:
@@ -233,7 +233,7 @@ class ScpiWire:
                 return complaints
             complaints.append(complaint)
             await self._send(self._setup.dialect.error_query)
-        raise DriverRetryable("the error queue has no end", answer=_told(complaints[-1:]))
+        raise DriverRetryable("the error queue has no end", answer=_complaints_text(complaints[-1:]))
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._streams is None or self._streams[0].at_eof():
@@ -336,7 +336,7 @@ def _ports_of(pair: CrossConnect) -> frozenset[int]:
     return frozenset((pair.ingress_port, pair.egress_port))
 
 
-def _told(complaints: Sequence[text.ErrorQueueEntry]) -> str:
+def _complaints_text(complaints: Sequence[text.ErrorQueueEntry]) -> str:
     return _short("; ".join(map(str, complaints)))
 
 

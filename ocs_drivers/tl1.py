@@ -162,11 +162,11 @@ class Tl1Wire:
             await session.prompt(access.prompt)
         user, password = quote(access.user), quote(access.password)
         try:
-            await session.ask(f"ACT-USER::{user}:<ctag>::{password};", shown=f"ACT-USER::{user}")
+            await session.execute(f"ACT-USER::{user}:<ctag>::{password};", shown=f"ACT-USER::{user}")
         except Tl1Denied as denial:
-            if _ALREADY_IN.search(denial.reply.words):
+            if _ALREADY_IN.search(denial.reply.summary):
                 return
-            if _NO_PLACE.search(denial.reply.words):
+            if _NO_PLACE.search(denial.reply.summary):
                 raise _NoPlace(denial.reply, denial.command) from denial
             raise
 
@@ -180,12 +180,12 @@ class Tl1Wire:
             kind, port, pair = self._dialect.meaning(report.verb, line)
             if report.severity != "A" and kind is not EventKind.PORT:
                 kind = EventKind.ALARM
-            self._tell(kind, " ".join(filter(None, (report.verb, line))), port, pair)
+            self._publish(kind, " ".join(filter(None, (report.verb, line))), port, pair)
 
     def _on_loss(self) -> None:
-        self._tell(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")
+        self._publish(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")
 
-    def _tell(self, kind: EventKind, text: str, port: int | None = None, pair: CrossConnect | None = None) -> None:
+    def _publish(self, kind: EventKind, text: str, port: int | None = None, pair: CrossConnect | None = None) -> None:
         event = SwitchEvent(self._clock.now_s(), kind, text, port, pair)
         for queue in self._listeners:
             queue.put_nowait(event)

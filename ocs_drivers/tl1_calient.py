@@ -89,7 +89,7 @@ class Calient:
 
     async def attach(self, session: Tl1Session) -> None:
         """Which ports there are, and by which numbers we know them."""
-        there = [fields(line).get("", "") for line in (await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines]
+        there = [fields(line).get("", "") for line in (await session.execute("RTRV-PORT-SUM::0:<ctag>;")).lines]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
             names = {whole_number(name): name for name in names.values()}
@@ -102,10 +102,10 @@ class Calient:
         self._names, self._numbers = names, {name: number for number, name in names.items()}
 
     async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
-        await session.ask("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
+        await session.execute("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
 
     async def read_facts(self, session: Tl1Session) -> SwitchFacts:
-        lines = (await session.ask("RTRV-NE:::<ctag>;")).lines
+        lines = (await session.execute("RTRV-NE:::<ctag>;")).lines
         found = fields(lines[0]) if lines else {}
         ports = range(1, len(self._names) + 1)
         return SwitchFacts(
@@ -121,8 +121,8 @@ class Calient:
         )
 
     async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
-        states = _by_name((await session.ask("RTRV-PORT::0:<ctag>;")).lines)
-        sums = _by_name((await session.ask("RTRV-PORT-SUM::0:<ctag>;")).lines)
+        states = _by_name((await session.execute("RTRV-PORT::0:<ctag>;")).lines)
+        sums = _by_name((await session.execute("RTRV-PORT-SUM::0:<ctag>;")).lines)
         return [
             PortState(number, _status(states.get(name, {})), measured(sums.get(name, {}).get("INPWR", "")))
             for number, name in self._names.items()
@@ -145,10 +145,10 @@ class Calient:
                 raise
             await self._provision(session, provision, f"{source}>{destination}")
         try:
-            await session.ask(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
+            await session.execute(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
         except Tl1Denied:
             with suppress(DriverError):  # the refusal itself is what counts
-                await session.ask(f"DLT-CRS:::<ctag>::{name};", is_setter=True)
+                await session.execute(f"DLT-CRS:::<ctag>::{name};", is_setter=True)
             raise
         except DriverRetryable as error:
             raise _half_done(error) from error
@@ -165,7 +165,7 @@ class Calient:
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
                 # Never without a name, which would not say what to delete.
-                await session.ask(f"{verb}:::<ctag>::{quote_name(connection.name)};", is_setter=True)
+                await session.execute(f"{verb}:::<ctag>::{quote_name(connection.name)};", is_setter=True)
             except DriverRetryable as error:
                 if verb == "CANC-CRS":
                     raise
@@ -184,7 +184,7 @@ class Calient:
     async def _provision(self, session: Tl1Session, command: str, name: str) -> None:
         may_have_taken = True
         try:
-            await session.ask(command, is_setter=True)
+            await session.execute(command, is_setter=True)
         except (Tl1Denied, DriverRetryable):
             may_have_taken = False
             raise
@@ -193,7 +193,7 @@ class Calient:
                 self._provisioned.add(name)
 
     async def _connections(self, session: Tl1Session) -> list[_Connection]:
-        lines = (await session.ask("RTRV-CRS:::<ctag>::ALL;")).lines
+        lines = (await session.execute("RTRV-CRS:::<ctag>::ALL;")).lines
         return [_Connection.parse(line) for line in lines if "SRCPORT=" in line.upper()]
 
     def _pairs(self, connection: _Connection) -> list[CrossConnect]:
@@ -216,7 +216,7 @@ class Calient:
             and (connection.source == source or connection.destination == destination)
         ]
         for connection in stale:
-            await session.ask(f"DLT-CRS:::<ctag>::{quote_name(connection.name)};", is_setter=True)
+            await session.execute(f"DLT-CRS:::<ctag>::{quote_name(connection.name)};", is_setter=True)
         return bool(stale)
 
 

@@ -40,7 +40,7 @@ class Tl1Reply:
         return self.completion == COMPLETED
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """What the device said, in one line."""
         comment = f"/* {self.text} */" if self.text else ""
         return " ".join(filter(None, (self.completion, self.code, comment, *self.lines)))

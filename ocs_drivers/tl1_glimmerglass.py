@@ -48,7 +48,7 @@ class Glimmerglass:
         self._inputs = self._outputs = range(0)
 
     async def attach(self, session: Tl1Session) -> None:
-        for line in (await session.ask("rtrv-system-info:::<ctag>;")).lines:
+        for line in (await session.execute("rtrv-system-info:::<ctag>;")).lines:
             self._system |= fields(line)
         size = re.match(r"(\d+)x(\d+)", self._system.get("LICENSEDPORTMATRIX", ""))
         inputs, outputs = (port_count(size[1]), port_count(size[2])) if size else (0, 0)
@@ -76,8 +76,8 @@ class Glimmerglass:
 
     async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
         """An input and an output of one number are one port: as bad as the worse side, with the power of the input."""
-        sides = [fields(line) for line in (await session.ask("RTRV-CFG-FIBER::all:<ctag>;")).lines]
-        powers = [fields(line) for line in (await session.ask("rtrv-port-power::all:<ctag>;")).lines]
+        sides = [fields(line) for line in (await session.execute("RTRV-CFG-FIBER::all:<ctag>;")).lines]
+        powers = [fields(line) for line in (await session.execute("rtrv-port-power::all:<ctag>;")).lines]
         dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
         status = {side: _status(found) for found in sides if (side := _port(found, "PORTID"))}
         last = max(self._inputs[-1], self._outputs[-1])
@@ -92,7 +92,7 @@ class Glimmerglass:
 
     async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
         circuits = []
-        for line in (await session.ask("rtrv-crs-fiber::all:<ctag>;")).lines:
+        for line in (await session.execute("rtrv-crs-fiber::all:<ctag>;")).lines:
             found = fields(line)
             if pair := _pair(found):
                 state = _STATES.get(found.get("CONNSTATE", "").lower(), CircuitState.TUNING)

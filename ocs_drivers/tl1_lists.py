@@ -36,7 +36,7 @@ async def set_in_lines(session: Tl1Session, lines: Sequence[str]) -> None:
     """Send setters that are parts of one: after the first, nothing that fails can be called untouched."""
     for index, line in enumerate(lines):
         try:
-            await session.ask(line, is_setter=True)
+            await session.execute(line, is_setter=True)
         except DriverRetryable as error:
             if not index:
                 raise

@@ -47,7 +47,7 @@ class Polatis:
 
     async def attach(self, session: Tl1Session) -> None:
         """Its size, and whether patches survive a restart."""
-        told = " ".join((await session.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines)
+        told = " ".join((await session.execute("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines)
         size = re.search(r"SIZE=(\d+)x(\d+|CC)", told, re.IGNORECASE)
         self._is_any_to_any = size is not None and size[2].upper() == "CC"
         ingress = port_count(size[1]) if size else 0
@@ -61,10 +61,10 @@ class Polatis:
             self._boot = BootBehaviour(said[1].lower())
 
     async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
-        await session.ask("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
+        await session.execute("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
 
     async def read_facts(self, session: Tl1Session) -> SwitchFacts:
-        lines = (await session.ask("RTRV-NETYPE:::<ctag>:;")).lines
+        lines = (await session.execute("RTRV-NETYPE:::<ctag>:;")).lines
         vendor, model, _, software = [*(part.strip('"') for part in _parts(lines[0] if lines else "")), *4 * [""]][:4]
         inventory = await _if_known(session, "RTRV-INV::OCS:<ctag>:;")
         return SwitchFacts(
@@ -81,17 +81,17 @@ class Polatis:
 
     async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
         last = max(self._ingress[-1], self._egress[-1])
-        states = _by_port((await session.ask(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;")).lines)
+        states = _by_port((await session.execute(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;")).lines)
         power: dict[int, str] = {}
         if self.capabilities.port_power:
-            power = _by_port((await session.ask(f"RTRV-PORT-POWER::1&&{last}:<ctag>:;")).lines)
+            power = _by_port((await session.execute(f"RTRV-PORT-POWER::1&&{last}:<ctag>:;")).lines)
         return [
             PortState(port, _STATUS.get(state.upper(), PortStatus.FAILED), measured(power.get(port, "")))
             for port, state in states.items()
         ]
 
     async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
-        lines = (await session.ask("RTRV-PATCH:::<ctag>:;")).lines
+        lines = (await session.execute("RTRV-PATCH:::<ctag>:;")).lines
         pairs = {self._in_order(int(found[1]), int(found[2])) for line in lines if (found := _pair(line))}
         return [DeviceCircuit(pair) for pair in sorted(pairs)]
 
@@ -122,7 +122,7 @@ class Polatis:
 async def _if_known(session: Tl1Session, command: str) -> str:
     """The first line of the answer; empty where the device does not know the command."""
     try:
-        lines = (await session.ask(command)).lines
+        lines = (await session.execute(command)).lines
     except Tl1Denied:
         return ""
     return lines[0] if lines else ""

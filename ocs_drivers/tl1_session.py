@@ -18,7 +18,7 @@ class Tl1Denied(DriverPermanent):
     """The device refused. The reply is kept: dialects look at its words."""
 
     def __init__(self, reply: Tl1Reply, command: str) -> None:
-        super().__init__("the device refused", command=command, answer=reply.words)
+        super().__init__("the device refused", command=command, answer=reply.summary)
         self.reply = reply
 
 
@@ -78,7 +78,7 @@ class Tl1Session:
             self._prompts.append((text, shown))
             await shown
 
-    async def ask(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Reply:
+    async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Reply:
         """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
         not carried out or only asked a question, and OutcomeUnknown. `shown` replaces it in errors."""
         ctag = next(self._ctag)

@@ -27,33 +27,33 @@ from ocs_drivers.options import DriverOptions
 class VirtualSwitchWire:
     """A session with a `CrossConnectModel`: the `base.Wire` of it."""
 
-    def __init__(self, glass: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
+    def __init__(self, model: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
         self.capabilities = SwitchCapabilities(
             bulk=bulk, tuned_state=True, link_state=True, port_power=True, events=True
         )
-        self._glass = glass
+        self._model = model
         self._clock = clock
         self._session: int | None = None
         self.setters: list[str] = []  # as they came to the device
 
     async def open(self) -> None:
-        self._glass.advance()
-        self._session = self._glass.session
+        self._model.advance()
+        self._session = self._model.session
 
     async def close(self) -> None:
         self._session = None
 
     async def read_facts(self) -> SwitchFacts:
         self._check_session()
-        return self._glass.facts
+        return self._model.facts
 
     async def read_ports(self) -> Sequence[PortState]:
         self._check_session()
-        return self._glass.ports()
+        return self._model.ports()
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         self._check_session()
-        return self._glass.circuits()
+        return self._model.circuits()
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(pairs, is_add=True)
@@ -62,16 +62,16 @@ class VirtualSwitchWire:
         await self._set(pairs, is_add=False)
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        queue = self._glass.listen()
+        queue = self._model.listen()
         try:
             while True:
                 try:
                     # What the schedule has due comes about even if nobody else is asking.
-                    yield await within(self._clock, min(self._glass.advance(), 3600.0), queue.get())
+                    yield await within(self._clock, min(self._model.advance(), 3600.0), queue.get())
                 except TimeoutError:
                     continue
         finally:
-            self._glass.unlisten(queue)
+            self._model.unlisten(queue)
 
     async def _set(self, pairs: Sequence[CrossConnect], is_add: bool) -> None:
         self._check_session()
@@ -79,12 +79,12 @@ class VirtualSwitchWire:
             raise ValueError("a setter with an empty list: on some devices that means every circuit")
         command = f"{'connect' if is_add else 'disconnect'} {' '.join(str(pair) for pair in pairs)}"
         self.setters.append(command)
-        if self._glass.taken(DeviceFaultKind.DROP_COMMAND):
+        if self._model.taken(DeviceFaultKind.DROP_COMMAND):
             raise DriverOutcomeUnknown("the connection broke", command=command)
-        is_dropped = self._glass.taken(DeviceFaultKind.DROP_CONNECTION)
-        slow = self._glass.taken(DeviceFaultKind.SLOW_ANSWER)
+        is_dropped = self._model.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self._model.taken(DeviceFaultKind.SLOW_ANSWER)
         try:
-            (self._glass.add if is_add else self._glass.remove)(pairs)
+            (self._model.add if is_add else self._model.remove)(pairs)
         except DriverPermanent as error:
             error.command = command
             raise
@@ -94,8 +94,8 @@ class VirtualSwitchWire:
             raise DriverOutcomeUnknown("the connection broke", command=command)
 
     def _check_session(self) -> None:
-        self._glass.advance()
-        if self._session != self._glass.session:
+        self._model.advance()
+        if self._session != self._model.session:
             raise DriverRetryable("the session is dead", after_s=0.0)
 
 
@@ -150,6 +150,6 @@ class VirtualSwitch(SwitchDriver):
             boot=BootBehaviour(boot),
         )
         clock = clock or SystemClock()
-        self.glass = CrossConnectModel(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
-        self.wire = VirtualSwitchWire(self.glass, clock, bulk=bulk)
+        self.model = CrossConnectModel(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
+        self.wire = VirtualSwitchWire(self.model, clock, bulk=bulk)
         super().__init__(device, self.wire, clock=clock, limits=limits)

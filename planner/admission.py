@@ -51,7 +51,7 @@ class PlanProposal:
     cost_s: float  # switching and moving
     requests: int
     inputs_age_s: float | None  # of the oldest input; None: something was never reported
-    last_switch_s: float | None = None
+    last_redeploy_s: float | None = None
     moves: int = 0
     return_s: float = 0.0  # that the next step may take longer for beginning with what is proposed
     wait_s: float = 0.0  # until it can be proposed again
@@ -166,7 +166,7 @@ def too_weak(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
 
 
 def _too_soon(proposal: PlanProposal, limits: AdmissionLimits) -> Hold | None:
-    since_s = None if proposal.last_switch_s is None else proposal.now_s - proposal.last_switch_s
+    since_s = None if proposal.last_redeploy_s is None else proposal.now_s - proposal.last_redeploy_s
     if proposal.reconfigures and since_s is not None and since_s < limits.cooldown_s:
         return Hold("cooldown", f"the last switch was {since_s:.1f} s ago, cooldown is {limits.cooldown_s:g} s")
     return None

@@ -221,7 +221,7 @@ class Alternative:
     configuration: ConfigurationId | None
     instances: int
     makespan_s: float  # decoding alone
-    switch_cost_s: float  # by how much switching engines delays the end
+    redeploy_cost_s: float  # by how much switching engines delays the end
     infeasible_because: str = ""
     name: str = ""
     decision: str = ""  # reconfigure | rebalance | keep
@@ -232,7 +232,7 @@ class Alternative:
 
     @property
     def total_s(self) -> float:
-        return self.makespan_s + self.switch_cost_s + self.migration_cost_s
+        return self.makespan_s + self.redeploy_cost_s + self.migration_cost_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Plan:
     proposed_instances: int
     current_makespan_s: float | None
     proposed_makespan_s: float | None  # decoding alone
-    switch_cost_s: float
+    redeploy_cost_s: float
     lower_bound_s: float  # with lengths as sampled, proven; 0: none
     solve_s: float
     alternatives: tuple[Alternative, ...]
@@ -329,7 +329,7 @@ class Plan:
         """Seconds to the end under the proposal, its costs paid."""
         if self.proposed_makespan_s is None:
             return None
-        return self.proposed_makespan_s + self.switch_cost_s + self.migration_cost_s
+        return self.proposed_makespan_s + self.redeploy_cost_s + self.migration_cost_s
 
     @property
     def predicted_s(self) -> float | None:

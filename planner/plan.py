@@ -27,11 +27,11 @@ from planner.model import (
     Verdict,
 )
 from planner.solver.candidates import CandidateFleet, moves_of, with_fresh_names
-from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, live_fleet, problem_of, words
+from planner.solver.from_snapshot import NO_TRANSFER, LiveFleet, instances_text, live_fleet, problem_of
 from planner.solver.options import FleetOption, FleetOptions, consider
 from planner.solver.problem import KvTransferCost, MakespanProblem
 from planner.workload.forecast import Forecast, forecast
-from planner.workload.sampled_lengths import SampledLengths, averaged, sampled, told
+from planner.workload.sampled_lengths import SampledLengths, averaged, sampled, with_known_lengths
 from planner.workload.series import StepForecast
 
 
@@ -84,7 +84,7 @@ class History:
     """What came before this decision, beside the snapshot."""
 
     earlier_output_tokens: Sequence[int] = ()  # finished lengths of the steps before; the snapshot has this step's
-    last_switch_s: float | None = None  # when the deployment last changed, for the cooldown
+    last_redeploy_s: float | None = None  # when the deployment last changed, for the cooldown
     underway: Hold | None = None  # what earlier decisions have not ended yet
     correction: float = 1.0  # of decoding seconds, from how earlier plans came out
     known_output_tokens: Mapping[RequestId, int] | None = None  # for Knowledge.ORACLE
@@ -141,7 +141,7 @@ def make_plan(
         proposed_instances=wanted.alternative.instances if wanted else 0,
         current_makespan_s=options.current.total_s if options.current else None,
         proposed_makespan_s=wanted.alternative.makespan_s if wanted else None,
-        switch_cost_s=wanted.alternative.switch_cost_s if wanted else 0.0,
+        redeploy_cost_s=wanted.alternative.redeploy_cost_s if wanted else 0.0,
         migration_cost_s=wanted.alternative.migration_cost_s if wanted else 0.0,
         lower_bound_s=options.bound_s,
         gap=best_s / options.bound_s - 1 if best_s is not None and options.bound_s > 0 else None,
@@ -200,7 +200,7 @@ def _lengths(
         return averaged(fleet.requests, seen, config.max_output_tokens)
     lengths = sampled(expected, len(snapshot.requests), config.scenarios, config.seed).at(fleet.rows)
     if config.knowledge is Knowledge.ORACLE:
-        return told(fleet.requests, history.known_output_tokens or {}, lengths)
+        return with_known_lengths(fleet.requests, history.known_output_tokens or {}, lengths)
     return lengths
 
 
@@ -285,14 +285,14 @@ def _proposal(
     return PlanProposal(
         now_s=snapshot.now_s,
         decision=option.fleet.decision if option else "keep",
-        current=words([instance.configuration for instance in fleet.instances]),
-        proposed=words(option.fleet.configurations) if option else None,
+        current=instances_text([instance.configuration for instance in fleet.instances]),
+        proposed=instances_text(option.fleet.configurations) if option else None,
         current_makespan_s=options.current.total_s if options.current else None,
         makespan_s=option.alternative.makespan_s if option else None,
         cost_s=option.total_s - option.alternative.makespan_s if option else 0.0,
         requests=len(snapshot.requests),
         inputs_age_s=snapshot.inputs_age_s,
-        last_switch_s=history.last_switch_s,
+        last_redeploy_s=history.last_redeploy_s,
         moves=len(option.fleet.moved) if option else 0,
         return_s=_return_s(option, fleet, snapshot) if option else 0.0,
         wait_s=config.interval_s,

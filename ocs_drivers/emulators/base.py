@@ -51,50 +51,50 @@ class EmulatedDevice:
         self.clock = clock or SystemClock()
         self.switched_on_s = self.clock.now_s()
         rng = random.Random(panel.seed)
-        self.glass = CrossConnectModel(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
+        self.model = CrossConnectModel(facts, self.clock, rng, jitter_s=panel.jitter_s, schedule=panel.schedule)
         self.setters: list[str] = []  # as received: what a driver sends is counted here
         self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
         self.holding_back = asyncio.Event()  # set once an answer is being held back
 
     @property
     def facts(self) -> SwitchFacts:
-        return self.glass.facts
+        return self.model.facts
 
     def session(self) -> int:
         """The number of a session that begins now. It is dead, and its connection to be closed, once `is_alive` says
         so: the device has restarted."""
-        self.glass.advance()
-        return self.glass.session
+        self.model.advance()
+        return self.model.session
 
     def is_alive(self, session: int) -> bool:
-        self.glass.advance()
-        return session == self.glass.session
+        self.model.advance()
+        return session == self.model.session
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
         glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
-        await self._carry_out(command, partial(self.glass.add if action is Action.ADD else self.glass.remove, pairs))
+        await self._carry_out(command, partial(self.model.add if action is Action.ADD else self.model.remove, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
         """As `set`, for a setter that leaves these cross-connects and no others."""
-        present = [circuit.cross_connect for circuit in self.glass.circuits()]
+        present = [circuit.cross_connect for circuit in self.model.circuits()]
         gone = [pair for pair in present if pair not in pairs]
         new = [pair for pair in pairs if pair not in present]
-        await self._carry_out(command, partial(self.glass.remove, gone), partial(self.glass.add, new))
+        await self._carry_out(command, partial(self.model.remove, gone), partial(self.model.add, new))
 
     async def enable(self, ports: Sequence[int], is_enabled: bool, command: str) -> None:
         """As `set`, for a setter that enables or disables ports. A port that has failed stays so."""
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
-        self.glass.advance()
+        self.model.advance()
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
-        if self.glass.taken(DeviceFaultKind.DROP_COMMAND):
+        if self.model.taken(DeviceFaultKind.DROP_COMMAND):
             raise ConnectionBroken
-        is_dropped = self.glass.taken(DeviceFaultKind.DROP_CONNECTION)
-        slow = self.glass.taken(DeviceFaultKind.SLOW_ANSWER)
+        is_dropped = self.model.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self.model.taken(DeviceFaultKind.SLOW_ANSWER)
         refusal: DriverPermanent | None = None
         try:
             for step in steps:
@@ -110,7 +110,7 @@ class EmulatedDevice:
             raise refusal
 
     def _enable(self, ports: Sequence[int], is_enabled: bool) -> None:
-        states = {state.port: state.status for state in self.glass.ports()}
+        states = {state.port: state.status for state in self.model.ports()}
         before = PortStatus.DISABLED if is_enabled else PortStatus.ENABLED
         for port in ports:
             if states[port] is before:
@@ -119,7 +119,7 @@ class EmulatedDevice:
                 )
 
     def inject(self, fault: DeviceFault) -> None:
-        self.glass.inject(fault)
+        self.model.inject(fault)
 
 
 class Emulator(Protocol):

@@ -165,7 +165,7 @@ class CalientRestEmulator:
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
         """A set that is taken in part takes whole connections: a fault counts these, the glass counts directions."""
-        if partial := self.device.glass.taken(DeviceFaultKind.PARTIAL_COMMIT):
+        if partial := self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT):
             self.device.inject(replace(partial, items=sum(map(len, connections[: partial.items]))))
 
     async def _carry_out(self, setter: Awaitable[None]) -> str:
@@ -178,7 +178,7 @@ class CalientRestEmulator:
 
     @property
     def _present(self) -> set[CrossConnect]:
-        return {circuit.cross_connect for circuit in self.device.glass.circuits()}
+        return {circuit.cross_connect for circuit in self.device.model.circuits()}
 
     def _rows(self) -> list[dict[str, object]]:
         listed = {circuit.cross_connect: circuit.state for circuit in self._listing.circuits()}
@@ -208,7 +208,7 @@ class CalientRestEmulator:
         circuit_in = {pair.ingress_port: self._conn([pair]) for pair in listed}
         circuit_out = {pair.egress_port: self._conn([pair]) for pair in listed}
         rows: list[dict[str, object]] = []
-        for port in self.device.glass.ports():
+        for port in self.device.model.ports():
             comes, goes = circuit_in.get(port.port, ""), circuit_out.get(port.port, "")
             row = {"port": self._names.name(port.port), "inalias": "", "outalias": ""}
             if is_detail:
@@ -282,8 +282,8 @@ def _dbm(port: PortState) -> str:
     return "" if port.power_dbm is None else f"{port.power_dbm:.1f}"
 
 
-def _result(is_done: bool, words: str) -> dict[str, object]:
-    return {"status": "1" if is_done else "0", "msg": "OK" if is_done else "FAILED", "description": words}
+def _result(is_done: bool, text: str) -> dict[str, object]:
+    return {"status": "1" if is_done else "0", "msg": "OK" if is_done else "FAILED", "description": text}
 
 
 def _echo(item: Item) -> dict[str, object]:

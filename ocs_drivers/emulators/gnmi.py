@@ -134,10 +134,10 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
 
     async def Subscribe(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         connection = await self._admit(context)
-        queue = self._target.device.glass.listen()
+        queue = self._target.device.model.listen()
         try:
             listed = (await anext(requests)).subscribe
-            wanted = [self._known(listed, subscription.path) for subscription in listed.subscription]
+            wanted = [self._supported_path(listed, subscription.path) for subscription in listed.subscription]
             if listed.mode == gnmi_pb2.SubscriptionList.POLL:
                 raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "mode POLL is not supported")
             before: dict[Path, Row] = {}
@@ -155,7 +155,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
         except GnmiRefusal as refusal:
             await _refuse(context, refusal)
         finally:
-            self._target.device.glass.unlisten(queue)
+            self._target.device.model.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
         """What is not as it was told before, which is brought up to date."""
@@ -175,7 +175,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
         """Wait until something may have changed: the glass says so, or mirrors come into place."""
         device = self._target.device
-        wait_s = min(device.glass.advance(), device.glass.moving_s(), LONGEST_WAIT_S)
+        wait_s = min(device.model.advance(), device.model.moving_s(), LONGEST_WAIT_S)
         try:
             await within(device.clock, wait_s, queue.get())
         except TimeoutError:
@@ -188,7 +188,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
             raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported encoding")
         if request.type != gnmi_pb2.GetRequest.ALL:
             raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported request type")
-        elems = self._known(request, message)
+        elems = self._supported_path(request, message)
         data: Any = self._target.tree()
         for elem in elems:
             data = data.get(elem.name) if isinstance(data, dict) else None
@@ -202,17 +202,17 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
         return gnmi_pb2.Notification(timestamp=self._timestamp(), update=[gnmi_pb2.Update(path=message, val=value)])
 
     def _changes(self, request: Any) -> list[GnmiChange]:
-        changes = [GnmiChange(GnmiOp.DELETE, self._known(request, message)) for message in request.delete]
+        changes = [GnmiChange(GnmiOp.DELETE, self._supported_path(request, message)) for message in request.delete]
         for op, updates in ((GnmiOp.REPLACE, request.replace), (GnmiOp.UPDATE, request.update)):
             for update in updates:
                 try:
                     value = value_from_pb(update.val)
                 except ValueError as error:
                     raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"not JSON: {error}") from None
-                changes.append(GnmiChange(op, self._known(request, update.path), value))
+                changes.append(GnmiChange(op, self._supported_path(request, update.path), value))
         return changes
 
-    def _known(self, request: Any, message: Any) -> Path:
+    def _supported_path(self, request: Any, message: Any) -> Path:
         """The path, if its origin is one of ours."""
         origin = message.origin or request.prefix.origin
         if origin not in self._target.origins:
@@ -241,7 +241,7 @@ async def _break(connection: RelayedConnection | None, context: Any) -> NoReturn
 
 
 async def _refuse(context: Any, refusal: GnmiRefusal) -> NoReturn:
-    await context.abort(refusal.code, refusal.words)
+    await context.abort(refusal.code, refusal.message)
     raise AssertionError("abort raises")
 
 

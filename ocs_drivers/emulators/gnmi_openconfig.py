@@ -37,7 +37,7 @@ class OpenConfigTarget:
         known = self.device.facts
         statuses = [
             {"slot": SLOT, "port": str(state.port), "state": {"port-status": STATUS[state.status]}}
-            for state in self.device.glass.ports()
+            for state in self.device.model.ports()
         ]
         topology = {
             "port-connectivity": known.connectivity.name,
@@ -101,7 +101,7 @@ class OpenConfigTarget:
             self._ordered = (ordered | (self._ordered if is_broken else set())) & self._present()
 
     def _connections(self) -> list[dict[str, Any]]:
-        states = {circuit.cross_connect: circuit.state for circuit in self.device.glass.circuits()}
+        states = {circuit.cross_connect: circuit.state for circuit in self.device.model.circuits()}
         found = []
         for pair in sorted({*states, *self._ordered}):
             for port in self._ports_of(pair):
@@ -152,7 +152,7 @@ class OpenConfigTarget:
         return int(text)
 
     def _present(self) -> set[CrossConnect]:
-        return {circuit.cross_connect for circuit in self.device.glass.circuits()}
+        return {circuit.cross_connect for circuit in self.device.model.circuits()}
 
     def _notice_restart(self) -> None:
         if not self.device.is_alive(self._session):

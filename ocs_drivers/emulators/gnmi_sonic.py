@@ -35,7 +35,7 @@ class SonicTarget:
 
     def tree(self) -> dict[str, Any]:
         self._notice_restart()
-        ports = {self._sides.name(state.port): state.status for state in self.device.glass.ports()}
+        ports = {self._sides.name(state.port): state.status for state in self.device.model.ports()}
         blocked = {PortStatus.DISABLED: "force_blocked"}
         config = {
             METADATA: {HOST: {"hwsku": "OCS-V", "platform": "x86_64-ocs-kvm_x86_64-r0", "switch_type": "ocs"}},
@@ -64,7 +64,7 @@ class SonicTarget:
         wanted, named = set(self._ordered), set[CrossConnect]()
         for change in changes:
             self._apply(change, wanted, named)
-        present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+        present = {circuit.cross_connect for circuit in self.device.model.circuits()}
         gone = {pair for pair in self._ordered - wanted if pair in present}
         gone |= {
             pair for change in changes if change.op is GnmiOp.DELETE for pair in self._named(change) if pair in present
@@ -82,7 +82,7 @@ class SonicTarget:
         except DriverPermanent as error:
             raise GnmiRefusal(grpc.StatusCode.UNKNOWN, f"Failed to apply patch: {error.answer}") from None
         finally:
-            present = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+            present = {circuit.cross_connect for circuit in self.device.model.circuits()}
             kept = named if self._leftovers and not is_broken else set()
             self._ordered = (wanted | (self._ordered if is_broken else set())) & present | kept
 
@@ -108,7 +108,7 @@ class SonicTarget:
     def _named(self, change: GnmiChange) -> set[CrossConnect]:
         """What a deletion names: one circuit, or the whole table."""
         if len(change.path) == 3:
-            return self._ordered | {circuit.cross_connect for circuit in self.device.glass.circuits()}
+            return self._ordered | {circuit.cross_connect for circuit in self.device.model.circuits()}
         return {self._pair(change.path[3].name)}
 
     def _pair(self, key: str) -> CrossConnect:
@@ -122,7 +122,7 @@ class SonicTarget:
 
     def _shown(self) -> dict[str, dict[str, str]]:
         rows = {}
-        for circuit in self.device.glass.circuits():
+        for circuit in self.device.model.circuits():
             words = {CircuitState.TUNED: "tuned", CircuitState.TUNING: "tuning", CircuitState.FAILED: "failed"}
             image = {CircuitState.TUNED: "enabled", CircuitState.TUNING: "disabled", CircuitState.FAILED: "invalid"}
             word = words[circuit.state]
@@ -136,7 +136,7 @@ class SonicTarget:
     def _port_states(self, ports: Mapping[str, PortStatus]) -> dict[str, dict[str, str]]:
         words = {CircuitState.TUNED: "connected" if self._is_image else "tuned", CircuitState.TUNING: "tuning"}
         of_circuits = {}
-        for circuit in self.device.glass.circuits():
+        for circuit in self.device.model.circuits():
             one, other = self._ends(circuit.cross_connect).values()
             of_circuits[one], of_circuits[other] = (circuit.state, other), (circuit.state, one)
         rows = {}
@@ -151,7 +151,7 @@ class SonicTarget:
     def _notice_restart(self) -> None:
         if not self.device.is_alive(self._session):
             self._session = self.device.session()
-            self._ordered = {circuit.cross_connect for circuit in self.device.glass.circuits()}
+            self._ordered = {circuit.cross_connect for circuit in self.device.model.circuits()}
 
 
 def facts(panel: DevicePanel) -> SwitchFacts:

@@ -29,10 +29,10 @@ class GnmiChange:
 class GnmiRefusal(Exception):
     """A call to end with this status."""
 
-    def __init__(self, code: grpc.StatusCode, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
         self.code = code
-        self.words = words
+        self.message = text
 
 
 class GnmiTarget(Protocol):

@@ -84,13 +84,13 @@ class HttpListing:
 
     def commanded(self, pairs: Sequence[CrossConnect]) -> None:
         """Call it before the glass is told."""
-        present = {circuit.cross_connect for circuit in self._device.glass.circuits()}
+        present = {circuit.cross_connect for circuit in self._device.model.circuits()}
         now_s = self._device.clock.now_s()
         self._commanded_s.update({pair: now_s for pair in pairs if pair not in present})
 
     def circuits(self) -> list[DeviceCircuit]:
-        self._device.glass.advance()
-        return [circuit for circuit in self._device.glass.circuits() if self._is_listed(circuit)]
+        self._device.model.advance()
+        return [circuit for circuit in self._device.model.circuits() if self._is_listed(circuit)]
 
     def _is_listed(self, circuit: DeviceCircuit) -> bool:
         if circuit.state is not CircuitState.TUNING:

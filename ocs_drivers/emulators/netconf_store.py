@@ -47,12 +47,12 @@ class NetconfDatastores:
     def running(self) -> dict[int, int]:
         return {
             circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port
-            for circuit in self._device.glass.circuits()
+            for circuit in self._device.model.circuits()
         }
 
     def config(self, source: str) -> list[Element]:
         """The tree of a datastore."""
-        self._know(source)
+        self._check_datastore(source)
         if source == "candidate" and self._candidate is not None:
             return [self._cross_connects(self._candidate), self._system()]
         listed = {
@@ -69,7 +69,7 @@ class NetconfDatastores:
         return trees
 
     def lock(self, target: str, session: int) -> None:
-        self._know(target)
+        self._check_datastore(target)
         if (holder := self.locks.setdefault(target, session)) != session:
             raise RpcError("lock-denied", f"Lock failed, lock is already held by session {holder}", kind="protocol")
 
@@ -85,12 +85,12 @@ class NetconfDatastores:
             self.unlock(target, session)
 
     def discard(self) -> None:
-        self._know("candidate")
+        self._check_datastore("candidate")
         self._candidate = None
 
     async def edit(self, request: Element, session: int, command: str) -> None:
         target = next((local(each) for each in request.iterfind(f"{NC}target/*")), "")
-        self._know(target)
+        self._check_datastore(target)
         if target == "running" and self._has_candidate:
             raise RpcError("operation-not-supported", "running cannot be edited: edit candidate and commit")
         self._refuse_locked(target, session)
@@ -105,7 +105,7 @@ class NetconfDatastores:
             await self._carry_out(before, wanted, command)
 
     async def commit(self, session: int, command: str) -> None:
-        self._know("candidate")
+        self._check_datastore("candidate")
         self._refuse_locked("running", session)
         self._refuse_locked("candidate", session)
         if self._candidate is not None:
@@ -119,7 +119,7 @@ class NetconfDatastores:
             if ports:
                 await self._device.enable(ports, is_enabled, command)
 
-    def _know(self, name: str) -> None:
+    def _check_datastore(self, name: str) -> None:
         if name != "running" and not (name == "candidate" and self._has_candidate):
             raise RpcError("invalid-value", f"there is no datastore {name or 'without a name'}", kind="protocol")
 
@@ -212,7 +212,7 @@ class NetconfDatastores:
     def _ports(self) -> Element:
         is_new = yang.has_port_config(self._revision)
         tree = Element(f"{NS}port-config" if is_new else f"{NS}ports")
-        for state in self._device.glass.ports():
+        for state in self._device.model.ports():
             entry = child(tree, "port")
             child(entry, "port-id", state.port)
             child(entry, "status" if is_new else "port-status", ("" if is_new else "PO_") + STATUS[state.status])
@@ -222,7 +222,7 @@ class NetconfDatastores:
 
     def _powers(self) -> Element:
         tree = Element(f"{NS}opm-power")
-        for state in self._device.glass.ports():
+        for state in self._device.model.ports():
             entry = child(tree, "port")
             child(entry, "port-id", state.port)
             child(entry, "power", f"{state.power_dbm:.2f}")

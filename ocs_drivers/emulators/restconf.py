@@ -185,7 +185,7 @@ class RestconfEmulator:
             raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":
             # One circuit cannot be taken in part: that fault waits for a command of several.
-            partial = self.device.glass.taken(DeviceFaultKind.PARTIAL_COMMIT)
+            partial = self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
                 await self._set(Action.REMOVE, present, f"DELETE {_shown(present)}")
             finally:
@@ -229,11 +229,11 @@ class RestconfEmulator:
         if self._power and is_new:
             readers[f"{yang.MODULE}:opm-power"] = lambda: self._named(
                 "opm-power",
-                {"port": [{"port-id": p.port, "power": f"{p.power_dbm:.2f}"} for p in self.device.glass.ports()]},
+                {"port": [{"port-id": p.port, "power": f"{p.power_dbm:.2f}"} for p in self.device.model.ports()]},
             )
         if name not in readers:
             raise RestconfRefusal(404, "invalid-value", f"no such resource: {name[:80]}")
-        self.device.glass.advance()
+        self.device.model.advance()
         return EmulatedReply(200, readers[name]())
 
     def _ports(self) -> object:
@@ -241,7 +241,7 @@ class RestconfEmulator:
             words = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
             entries = [
                 {"port-id": port.port, "status": words[port.status], "label": "", "peer-port": ""}
-                for port in self.device.glass.ports()
+                for port in self.device.model.ports()
             ]
             return self._named("port-config", {"port": entries})
         old = {PortStatus.ENABLED: "PO_ENABLED", PortStatus.DISABLED: "PO_DISABLED", PortStatus.FAILED: "PO_FAILED"}
@@ -251,7 +251,7 @@ class RestconfEmulator:
                 "port": [
                     {"port-id": port.port, "port-status": old[port.status]}
                     | ({"opm": {"power": f"{port.power_dbm:.2f}"}} if self._power else {})
-                    for port in self.device.glass.ports()
+                    for port in self.device.model.ports()
                 ]
             },
         )
@@ -286,8 +286,8 @@ class RestconfEmulator:
             raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
     def _circuits(self) -> Sequence[DeviceCircuit]:
-        self.device.glass.advance()
-        return self.device.glass.circuits()
+        self.device.model.advance()
+        return self.device.model.circuits()
 
     def _named(self, name: str, content: object) -> dict[str, object]:
         return {f"{yang.MODULE}:{name}": content}

@@ -211,25 +211,25 @@ class ScpiEmulator:
         return f"{_listed([p.ingress_port for p in pairs])},{_listed([p.egress_port for p in pairs])}"
 
     async def _partner(self, parameters: str, command: str) -> str:
-        (port,) = self._known([_number(parameters)])
+        (port,) = self._check_ports([_number(parameters)])
         partners = {pair.ingress_port: pair.egress_port for pair in self._present()}
         partners |= {egress: ingress for ingress, egress in partners.items()}
         return f'"{partners.get(port, "")}"'
 
     async def _disable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._known(_ports(parameters)), False, command)
+        await self.device.enable(self._check_ports(_ports(parameters)), False, command)
 
     async def _enable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._known(_ports(parameters)), True, command)
+        await self.device.enable(self._check_ports(_ports(parameters)), True, command)
 
     async def _port_states(self, parameters: str, command: str) -> str:
-        states = {state.port: LETTERS[state.status] for state in self.device.glass.ports()}
-        return f"({','.join(states[port] for port in self._known(_ports(parameters)))})"
+        states = {state.port: LETTERS[state.status] for state in self.device.model.ports()}
+        return f"({','.join(states[port] for port in self._check_ports(_ports(parameters)))})"
 
     # What they have in common.
 
     def _present(self) -> list[CrossConnect]:
-        circuits = self.device.glass.circuits()
+        circuits = self.device.model.circuits()
         is_moving = CircuitState.TUNING
         return [c.cross_connect for c in circuits if self.quirks.lists_at_once or c.state is not is_moving]
 
@@ -244,7 +244,7 @@ class ScpiEmulator:
                 raise ScpiError(-222, f"Data out of range;{wrong[0]}")
         return ingress, egress
 
-    def _known(self, ports: Sequence[int]) -> Sequence[int]:
+    def _check_ports(self, ports: Sequence[int]) -> Sequence[int]:
         facts = self.device.facts
         if wrong := [port for port in ports if port not in facts.ingress_ports and port not in facts.egress_ports]:
             raise ScpiError(-222, f"Data out of range;{wrong[0]}")

@@ -128,7 +128,7 @@ class _Connection:
         self._writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        events = self._emulator.device.glass.listen()
+        events = self._emulator.device.model.listen()
         tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._report(events))]
         try:
             if self._quirks.garbage:
@@ -140,7 +140,7 @@ class _Connection:
             pass  # the client is gone
         finally:
             self.is_logged_in = False
-            self._emulator.device.glass.unlisten(events)
+            self._emulator.device.model.unlisten(events)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,7 +170,7 @@ class _Connection:
         self._emulator.commands.append(text)
         command = Tl1Command.parse(text)
         if self._quirks.acknowledge:
-            self._say(f"IP {command.ctag}", "<", header=False)
+            self._write(f"IP {command.ctag}", "<", header=False)
         for _ in range(self._quirks.reports_before):
             self._make_noise()
         try:
@@ -220,7 +220,7 @@ class _Connection:
             body = [f"M  {ctag} {completion}", *(f"   {line}" for line in part)]
             if is_last and comment:
                 body.append(f"   /* {comment} */")
-            self._say(self._quirks.newline.join(body), ";" if is_last else self._quirks.part_mark)
+            self._write(self._quirks.newline.join(body), ";" if is_last else self._quirks.part_mark)
             if not is_last:
                 if self._quirks.reports_between:
                     self._make_noise()
@@ -241,9 +241,9 @@ class _Connection:
 
     def _send_report(self, severity: str, verb: str, line: str) -> None:
         body = f"{severity}  {self._emulator.next_tag()} {verb}{self._quirks.newline}   {line}"
-        self._say(body, ";")
+        self._write(body, ";")
 
-    def _say(self, body: str, mark: str, header: bool = True) -> None:
+    def _write(self, body: str, mark: str, header: bool = True) -> None:
         newline = self._quirks.newline
         head = f"   {self._emulator.box.name} 26-11-22 02:30:00{newline}" if header else ""
         with suppress(OSError):  # the client may be gone already

@@ -31,7 +31,7 @@ class CalientTl1Device:
         self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
         self._ports = {_slot(port): port for port in device.facts.ingress_ports}
         self._session = device.session()
-        self._changes = device.glass.listen()
+        self._changes = device.model.listen()
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
 
     @classmethod
@@ -79,14 +79,14 @@ class CalientTl1Device:
         """What the glass has lost is not provisioned any more."""
         if not self._device.is_alive(self._session):
             self._session = self._device.session()
-            for pair in [pair for pair in self._groups if not self._device.glass.holds(pair)]:
+            for pair in [pair for pair in self._groups if not self._device.model.holds(pair)]:
                 self._forget(pair)
 
     def _take_over(self) -> None:
         """Circuits that came to the glass by other ways than by our commands are connections too."""
         while not self._changes.empty():
             pair = self._changes.get_nowait().cross_connect
-            if pair is None or pair in self._groups or not self._device.glass.holds(pair):
+            if pair is None or pair in self._groups or not self._device.model.holds(pair):
                 continue
             for held in {self._held[end] for end in self._device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
@@ -102,7 +102,7 @@ class CalientTl1Device:
             del self._held[end]
 
     def _lit(self) -> dict[CrossConnect, CircuitState]:
-        return {circuit.cross_connect: circuit.state for circuit in self._device.glass.circuits()}
+        return {circuit.cross_connect: circuit.state for circuit in self._device.model.circuits()}
 
     def _port(self, name: str) -> int:
         if name not in self._ports:
@@ -135,7 +135,7 @@ class CalientTl1Device:
             await self._setter.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
             await self._setter.set(Action.REMOVE, [pair], command)
-        elif self._device.glass.holds(pair):
+        elif self._device.model.holds(pair):
             raise Tl1Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
             self._forget(pair)
@@ -152,7 +152,7 @@ class CalientTl1Device:
         return f'"{_name(pair)}:{ends},CONNNAME={_name(pair)},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
 
     def _summaries(self, ports: Sequence[int]) -> Sequence[str]:
-        powers = {state.port: state.power_dbm for state in self._device.glass.ports()}
+        powers = {state.port: state.power_dbm for state in self._device.model.ports()}
         held = {port: pair for pair in self._groups for port in (pair.ingress_port, pair.egress_port)}
         lit, lines = self._lit(), []
         for port in ports:
@@ -164,7 +164,7 @@ class CalientTl1Device:
         return lines
 
     def _states(self, ports: Sequence[int]) -> Sequence[str]:
-        status, lines = {state.port: state.status for state in self._device.glass.ports()}, []
+        status, lines = {state.port: state.status for state in self._device.model.ports()}, []
         for port in ports:
             administrative = "OOS-MA" if status[port] is PortStatus.DISABLED else "IS"
             works = "FAIL" if status[port] is PortStatus.FAILED else "OK"

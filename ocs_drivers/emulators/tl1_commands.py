@@ -105,6 +105,6 @@ class Tl1Setter:
     def held_by(self, ingress: Sequence[int]) -> list[CrossConnect]:
         """What is connected to these ingress ports, in the order of the list."""
         present = {
-            circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self.device.glass.circuits()
+            circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self.device.model.circuits()
         }
         return [present[port] for port in ingress if port in present]

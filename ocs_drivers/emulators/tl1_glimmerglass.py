@@ -57,10 +57,10 @@ class GlimmerglassTl1Device:
             )
             return [f'"GGN:{each}"' for each in about]
         if verb == "RTRV-CFG-FIBER":
-            states = self._device.glass.ports()
+            states = self._device.model.ports()
             return [self._port(side, state) for side in (10000, 20000) for state in states]
         if verb == "RTRV-PORT-POWER":
-            states = self._device.glass.ports()
+            states = self._device.model.ports()
             return [
                 f'"GGN:PORTID={side + state.port},PORTNAME={self._label},PORTPOWER={state.power_dbm:.3f}"'
                 for side in (10000, 20000)
@@ -102,7 +102,7 @@ class GlimmerglassTl1Device:
         """Every input, and every output that is not connected; or those on the ports that are asked for."""
         ports = self._device.facts.ingress_ports
         names = {CircuitState.TUNED: "steady", CircuitState.FAILED: "fault", CircuitState.TUNING: "pending"}
-        circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self._device.glass.circuits()}
+        circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self._device.model.circuits()}
         taken = {circuit.cross_connect.egress_port for circuit in circuits.values()}
         rows = []
         for port in ports:

@@ -81,19 +81,19 @@ class PolatisTl1Device:
         return "**", "REPT ALM EQPT", f'"{event.text}"'
 
     async def _patches(self, aid: str) -> Sequence[str]:
-        while math.isfinite(moving_s := self._device.glass.moving_s()):
+        while math.isfinite(moving_s := self._device.model.moving_s()):
             await self._device.clock.sleep(moving_s)
         wanted = set(ports_of(aid)) if aid else None
         return [
             f'"{pair.ingress_port},{pair.egress_port}"'
-            for circuit in self._device.glass.circuits()
+            for circuit in self._device.model.circuits()
             if circuit.state is not CircuitState.TUNING
             for pair in [circuit.cross_connect]
             if wanted is None or wanted & {pair.ingress_port, pair.egress_port}
         ]
 
     def _ports(self, verb: str, aid: str) -> Sequence[str]:
-        states = {state.port: state for state in self._device.glass.ports()}
+        states = {state.port: state for state in self._device.model.ports()}
         ports = ports_of(aid) if aid else list(states)
         if unknown := [port for port in ports if port not in states]:
             raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: no port {unknown[0]}")
@@ -103,7 +103,7 @@ class PolatisTl1Device:
         return [f'"{port}:{shutter[states[port].status]}"' for port in ports]
 
     async def _shut(self, is_open: bool, ports: Sequence[int], command: Tl1Command) -> Sequence[str]:
-        if not {state.port for state in self._device.glass.ports()}.issuperset(ports):
+        if not {state.port for state in self._device.model.ports()}.issuperset(ports):
             raise Tl1Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
         await self._device.enable(ports, is_open, command.text)
         return []

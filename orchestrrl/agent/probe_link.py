@@ -46,7 +46,7 @@ class WindowReporter:
         backoff: Backoff | None = None,
     ) -> None:
         self._traces = HostTraces(directory)
-        self._words = WindowReports(self._traces, self._put)
+        self._reports = WindowReports(self._traces, self._put)
         self._directory = directory
         self._host = host
         self._daemon = daemon
@@ -55,8 +55,8 @@ class WindowReporter:
         self._backoff = backoff or Backoff()
         self._outgoing: asyncio.Queue[fabric_pb2.TraceMessage] | None = None
         self._catching_up: asyncio.TimerHandle | None = None
-        self._about_to_look: asyncio.TimerHandle | None = None
-        self._looked_s = 0.0
+        self._next_poll: asyncio.TimerHandle | None = None
+        self._polled_s = 0.0
         self._summarising: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -72,10 +72,10 @@ class WindowReporter:
         loop = asyncio.get_running_loop()
         loop.add_reader(doorbell.fileno(), self._rung, doorbell)
         try:
-            self._traces.look()
+            self._traces.poll()
             await first_of(
                 self._keep_looking(),
-                self._repeat(READ_EVERY_S, self._words.read),
+                self._repeat(READ_EVERY_S, self._reports.read),
                 stay_connected(
                     self._daemon,
                     self._converse,
@@ -87,7 +87,7 @@ class WindowReporter:
             )
         finally:
             loop.remove_reader(doorbell.fileno())
-            for later in (self._catching_up, self._about_to_look, self._summarising):
+            for later in (self._catching_up, self._next_poll, self._summarising):
                 if later is not None:
                     later.cancel()
             doorbell.close()
@@ -96,38 +96,38 @@ class WindowReporter:
     def _rung(self, doorbell: RingDoorbell) -> None:
         while doorbell.rung() is not None:
             pass
-        if not self._words.rung():
+        if not self._reports.rung():
             if self._catching_up is not None:  # all is read
                 self._catching_up.cancel()
                 self._catching_up = None
-            if self._about_to_look is None and time.monotonic() > self._looked_s + POLL_EVERY_S / 2:
+            if self._next_poll is None and time.monotonic() > self._polled_s + POLL_EVERY_S / 2:
                 # A window has just opened: nobody waits for anything that is told in the next moment.
                 loop = asyncio.get_running_loop()
-                self._about_to_look = loop.call_later(LOOK_AFTER_OPENING_S, self._look)
+                self._next_poll = loop.call_later(LOOK_AFTER_OPENING_S, self._poll)
         elif self._catching_up is None:
             self._catching_up = asyncio.get_running_loop().call_later(CATCH_UP_AFTER_S, self._catch_up)
 
     def _catch_up(self) -> None:
         self._catching_up = None
-        self._words.catch_up()
+        self._reports.catch_up()
 
     async def _keep_looking(self) -> None:
         """At the latest so often: better when a window has just opened, as it takes a millisecond."""
         while True:
-            if (early_s := self._looked_s + POLL_EVERY_S - time.monotonic()) > 0:
+            if (early_s := self._polled_s + POLL_EVERY_S - time.monotonic()) > 0:
                 await self._clock.sleep(early_s)
             else:
-                self._look()
+                self._poll()
 
-    def _look(self) -> None:
-        if self._about_to_look is not None:
-            self._about_to_look.cancel()
-            self._about_to_look = None
-        self._looked_s = time.monotonic()
-        if self._traces.look():
+    def _poll(self) -> None:
+        if self._next_poll is not None:
+            self._next_poll.cancel()
+            self._next_poll = None
+        self._polled_s = time.monotonic()
+        if self._traces.poll():
             self._put(self._hello())
-            self._words.report_all_again()  # what was told of a job's other ranks is void there
-        self._words.read()  # of a process that has come, before anything is made of the others
+            self._reports.report_all_again()  # what was told of a job's other ranks is void there
+        self._reports.read()  # of a process that has come, before anything is made of the others
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
         outgoing: asyncio.Queue[fabric_pb2.TraceMessage] = asyncio.Queue()
@@ -141,7 +141,7 @@ class WindowReporter:
                 self._obey(order)
         finally:
             self._outgoing = None
-            self._words.forget_all()
+            self._reports.forget_all()
             call.cancel()
 
     def _obey(self, order: fabric_pb2.TraceOrder) -> None:
@@ -151,9 +151,9 @@ class WindowReporter:
                 pong = fabric_pb2.Pong(sent_s=order.ping.sent_s, received_s=received_s, answered_s=time.monotonic())
                 self._put(fabric_pb2.TraceMessage(pong=pong))
             case "arm":
-                self._words.watch(order.arm)
+                self._reports.watch(order.arm)
             case "disarm":
-                self._words.forget(order.disarm.id)
+                self._reports.forget(order.disarm.id)
             case "summarise" if self._summarising is None or self._summarising.done():
                 self._summarising = asyncio.ensure_future(self._summarise())
 

@@ -136,13 +136,13 @@ class HostTraces:
             found[each.job] = (*found.get(each.job, ()), each.rank)
         return found
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Take up processes that have come and let go those that have ended; whether the jobs' ranks changed."""
         before = self.jobs()
         found = list_rings(self._directory)
         for path in found:
             if path not in self._traced and path not in self._unreadable:
-                self._take_up(path)
+                self._accept(path)
         for path, each in list(self._traced.items()):
             if not each.reader.alive:
                 each.reader.close()
@@ -234,7 +234,7 @@ class HostTraces:
             return announced
         return replace(announced, intent_json=self._intents.get(key, ""))
 
-    def _take_up(self, path: Path) -> None:
+    def _accept(self, path: Path) -> None:
         try:
             reader = RingReader(path)
         except (OSError, ValueError) as error:

@@ -32,7 +32,7 @@ class UnsentObservations:
         self._pending: dict[EngineId, Observation] = {}
         self._filled = asyncio.Event()
         self._sequence = 0
-        self._told: dict[EngineId, object] = {}  # capabilities, as last sent on this stream
+        self._sent_capabilities: dict[EngineId, object] = {}  # capabilities, as last sent on this stream
 
     def put(self, observation: Observation) -> None:
         self._pending.pop(observation.engine, None)
@@ -41,7 +41,7 @@ class UnsentObservations:
 
     def start_stream(self) -> None:
         """A new stream knows nothing: what the engines offer is said again."""
-        self._told.clear()
+        self._sent_capabilities.clear()
 
     async def next_report(self) -> EngineReport:
         while not self._pending:
@@ -50,8 +50,8 @@ class UnsentObservations:
         engine_id = next(iter(self._pending))
         observation = self._pending.pop(engine_id)
         self._sequence += 1
-        told = self._told.get(engine_id) == observation.capabilities
-        self._told[engine_id] = observation.capabilities
+        told = self._sent_capabilities.get(engine_id) == observation.capabilities
+        self._sent_capabilities[engine_id] = observation.capabilities
         return EngineReport(
             agent=self._agent_id,
             sequence=self._sequence,

@@ -63,7 +63,7 @@ class EngineWatch:
         self._describe = describe
         self._track = EngineTrack()
         self._capabilities: EngineCapabilities | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[None] | None = None
         self._server = ""
         self._health: EngineHealth | None = None
         self._silent_since_s: float | None = None  # when the oldest scrape without an answer began
@@ -100,7 +100,7 @@ class EngineWatch:
         while not scrape.done() and (now_s := self._clock.now_s()) < end_s:
             late_s = self._silent_for_s(now_s) - self._limits.slow_after_s
             if late_s >= 0:
-                self._tell(judge(None, self._silent_for_s(now_s), self._limits), None)
+                self._report(judge(None, self._silent_for_s(now_s), self._limits), None)
             await self._wait(scrape, min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s))
 
     def _silent_for_s(self, now_s: float) -> float:
@@ -129,12 +129,12 @@ class EngineWatch:
         if reading.metrics is None or self._track.restarted(reading.metrics):
             await self._forget_capabilities()
         self._track, sample = fold(self._track, reading, started_s, self._limits)
-        if sample is not None and self._capabilities is None and self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+        if sample is not None and self._capabilities is None and self._finding is None:
+            self._finding = asyncio.create_task(self._find_capabilities())
         self._server = "" if reading.metrics is None else reading.metrics.server
-        self._tell(reading, sample)
+        self._report(reading, sample)
 
-    def _tell(self, reading: EngineReading, sample: EngineSample | None) -> None:
+    def _report(self, reading: EngineReading, sample: EngineSample | None) -> None:
         if reading.health is not self._health:
             level = logging.INFO if reading.health is EngineHealth.OK else logging.WARNING
             logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
@@ -151,7 +151,7 @@ class EngineWatch:
             )
         )
 
-    async def _ask(self) -> None:
+    async def _find_capabilities(self) -> None:
         """Find out what the engine offers, however often it takes: a server may answer metrics first."""
         while True:
             task = asyncio.create_task(self._engine.capabilities())
@@ -185,6 +185,6 @@ class EngineWatch:
     async def _forget_capabilities(self) -> None:
         """Another process may answer the next time, with other features."""
         self._capabilities = None
-        if self._asking is not None:
-            await stop(self._asking)
-            self._asking = None
+        if self._finding is not None:
+            await stop(self._finding)
+            self._finding = None

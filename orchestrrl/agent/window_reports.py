@@ -20,8 +20,8 @@ class _Watched:
     job: str
     need_s: float
     quantile: float
-    told: HostQuiet | str | None = None  # a hold by its code; None: nothing yet
-    told_s: float = 0.0
+    reported: HostQuiet | str | None = None  # a hold by its code; None: nothing yet
+    reported_s: float = 0.0
 
 
 class WindowReports:
@@ -54,7 +54,7 @@ class WindowReports:
     def report_all_again(self) -> None:
         """What was told is not known any more where it is heard."""
         for watched in self._watched.values():
-            watched.told = None
+            watched.reported = None
 
     def rung(self) -> bool:
         """Somebody has gone quiet or communicates again. Whether there is traffic, so that `catch_up` has time."""
@@ -85,13 +85,13 @@ class WindowReports:
     def _assess(self, busy: Collection[str]) -> None:
         for watched in self._watched.values():
             if watched.job in busy:
-                self._tell(watched, Hold("traffic", "a rank has a collective in flight"))
+                self._report(watched, Hold("traffic", "a rank has a collective in flight"))
             else:
-                self._tell(watched, self._traces.assess(watched.job, watched.quantile))
+                self._report(watched, self._traces.assess(watched.job, watched.quantile))
 
-    def _tell(self, watched: _Watched, found: HostQuiet | Hold) -> None:
+    def _report(self, watched: _Watched, found: HostQuiet | Hold) -> None:
         """Only what is news: a window that is long enough, its end, or another reason why there is none."""
-        now_s, told = self._clock_s(), watched.told
+        now_s, told = self._clock_s(), watched.reported
         # It may have become shorter by the time that has passed, which whoever was told knows; but no promise may end
         # earlier than was told.
         same = (
@@ -99,7 +99,7 @@ class WindowReports:
             and isinstance(told, HostQuiet)
             and (told.since_s == found.since_s and told.until_s <= found.until_s)
         )
-        if same and now_s < watched.told_s + AGAIN_AFTER_S:
+        if same and now_s < watched.reported_s + AGAIN_AFTER_S:
             return
         if isinstance(found, HostQuiet) and not same and found.until_s - now_s < watched.need_s:
             left_ms = (found.until_s - now_s) * 1e3
@@ -108,7 +108,7 @@ class WindowReports:
                 f"quiet at position {found.position} for {left_ms:.1f} ms more, by what rank {found.rank} did before",
             )
         if isinstance(found, HostQuiet):
-            watched.told, watched.told_s = found, now_s
+            watched.reported, watched.reported_s = found, now_s
             quiet = fabric_pb2.Quiet(
                 since_s=found.since_s,
                 until_s=found.until_s,
@@ -121,8 +121,8 @@ class WindowReports:
                 samples=found.samples,
             )
             self._put(fabric_pb2.TraceMessage(quiet=quiet))
-        elif watched.told != found.code:
-            watched.told = found.code
+        elif watched.reported != found.code:
+            watched.reported = found.code
             traffic = fabric_pb2.Traffic(
                 at_s=now_s, why=f"{found.code}: {found.detail}", armed=watched.id, job=watched.job
             )

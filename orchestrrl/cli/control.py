@@ -40,7 +40,7 @@ def address_faults(address: str) -> list[str]:
     return []
 
 
-def ask(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
+def call_daemon(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
     """The result of a conversation with the daemon; its errors become messages and exit statuses."""
     import asyncio
 
@@ -62,7 +62,7 @@ async def answer(
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """The daemon's answer to one request, as plain values."""
-    response = await client.ask(method, request, timeout_s)
+    response = await client.call(method, request, timeout_s)
     return plain(response)
 
 

@@ -38,7 +38,7 @@ def journal(
         wanted = control_pb2.WatchJournalRequest(tail=tail, follow=follow_on, kinds=kinds or [])
         async for message in client.watch(client.control.WatchJournal, wanted):
             entry = entry_of(message)
-            print_line(json.dumps(entry) if as_json else words(entry))
+            print_line(json.dumps(entry) if as_json else entry_text(entry))
 
     follow(daemon, conversation)
 
@@ -50,7 +50,7 @@ def entry_of(message: "control_pb2.JournalEntry") -> dict[str, Any]:
     return entry
 
 
-def words(entry: dict[str, Any]) -> str:
+def entry_text(entry: dict[str, Any]) -> str:
     body = shorten(" ".join(f"{name}={json.dumps(value)}" for name, value in entry["body"].items()))
     start = f"{entry['sequence']:>7} {time_of_day(entry['at_unix_s'])} g{entry['generation']} {entry['kind']:<18}"
     return f"{start} {entry['subject_id']} {body}".rstrip()

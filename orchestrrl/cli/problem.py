@@ -79,7 +79,7 @@ def unique(*patterns: str) -> Check:
     return check
 
 
-def known(pattern: str, *owners: str) -> Check:
+def ids_exist(pattern: str, *owners: str) -> Check:
     """A check that each id at `pattern` is one of those at `owners`."""
 
     def check(document: Any) -> Iterator[str]:

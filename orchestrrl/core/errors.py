@@ -116,11 +116,11 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def few(words: Sequence[str], most: int = 8, between: str = "; ") -> str:
+def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
     """The first of them, cut, and how many more there are: a fleet has hundreds of engines, a model thousands of
     tensors."""
-    more = [f"and {len(words) - most} more"] if len(words) > most else []
-    return between.join([*(cut(word) for word in words[:most]), *more])
+    more = [f"and {len(arguments) - most} more"] if len(arguments) > most else []
+    return between.join([*(cut(word) for word in arguments[:most]), *more])
 
 
 def cut(text: str, limit: int = 300) -> str:

@@ -93,7 +93,7 @@ class NodeState:
 
     hello: NodeHello
     attached: bool
-    heard_s: float
+    last_report_s: float
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class NodeRegistry:
             del self._known[node]
         return True
 
-    def heard(self, node: NodeId, now_s: float) -> None:
+    def on_report(self, node: NodeId, now_s: float) -> None:
         known = self._known.get(node)
         if known is not None:
             self._known[node] = NodeState(known.hello, known.attached, now_s)
@@ -200,7 +200,7 @@ class NodeRegistry:
         if not away:
             limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
             raise LimitReached(f"node_id: {limit}, got {shorten(node)} as one more")
-        del self._known[min(away, key=lambda known: known.heard_s).hello.node]
+        del self._known[min(away, key=lambda known: known.last_report_s).hello.node]
 
     def end_all(self) -> None:
         """Close every stream, so that nodes notice at once and attach to the next daemon."""

@@ -19,7 +19,7 @@ class OperationEvidence:
     """The fleet as last reported, and when the operation's node was last heard (None: not since we know of it)."""
 
     snapshot: Snapshot
-    heard_s: float | None
+    last_report_s: float | None
 
 
 def settle(operation: Operation, node: NodeId, over_s: float, evidence: OperationEvidence) -> OperationResult | None:
@@ -28,9 +28,9 @@ def settle(operation: Operation, node: NodeId, over_s: float, evidence: Operatio
     After `over_s` the node does nothing more about the operation, so only what it reported later counts as "it did not
     happen". That it did happen may be seen earlier.
     """
-    if evidence.heard_s is None:
+    if evidence.last_report_s is None:
         return None
-    over = evidence.heard_s > over_s
+    over = evidence.last_report_s > over_s
     match operation.action:
         case MoveRequests(moves):
             where = {request.id: request.engine for request in evidence.snapshot.requests}

@@ -224,7 +224,7 @@ def _judge(
         return hold
     if settings.policy is FastPolicy.NONE:
         return Hold("no_policy", "fast.policy is none")
-    state, why, acted = _in_words(settings, balance, packing)
+    state, why, acted = _balance_text(settings, balance, packing)
     if not balance.moves:
         return Hold(balance.stopped_because, f"{state}; {why}")
     case = f"{state}, {acted}: {len(balance.moves)} moves"
@@ -233,7 +233,7 @@ def _judge(
     return Act("spread" if packing is None else "pack", case)
 
 
-def _in_words(settings: FastSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
+def _balance_text(settings: FastSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
     """How it is, why nothing is moved if nothing is, and what moves are for if there are any."""
     if packing is not None:
         ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"

@@ -185,7 +185,7 @@ class ControlPlane:
             logger.info("engine %s is %s %s", report.engine, report.health, report.health_detail)
             self.routes.changed(lost=report.health is not EngineHealth.OK)
         self._note_step_end()
-        self.nodes.heard(report.agent, now_s)
+        self.nodes.on_report(report.agent, now_s)
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def gateway_reported(self, report: GatewayReport, stream: int) -> ReportAck:
@@ -202,7 +202,7 @@ class ControlPlane:
             )
         self.barrier.reported(report.gateway, report.barrier)
         self._note_step_end()
-        self.nodes.heard(report.gateway, now_s)
+        self.nodes.on_report(report.gateway, now_s)
         return ReportAck(report.sequence, self.journal.generation, now_s)
 
     def stream_ended(self, stream: int) -> None:
@@ -246,7 +246,7 @@ class ControlPlane:
                 self.barrier.detached(attachment.hello.node)
 
     def result_received(self, result: OperationResult) -> None:
-        self.nodes.heard(result.node, self.clock.now_s())
+        self.nodes.on_report(result.node, self.clock.now_s())
         self.runner.receive(result)
 
     # --- decide and act
@@ -259,7 +259,7 @@ class ControlPlane:
         self._share_nics()
         snapshot = self.state.snapshot(self.clock.now_s())
         seen = self.planning.identified(snapshot)
-        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.heard_s(node)))
+        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.last_report_s(node)))
         situation = BalanceSituation(
             self.mode,
             self.changes_open + self._deploying,
@@ -480,7 +480,7 @@ class ControlPlane:
     def _history(self, snapshot: Snapshot) -> History:
         return History(
             earlier_output_tokens=self.state.earlier_output_tokens,
-            last_switch_s=self.plans.last_switch_s,
+            last_redeploy_s=self.plans.last_redeploy_s,
             underway=self._underway(snapshot),
             correction=self.plans.calibration.correction if self.config.slow.correct_predictions else 1.0,
             known_output_tokens=self.planning.known_output_tokens,

@@ -112,7 +112,7 @@ class MoveEstimate(NamedTuple):
     kv_bytes_per_token: float
 
 
-def said(estimate: ConfigurationEstimate) -> tuple[str, ...]:
+def provenance_notes(estimate: ConfigurationEstimate) -> tuple[str, ...]:
     """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
     learnt."""
     steps = (_steps_configured(estimate),) if _worth_saying(estimate) else ()

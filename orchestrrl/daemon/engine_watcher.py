@@ -50,14 +50,14 @@ class DeployedEngineWatcher:
 
     def __init__(
         self,
-        plane: EngineReportSink,
+        control_plane: EngineReportSink,
         *,
         make_engine: Callable[[str, str], Engine] = connect,
         interval_s: float = INTERVAL_S,
         limits: HealthLimits | None = None,
     ) -> None:
         """`make_engine`: a client, from product and URL."""
-        self._plane = plane
+        self._control_plane = control_plane
         self._make_engine = make_engine
         self._interval_s = interval_s
         self._limits = limits or HealthLimits()
@@ -98,7 +98,7 @@ class DeployedEngineWatcher:
                     watch = None
                 if watch is None and alone:
                     watch = asyncio.create_task(self._watch(engine, client).run())
-                await self._plane.clock.sleep(LOOK_S)
+                await self._control_plane.clock.sleep(LOOK_S)
         finally:
             if watch is not None:
                 await self._end(engine, watch)
@@ -109,7 +109,7 @@ class DeployedEngineWatcher:
             engine,
             client,
             partial(self._publish, client),
-            clock=self._plane.clock,
+            clock=self._control_plane.clock,
             interval_s=self._interval_s,
             limits=self._limits,
         )
@@ -135,12 +135,12 @@ class DeployedEngineWatcher:
             capabilities=observation.capabilities,
             server=observation.server,
         )
-        self._plane.engine_reported(report, STAND_IN)
+        self._control_plane.engine_reported(report, STAND_IN)
 
     def _spoken_for(self, engine: EngineId) -> bool:
         """By an agent that has been heard of late."""
-        since_s = self._plane.clock.now_s() - SILENT_AFTER_S
+        since_s = self._control_plane.clock.now_s() - SILENT_AFTER_S
         return any(
-            state.hello.kind is NodeKind.AGENT and engine in state.hello.engines and state.heard_s >= since_s
-            for state in self._plane.nodes.states()
+            state.hello.kind is NodeKind.AGENT and engine in state.hello.engines and state.last_report_s >= since_s
+            for state in self._control_plane.nodes.states()
         )

@@ -40,16 +40,23 @@ def gen_circuits_of(config: "Config", fabric: "CircuitCoordinator | None", clock
     return GenerationCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
 
 
-def verifier_of(plane: "ControlPlane", drivers: Mapping[str, OcsDriver]) -> "FabricVerifier | None":
+def verifier_of(control_plane: "ControlPlane", drivers: Mapping[str, OcsDriver]) -> "FabricVerifier | None":
     """For the daemon, once the plane has its fabric. None where there is none."""
-    if plane.fabric is None or plane.circuits is None:
+    if control_plane.fabric is None or control_plane.circuits is None:
         return None
     from orchestrrl.fabric.switch_reader import SwitchReader
     from orchestrrl.fabric.verification import FabricVerifier
 
-    site = plane.fabric.site
-    glass = SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, plane.clock)
-    return FabricVerifier(plane.fabric, plane.routing, plane.circuits, glass, plane.pause_registry, plane.clock)
+    site = control_plane.fabric.site
+    glass = SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, control_plane.clock)
+    return FabricVerifier(
+        control_plane.fabric,
+        control_plane.routing,
+        control_plane.circuits,
+        glass,
+        control_plane.pause_registry,
+        control_plane.clock,
+    )
 
 
 def fabric_of(
@@ -57,7 +64,7 @@ def fabric_of(
     drivers: Mapping[str, OcsDriver],
     circuits: "CircuitExecutor",
     hub: "WindowTracker",
-    plane: "ControlPlane",
+    control_plane: "ControlPlane",
     clock: Clock,
     routing: "PacketRouting | None" = None,
 ) -> "CircuitCoordinator | None":
@@ -78,12 +85,12 @@ def fabric_of(
         SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, owners=circuits.owners),
         circuits,
         hub,
-        OperatorOverrides(site, plane.journal, clock),
-        plane.pause_registry,
-        plane.journal,
+        OperatorOverrides(site, control_plane.journal, clock),
+        control_plane.pause_registry,
+        control_plane.journal,
         clock,
         materialise=lambda intent, state: materialize(site, intent, state, templates.learn(intent)),
-        mode=lambda: plane.mode,
+        mode=lambda: control_plane.mode,
         times=CommitTimes(
             {switch.id: switch.device.reconfiguration_s for switch in site.switches},
             allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
@@ -147,9 +154,9 @@ def routing_of(
         site,
         interfaces_at(site, {EndpointId(each.tor): each.interfaces for each in section.routers}),
         Rerouting(drivers, domain_of(section.routers, how.packet_hops), clock, limits, asyncio.to_thread),
-        SwitchReader(site, {switch.id: switches[switch.id] for switch in site.switches}).look,
+        SwitchReader(site, {switch.id: switches[switch.id] for switch in site.switches}).scan,
         journal,
         clock,
-        look_again_s=how.look_again_s,
+        poll_s=how.poll_s,
         offload=asyncio.to_thread,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrrl.core.config.schema import FleetSettings, KvTransfer
 from orchestrrl.core.operations import MoveMethod, MoveRequests, OperationItemResult, OperationResult
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, MoveEstimate, said
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, MoveEstimate, provenance_notes
 from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, FixedMoveCost, fixed_parts
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
@@ -214,7 +214,7 @@ class LiveProfile:
             known = self._known.get(start.configuration)
             if known is None or start.expected_s != known.given.switch_s:
                 continue
-            if known.refitter.observe_start(start.configuration, start.took_s):
+            if known.refitter.observe_start(start.configuration, start.elapsed_s):
                 known.fresh = True
 
     def refit(self, engines: Iterable[EngineId]) -> None:
@@ -224,10 +224,10 @@ class LiveProfile:
         for configuration, known in self._known.items():
             if known.fresh and known.scaled:
                 known.fresh = False
-                self._take_up(known, known.refitter.profile(configuration))
+                self._accept_step(known, known.refitter.profile(configuration))
                 prefill = known.refitter.prefill_tokens_per_s(configuration, known.held.step)
-                self._take_up_figure(known, "prefill_tokens_per_s", prefill)
-                self._take_up_figure(known, "switch_s", known.refitter.switch_s(configuration))
+                self._accept_figure(known, "prefill_tokens_per_s", prefill)
+                self._accept_figure(known, "switch_s", known.refitter.switch_s(configuration))
 
     # --- answer
 
@@ -296,7 +296,7 @@ class LiveProfile:
             for method, part in self._fixed.items()
             if part.measured_s
         )
-        return (*(note for estimate in self.estimates() for note in said(estimate)), *fixed)
+        return (*(note for estimate in self.estimates() for note in provenance_notes(estimate)), *fixed)
 
     # --- inside
 
@@ -362,7 +362,7 @@ class LiveProfile:
     def _guess_refitter(self, profile: EngineProfile) -> ProfileRefitter:
         return ProfileRefitter(Profile("", "", "", (profile,)), self._today, plausible=math.inf)
 
-    def _take_up(self, known: _Known, found: EngineProfile) -> None:
+    def _accept_step(self, known: _Known, found: EngineProfile) -> None:
         changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
         change = sum(changes) / len(changes) if changes else 0.0
         if found.step is known.held.step or change < NOTABLE:
@@ -394,7 +394,7 @@ class LiveProfile:
             ),
         )
 
-    def _take_up_figure(self, known: _Known, name: str, found: RefittedFigure | None) -> None:
+    def _accept_figure(self, known: _Known, name: str, found: RefittedFigure | None) -> None:
         before: float = getattr(known.held, name)
         if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
             return

@@ -15,29 +15,29 @@ from orchestrrl.daemon.control_plane import ControlPlane
 logger = logging.getLogger(__name__)
 
 
-async def run_loops(plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
+async def run_loops(control_plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
     """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
     there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
     async with asyncio.TaskGroup() as loops:
-        fast_pause = partial(_interval, plane, clock)
-        slow_pause = partial(_interval_or_step, plane, clock)
-        loops.create_task(_repeat(FAST_LOOP, plane.fast_tick, fast_pause, defects))
-        loops.create_task(_repeat(SLOW_LOOP, plane.slow_tick, slow_pause, defects))
+        fast_pause = partial(_interval, control_plane, clock)
+        slow_pause = partial(_interval_or_step, control_plane, clock)
+        loops.create_task(_repeat(FAST_LOOP, control_plane.fast_tick, fast_pause, defects))
+        loops.create_task(_repeat(SLOW_LOOP, control_plane.slow_tick, slow_pause, defects))
 
 
-async def _interval(plane: ControlPlane, clock: Clock) -> None:
-    await clock.sleep(plane.config.fast.interval_s)
+async def _interval(control_plane: ControlPlane, clock: Clock) -> None:
+    await clock.sleep(control_plane.config.fast.interval_s)
 
 
-async def _interval_or_step(plane: ControlPlane, clock: Clock) -> None:
+async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
     """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
-    interval = asyncio.create_task(clock.sleep(plane.config.slow.interval_s))
-    began = asyncio.create_task(plane.step_began.wait())
+    interval = asyncio.create_task(clock.sleep(control_plane.config.slow.interval_s))
+    began = asyncio.create_task(control_plane.step_began.wait())
     try:
         await asyncio.wait({interval, began}, return_when=asyncio.FIRST_COMPLETED)
         if began.done():
-            plane.step_began.clear()
-            await clock.sleep(min(plane.config.fast.interval_s, plane.config.slow.interval_s))
+            control_plane.step_began.clear()
+            await clock.sleep(min(control_plane.config.fast.interval_s, control_plane.config.slow.interval_s))
     finally:
         interval.cancel()
         began.cancel()

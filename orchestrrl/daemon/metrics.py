@@ -33,14 +33,14 @@ _CONTENT_TYPE = "text/plain; version=0.0.4"
 class DaemonCollector(Collector):
     """The control plane as Prometheus sees it."""
 
-    def __init__(self, plane: ControlPlane, syncs: SyncHistory | None = None) -> None:
-        self._plane = plane
+    def __init__(self, control_plane: ControlPlane, syncs: SyncHistory | None = None) -> None:
+        self._control_plane = control_plane
         self._switches = RedeploymentMetrics()
         self._syncs = syncs
-        self._weights = SyncMetrics(plane.started_s)
+        self._weights = SyncMetrics(control_plane.started_s)
 
     def collect(self) -> Iterable[Metric]:
-        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
+        snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
         yield from self._workers(snapshot.engines, {request.engine for request in snapshot.requests})
         states = Counter(request.state for request in snapshot.requests)
         yield _gauges(
@@ -54,12 +54,12 @@ class DaemonCollector(Collector):
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile(snapshot)
-        if self._plane.redeployer is not None:
-            yield from self._switches.collect(self._plane.redeployer.history(0))
-        yield pause_metrics(self._plane.pause_registry.pauses)
-        yield defect_metrics(self._plane)
-        if self._plane.fabric is not None:
-            yield from fabric_metrics(self._plane.fabric)
+        if self._control_plane.redeployer is not None:
+            yield from self._switches.collect(self._control_plane.redeployer.history(0))
+        yield pause_metrics(self._control_plane.pause_registry.pauses)
+        yield defect_metrics(self._control_plane)
+        if self._control_plane.fabric is not None:
+            yield from fabric_metrics(self._control_plane.fabric)
         if self._syncs is not None:
             yield from self._weights.collect(self._syncs)
 
@@ -72,7 +72,7 @@ class DaemonCollector(Collector):
             ("serving", len(engines) - len(draining)),
             ("draining", busy),
             ("drained", len(draining) - busy),
-            ("removed", len(self._plane.membership_changes.membership.removed)),
+            ("removed", len(self._control_plane.membership_changes.membership.removed)),
         ]
 
     def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
@@ -91,7 +91,7 @@ class DaemonCollector(Collector):
             "state",
             self._engine_states(engines, held),
         )
-        balance = self._plane.balance
+        balance = self._control_plane.balance
         indices = balance.load_index if balance else {}
         yield _gauges(
             "orchestrrl_worker_load_index",
@@ -122,7 +122,7 @@ class DaemonCollector(Collector):
             yield GaugeMetricFamily("orchestrrl_load_spread", help_text, balance.balance.spread_before)
 
     def _totals(self) -> Iterator[Metric]:
-        plane, totals = self._plane, self._plane.state.totals
+        plane, totals = self._control_plane, self._control_plane.state.totals
         moves = CounterMetricFamily("orchestrrl_moves", "Requests moved, by result.", labels=["result"])
         moves.add_metric(["done"], totals.moves_done)
         moves.add_metric(["failed"], totals.moves_failed)
@@ -149,7 +149,7 @@ class DaemonCollector(Collector):
         yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
 
     def _barrier(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
-        keeper, ended = self._plane.barrier, self._plane.canceller.totals
+        keeper, ended = self._control_plane.barrier, self._control_plane.canceller.totals
         phases = [(phase, float(phase is keeper.state.phase)) for phase in BarrierPhase]
         help_text = "1 for how the pause barrier for weight updates stands; quiet: all engines are at rest."
         yield _gauges("orchestrrl_barrier", help_text, "phase", phases)
@@ -178,7 +178,7 @@ class DaemonCollector(Collector):
         yield cancelled
 
     def _decisions(self, now_s: float) -> Iterator[Metric]:
-        plane, latest = self._plane, self._plane.plans.latest
+        plane, latest = self._control_plane, self._control_plane.plans.latest
         ages = []
         if plane.balance:
             ages.append(("fast", now_s - plane.balance.decided_s))
@@ -193,12 +193,12 @@ class DaemonCollector(Collector):
 
     def _plans(self) -> Iterator[Metric]:
         yield from self._calibration()
-        latest = self._plane.plans.latest
+        latest = self._control_plane.plans.latest
         if latest is not None:
             seconds = [
                 ("current", latest.current_makespan_s),
                 ("proposed", latest.proposed_total_s),
-                ("switch_cost", latest.switch_cost_s),
+                ("switch_cost", latest.redeploy_cost_s),
                 ("migration_cost", latest.migration_cost_s),
                 ("lower_bound", latest.lower_bound_s or None),
             ]
@@ -209,7 +209,7 @@ class DaemonCollector(Collector):
                 "of",
                 [(of, value) for of, value in seconds if value is not None],
             )
-        done = next((plan for plan in self._plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
+        done = next((plan for plan in self._control_plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
         if done is None or done.actual_makespan_s is None:
             return
         if done.predicted_s is not None:
@@ -219,7 +219,7 @@ class DaemonCollector(Collector):
         yield GaugeMetricFamily("orchestrrl_plan_actual_makespan_seconds", help_text, done.actual_makespan_s)
 
     def _calibration(self) -> Iterator[Metric]:
-        plans = self._plane.plans
+        plans = self._control_plane.plans
         calibration = plans.calibration
         if calibration.error is not None and calibration.bias is not None:
             help_text = "Running mean of |predicted - actual| / actual seconds to a step's end."
@@ -230,20 +230,22 @@ class DaemonCollector(Collector):
         yield CounterMetricFamily("orchestrrl_plan_calibration_steps", help_text, calibration.steps)
         help_text = "What predicted decoding seconds are multiplied with, from how earlier steps came out."
         yield GaugeMetricFamily("orchestrrl_plan_correction_ratio", help_text, calibration.correction)
-        if plans.last_switch_s is not None:
+        if plans.last_redeploy_s is not None:
             help_text = "Since engines were last changed by a plan."
-            age_s = self._plane.clock.now_s() - plans.last_switch_s
+            age_s = self._control_plane.clock.now_s() - plans.last_redeploy_s
             yield GaugeMetricFamily("orchestrrl_deployment_age_seconds", help_text, age_s)
 
     def _profile(self, snapshot: Snapshot) -> Iterator[Metric]:
-        sources = Counter(told.source or "unknown" for told in self._plane.planning.step_times(snapshot).values())
+        sources = Counter(
+            told.source or "unknown" for told in self._control_plane.planning.step_times(snapshot).values()
+        )
         yield _gauges(
             "orchestrrl_workers_by_step_times",
             "Engines by where their step times come from; observed: learnt from batches, without a prior.",
             "source",
             [(source, sources[source]) for source in ("configured", "prior", "observed", "unknown")],
         )
-        estimates = self._plane.planning.costs.estimates()
+        estimates = self._control_plane.planning.costs.estimates()
         yield _gauges(
             "orchestrrl_profile_predicted_step_ratio",
             "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
@@ -281,10 +283,10 @@ def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, f
     return family
 
 
-async def serve_metrics(plane: ControlPlane, address: str, syncs: SyncHistory | None = None) -> web.AppRunner:
+async def serve_metrics(control_plane: ControlPlane, address: str, syncs: SyncHistory | None = None) -> web.AppRunner:
     """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(plane, syncs))
+    registry.register(DaemonCollector(control_plane, syncs))
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})
@@ -310,13 +312,13 @@ def pause_metrics(paused: Iterable[PauseScope]) -> Metric:
     return family
 
 
-def defect_metrics(plane: "ControlPlane") -> Metric:
+def defect_metrics(control_plane: "ControlPlane") -> Metric:
     parts = {
-        "circuits": plane.circuits,
-        "fabric": plane.fabric,
-        "generation": plane.gen_circuits,
-        "routes": plane.routing,
-        "weights": plane.weights,
+        "circuits": control_plane.circuits,
+        "fabric": control_plane.fabric,
+        "generation": control_plane.gen_circuits,
+        "routes": control_plane.routing,
+        "weights": control_plane.weights,
     }
     family = CounterMetricFamily(
         "orchestrrl_defects",
@@ -327,6 +329,6 @@ def defect_metrics(plane: "ControlPlane") -> Metric:
     for name, part in parts.items():
         if part is not None:
             family.add_metric([name], part.defects)
-    for name in sorted({*ACTING, *plane.defects.counts}):
-        family.add_metric([name], plane.defects.counts[name])
+    for name in sorted({*ACTING, *control_plane.defects.counts}):
+        family.add_metric([name], control_plane.defects.counts[name])
     return family

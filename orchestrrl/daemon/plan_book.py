@@ -64,7 +64,7 @@ class PlanBook:
         self._plans: dict[PlanId, Plan] = {}
         self._control = FREE
         self.calibration = Calibration()
-        self.last_switch_s: float | None = None  # when the deployment last changed
+        self.last_redeploy_s: float | None = None  # when the deployment last changed
         self._watchers: set[asyncio.Queue[PlanEvent | None]] = set()
 
     def recover(self) -> None:
@@ -86,7 +86,7 @@ class PlanBook:
         self._control = self._journal.newest(EntryKind.PLAN_CONTROL, _CONTROL.validate_python) or FREE
         calibration = self._journal.newest(EntryKind.PLAN_CALIBRATION, _CALIBRATION.validate_python)
         self.calibration = calibration or Calibration()
-        self.last_switch_s = self._journal.newest(EntryKind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
+        self.last_redeploy_s = self._journal.newest(EntryKind.DEPLOYMENT_ENDED, lambda body: float(body["ended_s"]))
 
     @property
     def control(self) -> OperatorControl:
@@ -114,20 +114,20 @@ class PlanBook:
         self._plans[plan.id] = plan
         for old in list(self._plans)[:-REMEMBERED]:
             del self._plans[old]
-        self._tell(plan)
+        self._notify_watchers(plan)
 
     def acted(self, plan: PlanId, done: bool, detail: str) -> None:
         """The plan was carried out, as far as `detail` says; `done` False: nothing came of it."""
         self._journal.append(self._clock.now_s(), EntryKind.PLAN_ACTED, plan, {"done": done, "detail": detail})
         if plan in self._plans:
             self._plans[plan] = replace(self._plans[plan], acted=done, acted_detail=detail)
-            self._tell(self._plans[plan])
+            self._notify_watchers(self._plans[plan])
 
     def deployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
         """Engines were changed, or it was tried: both begin the cooldown."""
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
-        self.last_switch_s = outcome.ended_s
+        self.last_redeploy_s = outcome.ended_s
 
     def step_ended(self, step: GenerationStep, still_s: Callable[[float, float], float] = never_still) -> None:
         """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
@@ -139,14 +139,14 @@ class PlanBook:
             for plan in self._plans.values()
             if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= ended_s
         ]
-        took_s = {plan.id: ended_s - plan.created_s - still_s(plan.created_s, ended_s) for plan in of_step}
+        elapsed_s = {plan.id: ended_s - plan.created_s - still_s(plan.created_s, ended_s) for plan in of_step}
         for plan in of_step:
-            actual_s = took_s[plan.id]
+            actual_s = elapsed_s[plan.id]
             body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
             self._journal.append(ended_s, EntryKind.PLAN_ACTUAL, plan.id, body)
             self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
-            self._tell(self._plans[plan.id])
-        self._calibrate(ended_s, [(plan, took_s[plan.id]) for plan in of_step])
+            self._notify_watchers(self._plans[plan.id])
+        self._calibrate(ended_s, [(plan, elapsed_s[plan.id]) for plan in of_step])
 
     def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
         """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
@@ -205,10 +205,10 @@ class PlanBook:
         body = _CONTROL.dump_python(control, mode="json")
         self._journal.append(self._clock.now_s(), EntryKind.PLAN_CONTROL, control.state, body)
         self._control = control
-        self._tell(self.latest)
+        self._notify_watchers(self.latest)
         return control
 
-    def _tell(self, plan: Plan | None) -> None:
+    def _notify_watchers(self, plan: Plan | None) -> None:
         for queue in self._watchers:
             queue.put_nowait(PlanEvent(plan, self.control))
 

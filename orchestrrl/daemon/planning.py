@@ -278,9 +278,9 @@ def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:
 
 
 def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
-    if "took_s" not in body:
+    if "elapsed_s" not in body:
         return ()
-    return (EngineStart(ConfigurationId(body["configuration"]), float(body["took_s"]), float(body["expected_s"])),)
+    return (EngineStart(ConfigurationId(body["configuration"]), float(body["elapsed_s"]), float(body["expected_s"])),)
 
 
 def _step_lengths(config: Config) -> StepLengths:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # heavy, and many configurations have none of it
 ASK_TIMEOUT_S = 120.0
 
 
-def redeployer_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
+def redeployer_of(config: "Config", control_plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
     """For the daemon: it calls `recover` before it serves, and `close` at the end. Raises ProblemFaults."""
     from orchestrrl.fleet.redeployment.controller import RedeploymentController
 
@@ -35,11 +35,11 @@ def redeployer_of(config: "Config", plane: "ControlPlane", clock: Clock) -> "Red
         return connect_managed(product, url, ASK_TIMEOUT_S)
 
     return RedeploymentController(
-        plane,
+        control_plane,
         deployer,
         connect,
         {configuration.id: configuration for configuration in config.fleet.configuration_values()},
-        lambda engine, configuration, on: spec_of(plane.config.fleet, engine, configuration, on),
+        lambda engine, configuration, on: spec_of(control_plane.config.fleet, engine, configuration, on),
         gpus_count=gpus.count,
         per_node=gpus.per_node,
         policy=policy_of(settings),

@@ -67,7 +67,7 @@ class CircuitsForSyncs:
     def network(self) -> SyncNetwork:
         """All lanes and fibres that are sound and free may be had; nothing is asked of the switches for it."""
         fabric, site = self._fabric, self._fabric.site
-        site_reading, word = fabric.site_reading, fabric.word
+        site_reading, word = fabric.site_reading, fabric.overrides
         state = FabricState(
             site_reading.of_site, site_reading.failures | word.failures, word.pinned | site_reading.foreign
         )
@@ -168,7 +168,7 @@ class CircuitsForSyncs:
         ]
 
     async def _present(self) -> SyncNetwork:
-        site_reading = await self._fabric.look()
+        site_reading = await self._fabric.scan()
         return network_of(
             self._fabric.site, site_reading.of_site, self._stations(), self._packet_tors, self._packet_gbps
         )

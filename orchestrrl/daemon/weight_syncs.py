@@ -30,30 +30,30 @@ class WeightSyncParts:
 
 
 def weights_of(
-    config: Config, plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread
+    config: Config, control_plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread
 ) -> WeightSyncParts:
     """For the daemon, once the plane has its fabric. It plans in a thread, so that peers are heard meanwhile."""
     settings = config.weights
-    hub = PeerHub(clock, plane.journal.generation, settings.patience_s, config.limits.nodes)
+    hub = PeerHub(clock, control_plane.journal.generation, settings.patience_s, config.limits.nodes)
 
     def engines() -> Mapping[EngineId, EngineNow]:
         return {
             view.id: EngineNow(
                 str(view.configuration or ""), view.health in (EngineHealth.OK, EngineHealth.SLOW), view.url
             )
-            for view in plane.state.engines(clock.now_s())
+            for view in control_plane.state.engines(clock.now_s())
         }
 
     syncs = WeightSync(
         hub,
-        BarrierFence(plane.barrier, plane.nodes, lambda version: source_of(version, hub)),
-        circuits_of(config, plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
-        plane.journal,
-        plane.pause_registry,
+        BarrierFence(control_plane.barrier, control_plane.nodes, lambda version: source_of(version, hub)),
+        circuits_of(config, control_plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
+        control_plane.journal,
+        control_plane.pause_registry,
         clock,
         settings,
         engines=engines,
-        deploying=lambda: plane.deployment is not None and plane.deployment.busy,
+        deploying=lambda: control_plane.deployment is not None and control_plane.deployment.busy,
         offload=offload,
     )
     return WeightSyncParts(hub, syncs)

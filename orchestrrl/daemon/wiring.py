@@ -102,19 +102,21 @@ async def run_daemon(
                 keep("generation_circuits", partial(plane.gen_circuits.maintain, fleet))
 
 
-def _on_news(plane: ControlPlane, switch: str) -> None:
-    if plane.fabric is not None and switch in plane.fabric.site.switch:
-        plane.fabric.poll_soon()
+def _on_news(control_plane: ControlPlane, switch: str) -> None:
+    if control_plane.fabric is not None and switch in control_plane.fabric.site.switch:
+        control_plane.fabric.poll_soon()
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:
     return config if mode is None else config.model_copy(update={"mode": mode})
 
 
-def _reload_on_hangup(file: ReloadableConfig, plane: ControlPlane, mode: Mode | None, stack: AsyncExitStack) -> None:
+def _reload_on_hangup(
+    file: ReloadableConfig, control_plane: ControlPlane, mode: Mode | None, stack: AsyncExitStack
+) -> None:
     def reload() -> None:
         try:
-            plane.reconfigure(_with_mode(file.reload(), mode))
+            control_plane.reconfigure(_with_mode(file.reload(), mode))
             logger.warning("configuration reloaded")
         except ProblemFaults as error:
             logger.error("configuration not reloaded, the old one stays in force:\n%s", error)

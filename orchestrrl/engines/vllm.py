@@ -61,7 +61,7 @@ class _Attempt:
     """A request of ours in flight."""
 
     exchange: EngineExchange
-    heard: bool = False  # the engine has sent some of it, so it knows the request by its id
+    answered: bool = False  # the engine has sent some of it, so it knows the request by its id
     abandoned: bool = False  # we closed its connection
 
     def abandon(self) -> None:
@@ -152,7 +152,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         path = "/v1/completions" if request.endpoint is CompletionEndpoint.COMPLETIONS else "/v1/chat/completions"
-        asked = request.body if request.verbatim else _asked(request)
+        asked = request.body if request.verbatim else _request_body(request)
         body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
         headers = [("X-Request-Id", request.request_id), *request.headers]
         exchange = self._open_pool().exchange(path, body, headers)
@@ -173,7 +173,7 @@ class VllmEngine:
                 chunks = self._chunks(path, connection)
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    attempt.heard = True
+                    attempt.answered = True
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
             if not finished:
@@ -253,7 +253,7 @@ class VllmEngine:
         known = []
         for request_id in request_ids:
             attempt = self._attempts.get(request_id)
-            if attempt is not None and not attempt.heard:
+            if attempt is not None and not attempt.answered:
                 attempt.abandon()
             else:
                 known.append(request_id)
@@ -403,7 +403,7 @@ def parse_metrics(text: str) -> EngineMetrics:
     )
 
 
-def _asked(request: GenerationRequest) -> dict[str, Any]:
+def _request_body(request: GenerationRequest) -> dict[str, Any]:
     """The body of an attempt."""
     options = {"include_usage": True}
     body = {**request.body, "stream": True, "stream_options": options, "return_token_ids": True}

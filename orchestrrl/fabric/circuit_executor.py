@@ -486,12 +486,12 @@ class CircuitExecutor:
         items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
         return self._close(replace(outcome, items=items, rolled_back=True), gone=operation.diff.add)
 
-    async def _read_after(self, operation: CircuitOperation, words: str) -> CrossConnectReading:
+    async def _read_after(self, operation: CircuitOperation, text: str) -> CrossConnectReading:
         """Read the switch after a change of it; raises OutcomeUnknown, with `words`, where it cannot be read."""
         try:
             return await self._switches[operation.switch].cross_connects()
         except DriverError as error:
-            raise DriverOutcomeUnknown(f"{words}: {error}", device=operation.switch) from error
+            raise DriverOutcomeUnknown(f"{text}: {error}", device=operation.switch) from error
 
     async def _verified(self, operation: CircuitOperation) -> tuple[CrossConnect, ...]:
         """The circuits of the change that are in place and dark; raises OutcomeUnknown if the switch disagrees."""

@@ -29,7 +29,7 @@ class CircuitOwners:
         self._owns_all = owns_all
         self._ours: dict[str, Ownership] = {}
         self._written: dict[str, frozenset[CrossConnect]] = {}
-        self._looked: set[str] = set()
+        self._scanned: set[str] = set()
 
     def recover(self, begun: Iterable[tuple[str, CircuitDiff]]) -> None:
         """What earlier daemons owned. `begun`: changes without a result; nobody knows what of them is up by now."""
@@ -59,7 +59,7 @@ class CircuitOwners:
 
     async def before_planning(self, switch: str) -> None:
         """The driver knows what is ours. Raises DriverError where the switch cannot be read."""
-        if switch not in self._looked or switch in self._owns_all:
+        if switch not in self._scanned or switch in self._owns_all:
             await self.claim(switch, await self._switches[switch].cross_connects())
 
     async def claim(self, switch: str, reading: CrossConnectReading) -> CrossConnectReading:
@@ -77,7 +77,7 @@ class CircuitOwners:
                 except CircuitConflict:  # some went meanwhile: the next look will tell
                     return await driver.cross_connects()
                 logger.info("%s: %d circuits are ours", switch, len(ours))
-        self._looked.add(switch)
+        self._scanned.add(switch)
         return reading
 
     def owned(self, switch: str) -> frozenset[CrossConnect]:

@@ -80,10 +80,10 @@ class CircuitCoordinator:
     def __init__(
         self,
         site: Site,
-        glass: SwitchReader,
+        reader: SwitchReader,
         circuits: CircuitExecutor,
         windows: WindowSource,
-        word: OperatorOverrides,
+        overrides: OperatorOverrides,
         pause_registry: PauseRegistry,
         journal: Journal,
         clock: Clock,
@@ -96,13 +96,13 @@ class CircuitCoordinator:
         offload: Offload = inline,
     ) -> None:
         self.site = site
-        self.word = word
+        self.overrides = overrides
         self.times = times
         self.rules = rules or CommitRules()
         self.site_reading = SiteReading()  # as the switches were last seen, or left
         self.defects = 0  # faults of ours that were met while running
         self.period = ""  # whose circuits came up last, as far as it is known
-        self._glass = glass
+        self._reader = reader
         self._pause_registry = pause_registry
         self._clock = clock
         self._materialise = materialise
@@ -119,14 +119,14 @@ class CircuitCoordinator:
         self._planning = asyncio.Lock()
         self._up: dict[tuple[str, Stage], str] = {}  # names of the periods whose circuits are up
         self._left: frozenset[PortPair] = frozenset()  # what was up when it was last seen to
-        self._seen_to = FabricFailures()  # what had failed then
-        self._looked_s = -inf
-        self._is_told = False  # a switch has news
+        self._handled_failures = FabricFailures()  # what had failed then
+        self._scanned_s = -inf
+        self._has_switch_news = False  # a switch has news
         self._failed_anew = 0  # how often something has, since a period was planned that waits
         self._suspects: dict[Port, float] = {}  # until when
-        self._committer = StageCommitter(glass, circuits, windows, times, clock, self.rules, routing)
+        self._committer = StageCommitter(reader, circuits, windows, times, clock, self.rules, routing)
         self._recover()
-        word.changed = self._wake
+        overrides.changed = self._wake
 
     # --- asked from outside
 
@@ -151,7 +151,7 @@ class CircuitCoordinator:
     def expect(self, intent: Intent, within_s: float = 0.0, *, boundary: bool = False) -> AnnouncedPeriod:
         """The same, for who has an intent."""
         now_s = self._clock.now_s()
-        self._book.know(intent, now_s)
+        self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
         report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s, job=intent.job)
         limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
@@ -186,13 +186,13 @@ class CircuitCoordinator:
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
         """Circuits of this period from now on. Raises Permanent for one without an intent, ProblemFaults."""
         intent = self._book.intent(period, job)
-        control = self.word.override(period, reason, ttl_s, intent.job)
+        control = self.overrides.override(period, reason, ttl_s, intent.job)
         self.expect(intent)
         return control
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
         """What is not to be used from now on; circuits go around it in the next window. Raises ProblemFaults."""
-        self.word.mask(masked, reason)
+        self.overrides.mask(masked, reason)
         self._reallocate()
 
     def times_of_switches(self) -> list[tuple[OcsId, float, int]]:
@@ -241,16 +241,16 @@ class CircuitCoordinator:
 
     def ends(self, cross_connect: PortPair) -> Pair | None:
         """The endpoints that it joins; None: it is none of the site's."""
-        return self._glass.cabling.ends(cross_connect)
+        return self._reader.cabling.ends(cross_connect)
 
-    async def look(self) -> SiteReading:
-        self.site_reading = await self._glass.look()
-        self._looked_s = self._clock.now_s()
+    async def scan(self) -> SiteReading:
+        self.site_reading = await self._reader.scan()
+        self._scanned_s = self._clock.now_s()
         return self.site_reading
 
     def poll_soon(self) -> None:
         """A switch has told something of itself: it is looked at before its turn."""
-        self._is_told = True
+        self._has_switch_news = True
         self._queue.news.set()
 
     # --- run
@@ -262,8 +262,8 @@ class CircuitCoordinator:
             while True:
                 try:
                     if not has_looked:
-                        await self.look()
-                        self._left, self._seen_to = self.site_reading.of_site, self.site_reading.failures
+                        await self.scan()
+                        self._left, self._handled_failures = self.site_reading.of_site, self.site_reading.failures
                         has_looked = True
                     period = await self._next()
                     self._active[period] = asyncio.ensure_future(self._safely(period))
@@ -290,10 +290,10 @@ class CircuitCoordinator:
                 self._active.pop(period).result()
             if (next_one := self._queue.take(self._active)) is not None:
                 return next_one
-            due_s = self._looked_s + (POLL_AGAIN_S if self._is_told else POLL_EVERY_S)
-            may_look = not self._active or (self._is_told and self._circuits.by is None)
+            due_s = self._scanned_s + (POLL_AGAIN_S if self._has_switch_news else POLL_EVERY_S)
+            may_look = not self._active or (self._has_switch_news and self._circuits.by is None)
             if may_look and self._clock.now_s() >= due_s:
-                await (self._poll_waiting() if self._active else self._look_after())
+                await (self._poll_waiting() if self._active else self._replace_lost())
                 continue
             pause_s = due_s - self._clock.now_s() if may_look else inf
             news = asyncio.ensure_future(self._queue.news.wait())
@@ -306,22 +306,22 @@ class CircuitCoordinator:
 
     async def _poll_waiting(self) -> None:
         """What has failed since they were planned is not learnt in a window, by what does not come up."""
-        self._is_told = False
+        self._has_switch_news = False
         before, changes = self.site_reading.failures, self._circuits.changes
-        site_reading = await self._glass.look()
-        self._looked_s = self._clock.now_s()
+        site_reading = await self._reader.scan()
+        self._scanned_s = self._clock.now_s()
         if self._circuits.as_at(changes) and site_reading.failures != before and self.site_reading.failures == before:
             self._failed_anew += 1
             self._wake()
 
-    async def _look_after(self) -> None:
+    async def _replace_lost(self) -> None:
         """What was up and is not, or has a port that failed since, is to be replaced."""
-        self._is_told = False
-        site_reading = await self.look()
+        self._has_switch_news = False
+        site_reading = await self.scan()
         if site_reading.unread:
             return  # what it has up is not known
-        failed = site_reading.failures.ports - self._seen_to.ports
-        self._seen_to = site_reading.failures
+        failed = site_reading.failures.ports - self._handled_failures.ports
+        self._handled_failures = site_reading.failures
         lost = {
             pair for pair in self._left if pair not in site_reading.of_site or not _ports([pair]).isdisjoint(failed)
         }
@@ -361,13 +361,13 @@ class CircuitCoordinator:
                 attempt += 1
 
     async def _attempt(self, period: AnnouncedPeriod) -> None:
-        said = self._said
+        said = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
             return self._keep(period, intent)
         async with self._planning:
             changes = await self._circuits.at_rest()
-            site_reading = await self.look()
+            site_reading = await self.scan()
             plan = await self._offload(lambda: self._materialise(intent, self._state(site_reading)))
             stages = () if isinstance(plan, Hold) else await self._stages(period, plan, site_reading)
         if not self._circuits.as_at(changes):
@@ -398,9 +398,9 @@ class CircuitCoordinator:
         self, period: AnnouncedPeriod, plan: FabricPlan, site_reading: SiteReading
     ) -> Sequence[TransitionStage]:
         problem = TransitionProblem(
-            self._glass.cabling,
+            self._reader.cabling,
             site_reading.of_site,
-            self._glass.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
+            self._reader.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
             self.rules.max_moves_per_stage,
             self.rules.min_fraction,
         )
@@ -415,7 +415,7 @@ class CircuitCoordinator:
         if self._mode() is not Mode.ACT and steps.stages:
             notes.append(f"would take down {_listed(removed) or 'nothing'}, and put up {_listed(added) or 'nothing'}")
         before = period.report
-        period.tell(
+        period.update(
             state=PeriodState.MATERIALISED,
             stages=before.stages_done + len(steps.stages),
             moves=sum(commit.moves for commit in before.commits) + len(removed) + len(added),
@@ -451,7 +451,7 @@ class CircuitCoordinator:
             if isinstance(done, CommitReport):
                 self._changed(period, stage, done)
         except StageFailed as amiss:
-            await self._note_amiss(period, amiss, before, plan)
+            await self._on_stage_failed(period, amiss, before, plan)
             raise
         finally:
             if self._circuits.end(period):
@@ -466,14 +466,14 @@ class CircuitCoordinator:
         if unknown and intent.stage is Stage.TRAIN:
             jobs = ", ".join(each or "one without a name" for each in sorted(unknown)[:LISTED])
             note = f"not waited for, as nobody knows over which circuits they send: {jobs}"
-            period.tell(notes=tuple(dict.fromkeys((*period.report.notes, note))))
+            period.update(notes=tuple(dict.fromkeys((*period.report.notes, note))))
         return neighbours(self.site, intent, training) | near
 
     def _changed(self, period: AnnouncedPeriod, stage: TransitionStage, done: CommitReport) -> None:
         after = self.site_reading.cross_connects - set(stage.remove) | set(stage.add)
-        self.site_reading = replace(self.site_reading, cross_connects=after, of_site=self._glass.of_site(after))
+        self.site_reading = replace(self.site_reading, cross_connects=after, of_site=self._reader.of_site(after))
         self._left, self.period = self.site_reading.of_site, ""
-        period.tell(
+        period.update(
             state=PeriodState.COMMITTING,
             code="",
             detail=done.detail,
@@ -481,26 +481,26 @@ class CircuitCoordinator:
             commits=(*period.report.commits, done),
         )
 
-    async def _note_amiss(
-        self, period: AnnouncedPeriod, amiss: StageFailed, before: frozenset[PortPair], plan: FabricPlan
+    async def _on_stage_failed(
+        self, period: AnnouncedPeriod, failed: StageFailed, before: frozenset[PortPair], plan: FabricPlan
     ) -> None:
         """What was sent, and where that leaves pairs that were to stay alight."""
         until_s = self._clock.now_s() + SUSPECT_S
-        self._suspects |= dict.fromkeys(amiss.suspects, until_s)
-        if amiss.report is None:
+        self._suspects |= dict.fromkeys(failed.suspects, until_s)
+        if failed.report is None:
             return
         self.period = ""
-        site_reading = await self.look()
+        site_reading = await self.scan()
         self._left = site_reading.of_site
         dark = (self._pairs(before) & self._pairs(plan.cross_connects)) - self._pairs(site_reading.of_site)
         notes = [f"dark until the next change: {a} - {b}" for a, b in sorted(dark)]
-        if amiss.suspects:
-            ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(amiss.suspects))
+        if failed.suspects:
+            ports = ", ".join(f"{switch}:{port}" for switch, port in sorted(failed.suspects))
             notes.append(f"not used for {SUSPECT_S:.0f} s, nothing came up there: {ports}")
-        period.tell(
+        period.update(
             state=PeriodState.COMMITTING,
-            detail=amiss.report.detail,
-            commits=(*period.report.commits, amiss.report),
+            detail=failed.report.detail,
+            commits=(*period.report.commits, failed.report),
             notes=tuple(dict.fromkeys((*period.report.notes, *notes))),
         )
 
@@ -513,13 +513,13 @@ class CircuitCoordinator:
         if not period.boundary and self._queue.urgent:
             raise _PutOff
         said, changes = basis
-        if self._said != said or not self._circuits.as_at(changes):
+        if self._constraints != said or not self._circuits.as_at(changes):
             raise _Restated
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
         """The intent that is to be met: an operator's override goes first."""
-        control = self.word.control
+        control = self.overrides.control
         if control.state is not OverrideState.OVERRIDDEN:
             return intent
         if (control.job, control.period) == (intent.job, intent.period):
@@ -538,7 +538,7 @@ class CircuitCoordinator:
             return hold
         if intent.stage is Stage.WEIGHT_SYNC and (hold := self._pause_registry.hold(PauseScope.SYNC)):
             return hold
-        control = self.word.control
+        control = self.overrides.control
         if control.state is OverrideState.PINNED and not control.cross_connects:
             return Hold("pinned", f"an operator pinned all circuits: {control.reason or 'no reason given'}")
         return None
@@ -546,16 +546,16 @@ class CircuitCoordinator:
     def _state(self, site_reading: SiteReading) -> FabricState:
         now_s = self._clock.now_s()
         self._suspects = {port: until_s for port, until_s in self._suspects.items() if until_s > now_s}
-        failures = site_reading.failures | self.word.failures | FabricFailures(ports=frozenset(self._suspects))
+        failures = site_reading.failures | self.overrides.failures | FabricFailures(ports=frozenset(self._suspects))
         # What is not ours carries what it joins, and its ports are nobody else's.
-        return FabricState(site_reading.of_site, failures, self.word.pinned | site_reading.foreign)
+        return FabricState(site_reading.of_site, failures, self.overrides.pinned | site_reading.foreign)
 
     def _not_ours(self, site_reading: SiteReading) -> list[str]:
         """What stands in the way of other circuits, by switch, and the way out."""
         notes = []
         for switch in sorted({pair.switch for pair in site_reading.foreign}):
             pairs = [pair for pair in sorted(site_reading.foreign) if pair.switch == switch]
-            names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._glass.device_pairs(pair))
+            names = " ".join(str(each) for pair in pairs[:LISTED] for each in self._reader.device_pairs(pair))
             more = f" and {len(pairs) - LISTED} more" if len(pairs) > LISTED else ""
             notes.append(
                 f"not ours and left as it is, {_listed(pairs)}: orchestrrl ocs take-over {switch} {names}{more}, or "
@@ -564,9 +564,9 @@ class CircuitCoordinator:
         return notes
 
     @property
-    def _said(self) -> object:
+    def _constraints(self) -> object:
         """By operators, and by switches of themselves."""
-        return self.word.said, self._failed_anew
+        return self.overrides.constraints, self._failed_anew
 
     def _wake(self) -> None:
         for each in self._active:
@@ -587,7 +587,7 @@ class CircuitCoordinator:
 
     def _waits(self, period: AnnouncedPeriod, hold: Hold) -> None:
         if period.report.state is not PeriodState.WAITING:
-            period.tell(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
+            period.update(state=PeriodState.WAITING, code=hold.code, detail=hold.detail)
         else:  # several times in each iteration: nobody is woken for it
             period.report = replace(period.report, code=hold.code, detail=hold.detail)
 
@@ -605,12 +605,12 @@ class CircuitCoordinator:
     def _end(self, period: AnnouncedPeriod, state: PeriodState, code: str, detail: str) -> None:
         now_s = self._clock.now_s()
         told = "; ".join(filter(None, (detail, period.report.detail if state is PeriodState.COMMITTED else "")))
-        period.tell(state=state, code=code, detail=told, ended_s=now_s)
+        period.update(state=state, code=code, detail=told, ended_s=now_s)
         logger.info("period %s: %s %s %s", period.report.period, state, code, told)
         self._book.ended(period.report, now_s)
 
     def _recover(self) -> None:
-        for took in self._book.took():
+        for took in self._book.switch_times():
             if OcsId(took.switch) in self.site.switch:
                 self.times.measured(
                     OcsId(took.switch), control_s=took.control_s, device_s=took.device_s, route_s=took.route_s

@@ -32,7 +32,7 @@ class OperatorOverrides:
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
         self.changed: Callable[[], None] = lambda: None  # called after each change
-        said = journal.newest(EntryKind.FABRIC_CONTROL, _said_in)
+        said = journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         if said is not None:
             self._control, masked = said
             # A site that has changed since knows some of it no more.
@@ -46,7 +46,7 @@ class OperatorOverrides:
         return self._control.at(self._clock.now_s())
 
     @property
-    def said(self) -> tuple[FabricControl, tuple[str, ...]]:
+    def constraints(self) -> tuple[FabricControl, tuple[str, ...]]:
         """All of it; two are equal where they bind alike."""
         return self.control, self.masked
 
@@ -177,7 +177,7 @@ class OperatorOverrides:
         )
 
 
-def _said_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:
+def _constraints_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:
     return _CONTROL.validate_python(body["control"]), tuple(map(str, body["masked"]))
 
 

@@ -46,7 +46,7 @@ class RoutedCircuits:
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...] = ()
 
     @property
-    def amiss(self) -> str:
+    def faults_text(self) -> str:
         """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
         counted: what no circuit joins is the plan's business."""
         told = (("not used", self.left_out), ("routes amiss", self.failed))
@@ -61,11 +61,11 @@ class FabricRouting:
         site: Site,
         interfaces: Mapping[Port, Interface],
         rerouting: Rerouting,
-        look: Look,
+        scan: Look,
         journal: Journal,
         clock: Clock,
         *,
-        look_again_s: float = 5.0,
+        poll_s: float = 5.0,
         offload: Offload,
     ) -> None:
         self.defects = 0  # faults of ours that were met while tending
@@ -73,10 +73,10 @@ class FabricRouting:
         self._site = site
         self._interfaces = interfaces
         self._rerouting = rerouting
-        self._look = look
+        self._scan = scan
         self._journal = journal
         self._clock = clock
-        self._look_again_s = look_again_s
+        self._poll_s = poll_s
         self._offload = offload
         self._turn = asyncio.Lock()
         self._lit: tuple[Lit, ...] = ()
@@ -150,11 +150,11 @@ class FabricRouting:
         async with self._turn:
             wanted = frozenset(usable)
             gone = self._over - wanted
-            self._lit = await self._find(wanted | _on(gone, (await self._look()).unread if gone else ()))
+            self._lit = await self._find(wanted | _on(gone, (await self._scan()).unread if gone else ()))
             self._tried = (frozenset(), 0.0)
             routed = await self._route(lit.link for lit in self._lit)
             self._is_changing = False
-            return routed.amiss
+            return routed.faults_text
 
     async def close(self) -> None:
         if self.routed is not None:
@@ -177,7 +177,7 @@ class FabricRouting:
                 # A fault of ours, or of one router's driver, is no reason to stop the daemon.
                 self.defects += 1
                 logger.exception("routes could not be looked after")
-            await self._clock.sleep(self._look_again_s)
+            await self._clock.sleep(self._poll_s)
 
     async def _begin(self) -> None:
         """Route over what there is, unless somebody has begun."""
@@ -204,14 +204,16 @@ class FabricRouting:
                 self.routed = replace(self.routed, left_out=dark)
                 return
             routed = await self._route(usable, dark)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._look_again_s
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._poll_s
             self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
-        logger.warning("packets go over %d of %d links: %s", len(routed.links), len(lit), routed.amiss or "as wanted")
+        logger.warning(
+            "packets go over %d of %d links: %s", len(routed.links), len(lit), routed.faults_text or "as wanted"
+        )
 
     async def _seen(self) -> frozenset[PortPair]:
         """What is up. A switch that does not answer has what it had when it last did."""
         known = self._over or self._recorded
-        site_reading = await self._look()
+        site_reading = await self._scan()
         return site_reading.cross_connects | _on(known, site_reading.unread)
 
     @property

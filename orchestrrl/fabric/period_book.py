@@ -45,7 +45,7 @@ class PeriodBook:
             if report is not None:
                 self.over.append(report)
 
-    def know(self, intent: Intent, now_s: float) -> None:
+    def record(self, intent: Intent, now_s: float) -> None:
         """Under its job and name, from now on. Raises Permanent where that cannot be written down."""
         written = self._written.get(_key(intent))
         last = self._journal.last_sequence
@@ -101,9 +101,9 @@ class PeriodBook:
         if len(self._alike) > REMEMBERED:
             del self._alike[next(iter(self._alike))]
 
-    def took(self) -> Iterator[SwitchTimes]:
+    def switch_times(self) -> Iterator[SwitchTimes]:
         """How long commits have taken, oldest first."""
-        return (each for report in self.over for commit in report.commits for each in commit.took)
+        return (each for report in self.over for commit in report.commits for each in commit.switch_times)
 
     def up(self) -> Iterator[Intent]:
         """Those whose circuits came up, oldest first, as far as that is remembered."""

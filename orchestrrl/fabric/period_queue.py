@@ -39,7 +39,7 @@ class AnnouncedPeriod:
     def lane(self) -> Lane:
         return lane_of(self.intent)
 
-    def tell(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         self.report = replace(self.report, **changes)
         self._changed.set()
 

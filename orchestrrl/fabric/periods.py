@@ -44,7 +44,7 @@ class CommitReport:
     moves: int  # cross-connects that came down or went up
     done: bool
     detail: str = ""
-    took: tuple["SwitchTimes", ...] = ()
+    switch_times: tuple["SwitchTimes", ...] = ()
     risk: float = 0.0  # at most, that the window was to be broken by some rank; of many ranks more than was asked for
 
 

@@ -64,7 +64,7 @@ class DrainResult:
     """No packet of ours goes to the circuits any more."""
 
     detail: str
-    took_s: float
+    elapsed_s: float
     stages: int  # how many times routers were changed, one after the other
     dark: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) that had a way and have none now
     failed: Mapping[EndpointId, str]  # routers that could not be changed and need not have been
@@ -82,7 +82,7 @@ class ReroutingResult:
 
     done: bool
     detail: str
-    took_s: float
+    elapsed_s: float
     light_s: float  # of it, until all that come up were up and their far ends had answered
     stages: int
     routed: tuple[RoutedLink, ...]
@@ -175,7 +175,7 @@ class Rerouting:
             rerouted = ReroutingResult(
                 done=not (out or moved.failed or moved.held),
                 detail=detail,
-                took_s=self._clock.now_s() - began_s,
+                elapsed_s=self._clock.now_s() - began_s,
                 light_s=light_s,
                 stages=moved.stages,
                 routed=routed,
@@ -209,7 +209,7 @@ class Rerouting:
                 up |= {(name, interface) for interface, is_up in links.items() if is_up}
         return frozenset(up), silent
 
-    async def heard(
+    async def answering_routers(
         self, asked: Mapping[tuple[EndpointId, str], Collection[EndpointId]]
     ) -> dict[tuple[EndpointId, str], frozenset[EndpointId]]:
         """Which of these routers answer on each interface."""

@@ -55,7 +55,7 @@ def read_rings(rings: Path, job: str) -> RingTrace:
         raise Permanent(f"{rings}: no ring of job {job!r} is there")
     told: list[TraceEvent] = []
     for rank, (_, events, _) in sorted(newest.items()):
-        told += [each for event in events if (each := _told(rank, event, ahead_s)) is not None]
+        told += [each for event in events if (each := _traced_event(rank, event, ahead_s)) is not None]
     return RingTrace(
         tuple(sorted(newest)),
         tuple(told),
@@ -73,7 +73,7 @@ def _read(path: Path) -> Iterator[tuple[RingHeader, RingReader]]:
         yield reader.header(), reader
 
 
-def _told(rank: int, event: RingEvent, ahead_s: float) -> TraceEvent | None:
+def _traced_event(rank: int, event: RingEvent, ahead_s: float) -> TraceEvent | None:
     start_s = event.start_ns * NANO + ahead_s
     if event.is_collective:
         if event.end_ns is None:

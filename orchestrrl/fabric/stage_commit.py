@@ -115,7 +115,7 @@ class StageCommitter:
 
     def __init__(
         self,
-        glass: SwitchReader,
+        reader: SwitchReader,
         circuits: CircuitExecutor,
         windows: WindowSource,
         times: CommitTimes,
@@ -123,7 +123,7 @@ class StageCommitter:
         rules: CommitRules,
         routing: PacketRouting | None,
     ) -> None:
-        self._glass = glass
+        self._reader = reader
         self._circuits = circuits
         self._windows = windows
         self._times = times
@@ -158,7 +158,7 @@ class StageCommitter:
         valid_s = max(0.0, order.deadline_s - self._clock.now_s()) + self._rules.boundary_within_s
 
         async def one(switch: OcsId, remove: list[PortPair], add: list[PortPair]) -> CircuitOperation:
-            return await self._circuits.prepare(switch, await self._glass.change_of(switch, remove, add), valid_s)
+            return await self._circuits.prepare(switch, await self._reader.change_of(switch, remove, add), valid_s)
 
         made = await asyncio.gather(
             *(one(switch, *pairs) for switch, pairs in sorted(changes.items())), return_exceptions=True
@@ -261,7 +261,7 @@ class StageCommitter:
             self._times.measured(
                 OcsId(each.switch), control_s=each.control_s, device_s=each.device_s, route_s=each.route_s
             )
-        detail = "; ".join(filter(None, map(_amiss, outcomes)))
+        detail = "; ".join(filter(None, map(_failure_text, outcomes)))
         report = CommitReport(
             None if window is None else window.opened_s,
             None if window is None else window.until_s,
@@ -316,7 +316,7 @@ class StageCommitter:
             return ""
         if done:
             return await self._rerouted(order.usable - set(order.stage.remove) | set(order.stage.add))
-        site_reading: SiteReading = await self._glass.look()
+        site_reading: SiteReading = await self._reader.scan()
         return await self._rerouted(site_reading.of_site)
 
     async def _rerouted(self, usable: Iterable[PortPair]) -> str:
@@ -337,14 +337,14 @@ class StageCommitter:
     async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
         began_s = self._clock.now_s()
         outcome = await self._circuits.commit(operation, begin_by_s)
-        took_s = self._clock.now_s() - began_s
+        elapsed_s = self._clock.now_s() - began_s
         items = [item for item in outcome.items if item.commanded_s is not None]
         if not outcome.done or not any(item.action is Action.ADD for item in items):
             return outcome, None  # no measure of what light needs to come
         ready_s = max(item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items)
         commanded_s = min(item.commanded_s for item in items if item.commanded_s is not None)
         device_s = max(0.0, ready_s - commanded_s)
-        return outcome, SwitchTimes(outcome.switch, max(0.0, took_s - device_s), device_s, 0.0)
+        return outcome, SwitchTimes(outcome.switch, max(0.0, elapsed_s - device_s), device_s, 0.0)
 
     def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
         """Ports of what was to come up and did not, whatever the switch says of them."""
@@ -359,7 +359,7 @@ class StageCommitter:
                 if item.action is Action.ADD and not item.done and item.commanded_s is not None and item.tuned_s is None
             }
             for wanted in stage.add:
-                if wanted.switch == switch and missed.intersection(self._glass.device_pairs(wanted)):
+                if wanted.switch == switch and missed.intersection(self._reader.device_pairs(wanted)):
                     found |= {(switch, port) for port in wanted.ports}
         return frozenset(found)
 
@@ -382,7 +382,7 @@ def _first_of_journal(outcomes: Iterable[_Timed | BaseException]) -> BaseExcepti
     )
 
 
-def _amiss(outcome: _Timed | BaseException) -> str:
+def _failure_text(outcome: _Timed | BaseException) -> str:
     if isinstance(outcome, BaseException):
         return _line(outcome)
     return "" if outcome[0].done and not outcome[0].detail else f"{outcome[0].switch}: {outcome[0].detail}"

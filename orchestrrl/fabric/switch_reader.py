@@ -102,13 +102,15 @@ class SwitchReader:
         """Once the switch has been seen."""
         return device_pairs(self._facts[wanted.switch], wanted)
 
-    async def look(self) -> SiteReading:
+    async def scan(self) -> SiteReading:
         """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
         is not waited for again before it has answered, or its driver has given up."""
         switches = [switch.id for switch in self._site.switches]
         self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
         asked = {
-            switch: asyncio.ensure_future(self._look_at(switch)) for switch in switches if switch not in self._silent
+            switch: asyncio.ensure_future(self._read_switch(switch))
+            for switch in switches
+            if switch not in self._silent
         }
         alarm = asyncio.ensure_future(self._clock.sleep(ANSWER_WITHIN_S))
         try:
@@ -160,7 +162,7 @@ class SwitchReader:
             self._facts[switch] = await self._drivers[switch].facts()
         return self._facts[switch]
 
-    async def _look_at(self, switch: OcsId) -> "_Seen":
+    async def _read_switch(self, switch: OcsId) -> "_Seen":
         try:
             facts, driver = await self.facts(switch), self._drivers[switch]
             reading, states = await driver.cross_connects(), await driver.ports()

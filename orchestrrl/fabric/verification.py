@@ -58,14 +58,14 @@ class FabricVerifier:
         fabric: CircuitCoordinator,
         routing: FabricRouting | None,
         circuits: CircuitExecutor,
-        glass: SwitchReader,
+        reader: SwitchReader,
         pause_registry: PauseRegistry,
         clock: Clock,
     ) -> None:
         self._fabric = fabric
         self._routing = routing
         self._circuits = circuits
-        self._glass = glass
+        self._reader = reader
         self._pause_registry = pause_registry
         self._clock = clock
 
@@ -79,13 +79,13 @@ class FabricVerifier:
             raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
         if walk and self._pause_registry.hold(PauseScope.FABRIC) is None:
             raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
-        site_reading = await self._glass.look()
-        findings = _Findings(faults_of_glass(await self._book(site_reading), site_reading))
+        site_reading = await self._reader.scan()
+        findings = _Findings(reading_faults(await self._book(site_reading), site_reading))
         links = 0
         if self._routing is None:
             findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
         else:
-            links = await self._look(self._routing, site_reading, findings)
+            links = await self._check_signals(self._routing, site_reading, findings)
             if walk:
                 async with self._routing.standing_still():
                     await self._walk(self._routing, site_reading, findings)
@@ -112,22 +112,22 @@ class FabricVerifier:
         """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
         ours: set[PortPair] = set()
         for switch in self._site.switch.keys() - site_reading.unread.keys():
-            pairs, _ = site_pairs(switch, await self._glass.facts(switch), self._circuits.owners.owned(switch))
+            pairs, _ = site_pairs(switch, await self._reader.facts(switch), self._circuits.owners.owned(switch))
             ours |= pairs
         return frozenset(ours)
 
-    async def _look(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
+    async def _check_signals(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> int:
         """From light that is there anyway; the number of links."""
         lits = links_up(self._site, site_reading.of_site, routing.interfaces)
         signals, silent = await routing.rerouting.signals()
         findings.not_seen += [f"{tor} does not answer: {why}" for tor, why in sorted(silent.items())]
         expected = {end: far for lit in lits for end, far in (lit.link.ends, lit.link.ends[::-1])}
         wanted = {end: far[0] for end, far in expected.items() if end in signals}
-        heard = await routing.rerouting.heard({end: (tor,) for end, tor in wanted.items()})
+        heard = await routing.rerouting.answering_routers({end: (tor,) for end, tor in wanted.items()})
         # Where the right one is not, who else is? Also where nobody should be.
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
-        others = await routing.rerouting.heard({end: tuple(self._site.tor) for end in odd})
+        others = await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
         seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(site_reading.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, site_reading.of_site, seen)
         findings.faults += faults
@@ -141,8 +141,8 @@ class FabricVerifier:
 
     async def _walk(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> None:
         used = {(pair.switch, port) for pair in site_reading.cross_connects for port in pair.ports}
-        barred = used | site_reading.failures.ports | self._fabric.word.failures.ports
-        switches = site_reading.failures.switches | self._fabric.word.failures.switches
+        barred = used | site_reading.failures.ports | self._fabric.overrides.failures.ports
+        switches = site_reading.failures.switches | self._fabric.overrides.failures.switches
         free = [port for port in routing.interfaces if port not in barred and port[0] not in switches]
         lightings = []
         for pair in cables.walk(routing.interfaces, free):
@@ -222,7 +222,7 @@ class FabricVerifier:
             yield
 
     async def _change(self, pair: PortPair, is_up: bool) -> None:
-        change: CircuitChange = await self._glass.change_of(
+        change: CircuitChange = await self._reader.change_of(
             pair.switch, [] if is_up else [pair], [pair] if is_up else []
         )
         try:
@@ -233,7 +233,7 @@ class FabricVerifier:
             raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {outcome.detail}")
 
 
-def faults_of_glass(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
+def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list[CablingFault]:
     """What the switches show, against the circuits that are ours."""
     faults = [CablingFault("silent_switch", switch, why) for switch, why in sorted(site_reading.unread.items())]
     for pair in sorted(book - site_reading.of_site):

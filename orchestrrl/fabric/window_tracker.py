@@ -70,11 +70,11 @@ class TracedHost:
     name: str
     jobs: Jobs = field(default_factory=dict)
     clock: OffsetEstimator = field(default_factory=OffsetEstimator)
-    said: dict[str, tuple[float, int, RemainingQuiet | Hold]] = field(default_factory=dict)
+    quiet_reports: dict[str, tuple[float, int, RemainingQuiet | Hold]] = field(default_factory=dict)
     stream: "AgentStream | None" = None  # None: nobody is attached
     gone_s: float = 0.0
     slack_json: str = ""
-    slack_told: asyncio.Event = field(default_factory=asyncio.Event)
+    slack_reported: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AgentStream:
@@ -108,14 +108,14 @@ class AgentStream:
         if not self._is_the_hosts:
             return
         before, self._host.jobs = self._host.jobs, jobs
-        for job in [job for job in self._host.said if jobs.get(job) != before.get(job)]:
-            del self._host.said[job]  # it was said of other ranks than these
+        for job in [job for job in self._host.quiet_reports if jobs.get(job) != before.get(job)]:
+            del self._host.quiet_reports[job]  # it was said of other ranks than these
         logger.info("%s traces %s", self._host.name, {job: len(ranks) for job, ranks in jobs.items()})
         self._hub.news(None)
 
-    def says(self, job: str, said_s: float, rank: int, word: RemainingQuiet | Hold) -> None:
+    def on_remaining_quiet(self, job: str, reported_s: float, rank: int, word: RemainingQuiet | Hold) -> None:
         if self._is_the_hosts and job in self._host.jobs:  # agents are asked for jobs that they have not, too
-            self._host.said[job] = said_s, rank, word
+            self._host.quiet_reports[job] = reported_s, rank, word
             self._hub.news(job)
 
     def answers(self, exchange: ClockExchange) -> None:
@@ -125,10 +125,10 @@ class AgentStream:
             if not was_known:
                 self._hub.news(None)  # of many hosts one answers all the time: nobody is woken for a little more
 
-    def knows(self, slack_json: str) -> None:
+    def on_slack(self, slack_json: str) -> None:
         if self._is_the_hosts:
             self._host.slack_json = slack_json
-        self._host.slack_told.set()
+        self._host.slack_reported.set()
 
     def end(self) -> None:
         self.put(None)
@@ -137,9 +137,9 @@ class AgentStream:
             self._hub.news(None)
 
 
-async def _all_told(hosts: Sequence[TracedHost]) -> None:
+async def _await_slack(hosts: Sequence[TracedHost]) -> None:
     for host in hosts:
-        await host.slack_told.wait()
+        await host.slack_reported.wait()
 
 
 class JobWatch:
@@ -187,25 +187,25 @@ class WindowTracker:
         self._numbers = itertools.count(1)
 
     def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event | None = None) -> JobWatch:
-        traced = sum(len(host.jobs[job]) for host in self.known() if job in host.jobs)
+        traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
         # Any rank may break the window: what each may risk adds up over them.
         quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
         arm = WatchWindows(next(self._numbers), job, need_s, quantile)
         made = self._watches[arm.id] = JobWatch(self, arm, ranks, changed or asyncio.Event())
         for host in self.hosts.values():
-            host.said.pop(job, None)  # of an earlier watch, perhaps long ago
+            host.quiet_reports.pop(job, None)  # of an earlier watch, perhaps long ago
             if host.stream is not None:
                 host.stream.put(arm)
         return made
 
     def is_traced(self, job: str) -> bool:
         """Whether anybody reads, or has lately read, recorders of its ranks."""
-        return any(job in host.jobs for host in self.known())
+        return any(job in host.jobs for host in self.current_hosts())
 
     def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
         """Where each traced job has ranks."""
         found: dict[str, set[str]] = {}
-        for host in self.known():
+        for host in self.current_hosts():
             for job in host.jobs:
                 found.setdefault(job, set()).add(host.name)
         return {job: frozenset(hosts) for job, hosts in found.items()}
@@ -219,7 +219,7 @@ class WindowTracker:
     def window(self, job: str, ranks: frozenset[int]) -> Window | Hold:
         """What the job's hosts have in common now; `ranks` must be among those that are traced."""
         now_s = self.clock.now_s()
-        hosts = [host for host in self.known() if job in host.jobs]
+        hosts = [host for host in self.current_hosts() if job in host.jobs]
         traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
         if missing := sorted(ranks - traced):
             wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
@@ -228,9 +228,9 @@ class WindowTracker:
         for host in hosts:
             if host.stream is None:
                 return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
-            if job not in host.said:
+            if job not in host.quiet_reports:
                 return Hold("host_silent", f"{host.name}: has said nothing yet")
-            said_s, rank, word = host.said[job]
+            said_s, rank, word = host.quiet_reports[job]
             if isinstance(word, Hold):
                 return Hold(word.code, f"{host.name}: {word.detail}")
             told.append((host, said_s, rank, word))
@@ -245,7 +245,7 @@ class WindowTracker:
 
     def _read_reports(self) -> str:
         ranks: dict[str, set[int]] = {}
-        for host in self.known():
+        for host in self.current_hosts():
             for job, some in host.jobs.items():
                 ranks.setdefault(job, set()).update(some)
         listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
@@ -254,21 +254,21 @@ class WindowTracker:
     def opens_s(self, job: str) -> float:
         """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
         now_s, latest_s = self.clock.now_s(), -inf
-        for host in self.known():
+        for host in self.current_hosts():
             offset = host.clock.offset(now_s)
-            _, _, word = host.said.get(job, (0.0, 0, None))
+            _, _, word = host.quiet_reports.get(job, (0.0, 0, None))
             if offset is not None and isinstance(word, RemainingQuiet):
                 latest_s = max(latest_s, offset.ours(word.opened_s)[1])
         return latest_s
 
     async def slack_json(self) -> str:
         """What hosts know of their ranks' iterations. It is work for agents: not asked for but for people."""
-        asked = [host for host in self.known() if host.stream is not None]
+        asked = [host for host in self.current_hosts() if host.stream is not None]
         for host in asked:
-            host.slack_told.clear()
+            host.slack_reported.clear()
             if host.stream is not None:
                 host.stream.put(RequestSummary())
-        told = asyncio.ensure_future(_all_told(asked))
+        told = asyncio.ensure_future(_await_slack(asked))
         alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
         both: set[asyncio.Future[Any]] = {told, alarm}
         try:
@@ -281,7 +281,11 @@ class WindowTracker:
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
         """An agent's stream begins. A second agent of the same host takes the first one's place. Raises
         LimitReached."""
-        if name not in self.hosts and len(self.hosts) >= self._most_hosts and len(self.known()) >= self._most_hosts:
+        if (
+            name not in self.hosts
+            and len(self.hosts) >= self._most_hosts
+            and len(self.current_hosts()) >= self._most_hosts
+        ):
             limit = f"at most {self._most_hosts} hosts can be traced at a time (limits.nodes)"
             raise LimitReached(f"hello.host: {limit}, got {shorten(name)} as one more")
         host = self.hosts.setdefault(name, TracedHost(name))
@@ -289,7 +293,7 @@ class WindowTracker:
             host.stream.put(None)
         host.stream = stream = AgentStream(self, host)
         host.clock = OffsetEstimator()  # the host may have been started anew
-        host.said.clear()
+        host.quiet_reports.clear()
         for watch in self._watches.values():
             stream.put(watch.arm)
         stream.traces(jobs)
@@ -301,7 +305,7 @@ class WindowTracker:
             if job is None or watch.arm.job == job:
                 watch.changed.set()
 
-    def known(self) -> list[TracedHost]:
+    def current_hosts(self) -> list[TracedHost]:
         """By name; those without an agent for long are forgotten."""
         now_s = self.clock.now_s()
         for name, host in list(self.hosts.items()):

@@ -30,8 +30,8 @@ class EngineOwner(Protocol):
 class FoundFleet:
     """For `GenCircuits.begin`."""
 
-    def __init__(self, plane: SnapshotSource, deployment: EngineOwner) -> None:
-        self._plane = plane
+    def __init__(self, control_plane: SnapshotSource, deployment: EngineOwner) -> None:
+        self._control_plane = control_plane
         self._deployment = deployment
 
     def serving(self) -> Sequence[EngineSpec]:
@@ -47,7 +47,7 @@ class FoundFleet:
 
     def idle(self) -> bool | None:
         """As engines and gateways say. None while one of the engines, or every gateway, has said nothing yet."""
-        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
+        snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
         heard = {view.id: view for view in snapshot.engines if view.age_s is not None}
         serving = [spec.engine for spec in self.serving()]
         if snapshot.requests or any(view.running or view.waiting for view in heard.values()):

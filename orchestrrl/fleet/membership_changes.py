@@ -187,14 +187,14 @@ class MembershipChanges:
             snapshot.requests,
             frozenset(leaving),
             snapshot.engines,
-            willing={engine.id for engine in snapshot.engines if self._takes(engine)},
+            willing={engine.id for engine in snapshot.engines if self._accepts_requests(engine)},
             max_moves=most,
             avoid={request: rest.refused_by for request, rest in self._rests.items()},
             excluded=frozenset(resting),
         )
         return tuple(RequestMove(move.request, move.source, move.destination) for move in moves)
 
-    def _takes(self, engine: EngineView) -> bool:
+    def _accepts_requests(self, engine: EngineView) -> bool:
         """Of one without an agent only its gateways know whether it is well."""
         well = not self._state.reported(engine.id) or (engine.health is EngineHealth.OK and self._fresh(engine))
         changing = engine.id in self._routes.draining or engine.id in self._routes.expected

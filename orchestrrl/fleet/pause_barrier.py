@@ -116,7 +116,7 @@ class PauseBarrier:
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
         self._over: dict[str, LastRelease] = {}  # how leases ended, the latest last: a gateway may have missed any
         self._unheard: LastRelease | None = None  # of which gateways may not have heard, as the daemon before died
-        self._told: set[NodeId] = set()  # of that
+        self._ordered: set[NodeId] = set()  # of that
         self.restarted: Callable[[EngineId], None] = lambda _: None  # whoever wants to know; what they had is gone
         self.totals = PauseTotals()
 
@@ -184,7 +184,7 @@ class PauseBarrier:
         lease = self.state.lease
         if lease is not None and not self._state.quiet:
             detail = "the daemon was restarted while the fleet was coming to rest"
-            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+            self._take(self._state.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
         opened = self._state.opened
         # It is written down before gateways are told, who refuse what they have done. Older ones tell what they missed.
         if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
@@ -207,10 +207,10 @@ class PauseBarrier:
                 quieting.engines_run = False
             self._rest(await self._all_close(quieting, lease))
         except asyncio.CancelledError:
-            self._give_up(lease, "nobody waits any more for the fleet to come to rest")
+            self._abandon(lease, "nobody waits any more for the fleet to come to rest")
             raise
         except Retryable as trouble:
-            await self._orders.answers(self._give_up(lease, str(trouble)))
+            await self._orders.answers(self._abandon(lease, str(trouble)))
             raise
         finally:
             if self._quieting is quieting:  # by now somebody else may have begun
@@ -226,7 +226,7 @@ class PauseBarrier:
             faults.append(f"lease_id: must not be empty, got {lease_id!r}")
         if faults:
             raise ProblemFaults(faults)
-        before = self.state.held(lease_id)
+        before = self.state.require_lease(lease_id)
         self._take(self._state.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
         orders = {node: self._order_close(node) for node in self._nodes.gateways()}
         if not self._state.quiet:
@@ -238,7 +238,7 @@ class PauseBarrier:
             until = time_of_day(before.until_s)
             words = "; ".join(late)
             raise Retryable(f"not every gateway has extended the lease, some may open at {until}: {words}", AGAIN_S)
-        self.state.held(lease_id)
+        self.state.require_lease(lease_id)
         return self._state
 
     async def resume(
@@ -284,7 +284,7 @@ class PauseBarrier:
             raise ProblemFaults(faults)
         for engine in engines:  # of one that was restarted before, only what it generates from now on counts
             self._generated.pop(engine, None)
-        self._take(self.state.told(engines, policy_version, weights_source), "version", reason)
+        self._take(self.state.with_versions(engines, policy_version, weights_source), "version", reason)
         self._changed()
         assert self._state.newest is not None
         return self._state.newest
@@ -300,8 +300,8 @@ class PauseBarrier:
     def attached(self, node: NodeId) -> None:
         """A gateway that has come while requests stand still must not send any to engines at rest. One that stands
         still for a lease that was given up goes on, and can be closed again."""
-        if self._unheard is not None and node not in self._told:
-            self._told.add(node)
+        if self._unheard is not None and node not in self._ordered:
+            self._ordered.add(node)
             self._orders.open(node, self._unheard)
         if self.state.lease is not None:
             order = self._order_close(node)
@@ -374,11 +374,11 @@ class PauseBarrier:
             if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
         ]
 
-    def _give_up(self, lease: PauseLease, detail: str) -> dict[NodeId, Order]:
+    def _abandon(self, lease: PauseLease, detail: str) -> dict[NodeId, Order]:
         """Everything as before, unless the lease has ended otherwise."""
         if self._state.lease is not None and self._state.lease.id == lease.id:
             logger.warning("barrier: %s: %s", lease, detail)
-            self._take(self._state.given_up(lease.id, self._clock.now_s(), detail), "gave_up")
+            self._take(self._state.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
         opened = self._state.opened
         return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
 

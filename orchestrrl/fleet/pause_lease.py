@@ -113,12 +113,12 @@ class PauseState:
         return replace(self, lease=lease, quiet=False)
 
     def at_rest(self, lease_id: str) -> "PauseState":
-        self.held(lease_id)
+        self.require_lease(lease_id)
         return replace(self, quiet=True)
 
     def renewed(self, lease_id: str, until_s: float) -> "PauseState":
         """It never becomes shorter."""
-        lease = self.held(lease_id)
+        lease = self.require_lease(lease_id)
         return replace(self, lease=replace(lease, until_s=max(lease.until_s, until_s)))
 
     def resumed(
@@ -134,7 +134,7 @@ class PauseState:
         """`engines` are all there are; the version, where one is told, is that of all but `without`. Where none is
         told nobody got other weights, so who was left out before still is. `weights_source` is where the weights are
         that engines have now, whatever they are called."""
-        lease = self.held(lease_id)
+        lease = self.require_lease(lease_id)
         before = self.left_out if policy_version is None else ()
         left_out = tuple(sorted({*before, *without}))
         holder = lease.holder or "its holder"
@@ -149,11 +149,11 @@ class PauseState:
         older = {engine: version for engine, version in self.versions.items() if engine in left_out}
         return replace(state, versions=dict(sorted({**older, **fresh}.items())), newest=policy_version)
 
-    def given_up(self, lease_id: str, now_s: float, detail: str) -> "PauseState":
-        lease = self.held(lease_id)
+    def abandoned(self, lease_id: str, now_s: float, detail: str) -> "PauseState":
+        lease = self.require_lease(lease_id)
         return self._open(LastRelease(lease.id, now_s, LeaseEnd.GAVE_UP, detail))
 
-    def told(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
+    def with_versions(self, engines: Iterable[EngineId], policy_version: int, weights_source: str = "") -> "PauseState":
         """These have weights of that version, however they got them. It becomes the fleet's when none is left that has
         the fleet's: those with others wait. Where the weights are is remembered of the fleet's alone."""
         now = frozenset(engines)
@@ -175,7 +175,7 @@ class PauseState:
         """Whether it has the fleet's weights, so that requests may go there."""
         return engine not in self.left_out and self.versions.get(engine) == self.newest
 
-    def held(self, lease_id: str) -> PauseLease:
+    def require_lease(self, lease_id: str) -> PauseLease:
         """The lease, if it is this one; an empty id means whichever there is."""
         if self.lease is not None and lease_id in ("", self.lease.id):
             return self.lease

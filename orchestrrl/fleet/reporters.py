@@ -27,7 +27,7 @@ class _Sender:
     named: bool  # it has an incarnation
     first_s: float
     order: tuple[int, int] = (-1, -1)  # (stream, sequence)
-    heard_s: float = 0.0
+    last_report_s: float = 0.0
     read_s: float = 0.0  # when it could last read what it reports
     unheeded: int = 0  # reports since the leader's last one
     ended: bool = False
@@ -47,14 +47,14 @@ class Reporters:
         key = (name, incarnation or stream)
         sender = self._senders.get(key)
         if sender is None:
-            sender = self._senders[key] = _Sender(name, bool(incarnation), now_s, heard_s=now_s, read_s=now_s)
+            sender = self._senders[key] = _Sender(name, bool(incarnation), now_s, last_report_s=now_s, read_s=now_s)
             self._forget(now_s)
         if (stream, sequence) <= sender.order:
             return False
         if sender.ended:  # it has attached again
             sender.ended, sender.first_s = False, now_s
-        is_burst = sender.unheeded > 0 and now_s - sender.heard_s < BURST_S
-        sender.order, sender.heard_s = (stream, sequence), now_s
+        is_burst = sender.unheeded > 0 and now_s - sender.last_report_s < BURST_S
+        sender.order, sender.last_report_s = (stream, sequence), now_s
         sender.read_s = now_s if readable else sender.read_s
         if not self._leads(sender, now_s, readable):
             sender.unheeded += not is_burst
@@ -78,7 +78,7 @@ class Reporters:
         """The names of senders that report this at the same time, the leader first; empty unless there are several."""
         if len(self._senders) < 2:
             return ()
-        there = [s for s in self._senders.values() if not s.ended and now_s - s.heard_s <= REPORTING_S]
+        there = [s for s in self._senders.values() if not s.ended and now_s - s.last_report_s <= REPORTING_S]
         there.sort(key=lambda sender: (sender is not self._lead, sender.first_s))
         beside = [other for other in there[1:] if _overlap_s(there[0], other) >= OVERLAP_S]
         return (there[0].name, *(other.name for other in beside)) if beside else ()
@@ -87,7 +87,7 @@ class Reporters:
         lead = self._lead
         if lead is None or lead is sender or lead.ended:
             return True
-        silent = now_s - lead.heard_s > TAKEOVER_S
+        silent = now_s - lead.last_report_s > TAKEOVER_S
         if sender.name == lead.name and not (sender.named and lead.named):
             return sender.order[0] > lead.order[0] or (silent and sender.unheeded >= LATE_MOST)
         return silent or (readable and now_s - lead.read_s > TAKEOVER_S)
@@ -96,9 +96,9 @@ class Reporters:
         self._senders = {
             key: sender
             for key, sender in self._senders.items()
-            if sender is self._lead or not (sender.ended or now_s - sender.heard_s > FORGET_S)
+            if sender is self._lead or not (sender.ended or now_s - sender.last_report_s > FORGET_S)
         }
 
 
 def _overlap_s(one: _Sender, other: _Sender) -> float:
-    return min(one.heard_s, other.heard_s) - max(one.first_s, other.first_s)
+    return min(one.last_report_s, other.last_report_s) - max(one.first_s, other.first_s)

@@ -64,7 +64,7 @@ class RoutingTable:
         self._runner = runner
         self._journal = journal
         self._clock = clock
-        self._told: tuple[tuple[object, ...], ...] = ()
+        self._journalled: tuple[tuple[object, ...], ...] = ()
         self._expected_before: dict[EngineId, float] = {}  # as written down
         self._sent: dict[NodeId, tuple[SetRoutes, float]] = {}  # to each gateway, and when
         self._changes, self._losses = _Pace(), _Pace()
@@ -131,8 +131,8 @@ class RoutingTable:
             *((route.engine, route.url, route.health, route.draining) for route in routes),
             *sorted(expected.items()),
         )
-        if shape != self._told:
-            self._told, self._expected_before = shape, expected
+        if shape != self._journalled:
+            self._journalled, self._expected_before = shape, expected
             listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
             try:
                 self._journal.append(now_s, EntryKind.ROUTES, "", {"routes": listing, "expected": expected})

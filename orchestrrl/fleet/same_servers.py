@@ -35,7 +35,7 @@ class ServerClaim:
     server_before: str = ""
     server_since_s: float = 0.0
     known_as: EngineId | None = None  # the id under which the source has the engine by now
-    heard_s: float = 0.0
+    last_report_s: float = 0.0
     capabilities: EngineCapabilities | None = None  # as an agent reported them last
 
     @property

@@ -53,7 +53,7 @@ class SenderClock:
 
     _buckets: list[_Bounds] = field(default_factory=list)
     first_s: float | None = None  # its first and its latest report, in our time
-    heard_s: float = 0.0
+    last_report_s: float = 0.0
 
     def taken_s(self, sampled_s: float, times: SendTimes, received_s: float) -> float | None:
         """Return when a sample was taken, in our time and at most `received_s`, and learn from its report.
@@ -61,7 +61,7 @@ class SenderClock:
         `sampled_s` is by the sender's clock; 0 or no number: it has none, and the receipt counts. None: this cannot be
         known before the next report.
         """
-        self.heard_s = received_s
+        self.last_report_s = received_s
         self.first_s = received_s if self.first_s is None else self.first_s
         if not (math.isfinite(sampled_s) and sampled_s > 0):
             return received_s

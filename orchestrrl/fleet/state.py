@@ -366,7 +366,7 @@ class FleetState:
         """How the pause barrier of each gateway stood when it reported last, however long ago."""
         return {node: record.barrier for node, record in self._gateways.items() if record.reported_s is not None}
 
-    def heard_s(self, node: NodeId) -> float | None:
+    def last_report_s(self, node: NodeId) -> float | None:
         """As of when the node has reported; None: it has not."""
         gateway = self._gateways.get(node)
         if gateway and gateway.reported_s is not None:
@@ -467,10 +467,10 @@ class FleetState:
             self._claims = {
                 key: claim
                 for key, claim in self._claims.items()
-                if (claim.source in live if claim.rank == 2 else now_s - claim.heard_s <= self._forget_after_s)
+                if (claim.source in live if claim.rank == 2 else now_s - claim.last_report_s <= self._forget_after_s)
             }
             self._clocks = {
-                key: clock for key, clock in self._clocks.items() if now_s - clock.heard_s <= CLOCKS_REMEMBERED_S
+                key: clock for key, clock in self._clocks.items() if now_s - clock.last_report_s <= CLOCKS_REMEMBERED_S
             }
             facts = [ServerClaim(CONFIGURATION, f.id, 0, f.url, self._host) for f in self._facts.values() if f.url]
             self._names = find_names((*facts, *self._claims.values()), now_s)
@@ -485,7 +485,7 @@ class FleetState:
         claim = self._claims.get((report.agent, report.engine))
         if claim is None:
             claim = self._claims[report.agent, report.engine] = ServerClaim(report.agent, report.engine, 1, "")
-        claim.heard_s = received_s
+        claim.last_report_s = received_s
         claim.capabilities = report.capabilities or claim.capabilities
         if claim.follow(report.url, self._hosts.get(report.agent, ""), report.server, None, received_s):
             self._named_s = float("-inf")

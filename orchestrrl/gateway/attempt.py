@@ -94,7 +94,7 @@ class EngineAttempt:
             return saving(left.version, left.entry) if left is not None else {}
         return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
-    async def run(self, request: GenerationRequest, took: Callable[[Chunk], None]) -> bool:
+    async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
         """Take chunks until the answer ends; `took` is told of each. False: the engine gave the request up, unfinished.
 
         Raises as engines do, OutcomeUnknown too where the stream ends without a word.
@@ -123,7 +123,7 @@ class EngineAttempt:
                         self._relay(chunk)
                 else:
                     self._take(request.endpoint, _unfinished(chunk) if given_up else chunk, text)
-                took(chunk)
+                on_chunk(chunk)
                 if splice is not None:
                     record.text_complete = not splice.open
                     # Once closed it has no say: the answer may be cut inside a character again.

@@ -117,7 +117,7 @@ class GatewayClient:
             headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
             tries += 1
             try:
-                answer = await self._ask(server, _PATHS[endpoint], body, headers)
+                answer = await self._attempt(server, _PATHS[endpoint], body, headers)
             except _Gone as gone:
                 failures += 1
                 if server is self._gateway and gone.answered:
@@ -167,7 +167,7 @@ class GatewayClient:
             self._watching.append(asyncio.create_task(self._watch(self._gateway)))
         return self._session
 
-    async def _ask(
+    async def _attempt(
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
     ) -> dict[str, Any]:
         """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""

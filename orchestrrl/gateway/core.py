@@ -34,8 +34,10 @@ WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of
 class RequestGroup:
     """The records of one ask, under way. `run` it, or use it as `async with`: leaving it stops what still runs."""
 
-    def __init__(self, ask: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None) -> None:
-        self.ask = ask
+    def __init__(
+        self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
+    ) -> None:
+        self.request = request
         self._gateway = gateway
         self._named_body = named_body
         self._entry: LedgerEntry | None = None
@@ -46,7 +48,7 @@ class RequestGroup:
 
     @property
     def records(self) -> Sequence[RequestRecord]:
-        return self.ask.records
+        return self.request.records
 
     @property
     def failure(self) -> RequestFailure | None:
@@ -94,12 +96,12 @@ class RequestGroup:
     async def _enter(self) -> None:
         store = self._gateway.store
         if store is not None and self._named_body is not None:
-            form = self.ask.form
+            form = self.request.form
             created_s = form.created_unix_s
             self._entry = await store.enter(form.request_id, form.endpoint, self._named_body, created_s, self.records)
             if self._entry is not None and self._entry.created_s != created_s:
                 form = replace(form, created_unix_s=int(self._entry.created_s))
-                self.ask = replace(self.ask, form=form)
+                self.request = replace(self.request, form=form)
         try:
             # What was complete has been counted and reported by whoever generated it.
             self._gateway.ledger.add(*(record for record in self.records if not record.done))
@@ -129,15 +131,15 @@ class RequestGroup:
 
     async def _give_again(self, record: RequestRecord) -> None:
         self._gateway.given_again(record)
-        self._tell(record)
+        self._notify(record)
 
     def _grown(self, record: RequestRecord) -> None:
         if record.done and record.id not in self._counted:  # the relay calls again when it is over
             self._counted.add(record.id)
             self._gateway.answered(record)
-        self._tell(record)
+        self._notify(record)
 
-    def _tell(self, record: RequestRecord) -> None:
+    def _notify(self, record: RequestRecord) -> None:
         self._wake.set()
         if self._listener is not None:
             self._listener(record)
@@ -179,9 +181,9 @@ class Gateway:
         self.tokens_recomputed = 0
         self.tokens_loaded = 0
 
-    def job(self, ask: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
+    def request_group(self, request: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RequestGroup:
         """`named_body`: what the client sent, where it gave the request its name and may come back for the answer."""
-        return RequestGroup(ask, self, named_body)
+        return RequestGroup(request, self, named_body)
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
         """The record begins to be relayed."""
@@ -255,7 +257,7 @@ class Gateway:
             self.tokens_loaded += result.loaded_tokens
         return tuple(results)
 
-    def knows(self, request: RequestId) -> bool:
+    def has_request(self, request: RequestId) -> bool:
         """It is in flight here, or has lately been."""
         return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
 
@@ -265,7 +267,7 @@ class Gateway:
         if not self.fleet.barrier_open:
             return OperationItemResult(move.request, False, "the pause barrier is closed")
         if relay is None:
-            detail = "finished before the move" if self.knows(move.request) else "no such request"
+            detail = "finished before the move" if self.has_request(move.request) else "no such request"
             return OperationItemResult(move.request, False, detail)
         to_come = target is None or not target.usable
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)

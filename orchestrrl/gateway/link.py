@@ -47,7 +47,7 @@ class GatewayLink:
         self._target = target
         self._clock = clock
         gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
-        self._told: tuple[GatewayEngine, ...] | None = None  # on this stream
+        self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
         self._hello = hello_to_pb(
             NodeHello(
                 node=gateway.node,
@@ -125,13 +125,13 @@ class GatewayLink:
             wait_s = min(IDENTIFY_EVERY_S, 2 * wait_s)
 
     def _opened(self) -> None:
-        self._told = None
+        self._sent_engines = None
 
     async def _report(self) -> telemetry_pb2.GatewayReport:
         engines = self._gateway.own_engines()
-        if engines == self._told:
+        if engines == self._sent_engines:
             return gateway_report_to_pb(self._gateway.report())
-        self._told = engines
+        self._sent_engines = engines
         # The next hello has them as well.
         del self._hello.engine_ids[:], self._hello.engines[:]
         self._hello.engine_ids.extend(self._gateway.fleet.id_of(engine.engine) for engine in engines)

@@ -188,7 +188,7 @@ class GatewayPause:
         """Pause the engine. Where that cannot be done, its requests are taken back."""
         try:
             can_be_paused = (await self._fleet.capabilities(backend)).pause
-            if not self._fleet.knows(backend):  # it has gone meanwhile, and would never be resumed
+            if not self._fleet.contains(backend):  # it has gone meanwhile, and would never be resumed
                 return
             if can_be_paused:
                 await self._pause(backend, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
@@ -235,13 +235,13 @@ class GatewayPause:
                 self.expired_total += 1
                 missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
                 if order.weights_change and self._quiet.is_set():
-                    self._nobody_knows()
+                    self._forget_versions()
                     missed = " while weights were being changed: nobody knows which engines have which"
                 await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
                 return
             await self._clock.sleep(min(left_s, LEASE_LOOK_S))
 
-    def _nobody_knows(self) -> None:
+    def _forget_versions(self) -> None:
         """Which weights engines have. Answers are without a version until somebody tells."""
         self._fleet.policy_version = None
         for backend in self._fleet.with_retired():
@@ -279,7 +279,7 @@ class GatewayPause:
             self._ended.append(closed.lease)
             self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
         if version is not None:
-            self._told(version, without, self._rest if closed is not None else {})
+            self._on_new_weights(version, without, self._rest if closed is not None else {})
             self._restart(closed)
         for relay in list(self._relays.values()):
             relay.record.progressed_s = self._clock.now_s()  # it stood still by order
@@ -297,7 +297,9 @@ class GatewayPause:
         logger.warning("the pause barrier is open: %s", because)
         return tuple(items)
 
-    def _told(self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]) -> None:
+    def _on_new_weights(
+        self, version: int, without: tuple[EngineId, ...], rests: Mapping[EngineId, OperationItemResult]
+    ) -> None:
         """The engines have new weights, but for those that were left out, or could not be brought to rest, and for old
         houses."""
         self._fleet.policy_version = version
@@ -388,7 +390,7 @@ class GatewayPause:
 
     def _is_to_run(self, backend: EngineBackend) -> bool:
         """It stands still, and no order says that it should."""
-        return backend.paused and not self._left_out(backend) and self._closed is None and self._fleet.knows(backend)
+        return backend.paused and not self._left_out(backend) and self._closed is None and self._fleet.contains(backend)
 
     def _left_out(self, backend: EngineBackend) -> bool:
         """It waits for new weights. Nobody brings them to one that has left the routes."""

@@ -37,9 +37,9 @@ class DaemonPause:
     def __init__(self, target: str) -> None:
         self._target = target
 
-    async def __call__(self, asked: RequestBody | None) -> Mapping[str, Any]:
+    async def __call__(self, body: RequestBody | None) -> Mapping[str, Any]:
         """The daemon's answer, as plain values. Raises Refusal."""
-        name, message, patience_s = _call(asked)
+        name, message, patience_s = _call(body)
         try:
             async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
                 method = getattr(control_pb2_grpc.ControlStub(channel), name)
@@ -50,42 +50,42 @@ class DaemonPause:
             raise PauseRefusal(status, f"{where}{error.details()}") from error
 
 
-def _call(asked: RequestBody | None) -> tuple[str, Message, float]:
+def _call(body: RequestBody | None) -> tuple[str, Message, float]:
     """Method, request, and how long to wait for the answer."""
-    match asked:
+    match body:
         case None:
             return "GetPauseBarrier", control_pb2.GetPauseBarrierRequest(), ANSWER_S
         case PauseBody():
             pause = control_pb2.PauseFleetRequest(
-                mode=barrier_mode_to_pb(asked.mode),
-                frozen=frozen_to_pb(asked.frozen),
-                holder=asked.holder,
-                lease_s=asked.lease_s,
-                deadline_s=asked.within_s,
+                mode=barrier_mode_to_pb(body.mode),
+                frozen=frozen_to_pb(body.frozen),
+                holder=body.holder,
+                lease_s=body.lease_s,
+                deadline_s=body.within_s,
             )
-            return "PauseFleet", pause, asked.within_s + ANSWER_S
+            return "PauseFleet", pause, body.within_s + ANSWER_S
         case RenewBody():
-            return "RenewPause", control_pb2.RenewPauseRequest(lease_id=asked.lease_id, lease_s=asked.lease_s), ANSWER_S
+            return "RenewPause", control_pb2.RenewPauseRequest(lease_id=body.lease_id, lease_s=body.lease_s), ANSWER_S
         case ResumeBody():
             resume = control_pb2.ResumeFleetRequest(
-                lease_id=asked.lease_id,
-                policy_version=asked.policy_version,
-                weights_source=asked.weights_source,
-                without_engine_ids=asked.without_engines,
-                reason=asked.reason,
+                lease_id=body.lease_id,
+                policy_version=body.policy_version,
+                weights_source=body.weights_source,
+                without_engine_ids=body.without_engines,
+                reason=body.reason,
             )
             return "ResumeFleet", resume, ANSWER_S
         case SetVersionBody():
             told = control_pb2.SetPolicyVersionRequest(
-                engine_ids=asked.engines,
-                policy_version=asked.policy_version,
-                reason=asked.reason,
-                weights_source=asked.weights_source,
+                engine_ids=body.engines,
+                policy_version=body.policy_version,
+                reason=body.reason,
+                weights_source=body.weights_source,
             )
             return "SetPolicyVersion", told, ANSWER_S
         case CancelBody():
             cancel = control_pb2.CancelRequestsRequest(
-                request_ids=asked.requests, group_ids=asked.groups, reason=asked.reason
+                request_ids=body.requests, group_ids=body.groups, reason=body.reason
             )
             return "CancelRequests", cancel, ANSWER_S
         case other:

@@ -302,7 +302,7 @@ class RequestRelay:
 
     async def _seek_slot(self) -> EngineBackend | None:
         if self._delay_s:
-            self.record.hold()
+            self.record.detach()
             await self._clock.sleep(self._delay_s)
             self._delay_s = 0.0
         if not self._fleet.barrier_open:
@@ -334,7 +334,7 @@ class RequestRelay:
                 elif not expected and (was_expected or deadline.done()):
                     return None
                 was_expected = was_expected or expected
-                self.record.hold()
+                self.record.detach()
                 changed = asyncio.create_task(self._fleet.changed())
                 waited_for: set[asyncio.Task[Any]] = {changed} if deadline.done() else {changed, deadline}
                 try:
@@ -404,9 +404,9 @@ class RequestRelay:
 
     async def _pump(self, attempt: EngineAttempt, coalesce_tokens: int, move: MoveInProgress | None) -> bool:
         await attempt.decide_form()
-        return await attempt.run(attempt.request(coalesce_tokens, move), self._took)
+        return await attempt.run(attempt.request(coalesce_tokens, move), self._on_chunk)
 
-    def _took(self, chunk: Chunk) -> None:
+    def _on_chunk(self, chunk: Chunk) -> None:
         """The record has what the chunk brought."""
         if self._failed and (chunk.token_ids or self.record.done):
             self._count_failovers()

@@ -123,7 +123,7 @@ class GatewayRollout:
         parameters = sampling_parameters(trainer)
         self._batches += 1
         name = f"{self._tag}-{self._run}-s{trainer.state.global_step}-b{self._batches}"
-        completions = run(self._ask_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
+        completions = run(self._complete_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [completion.token_ids for completion in completions],
@@ -169,19 +169,19 @@ class GatewayRollout:
         trainer.accelerator.wait_for_everyone()
         self._saved = folder
 
-    async def _ask_all(
+    async def _complete_all(
         self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], name: str, step: str
     ) -> list[Completion]:
         async with GatewayClient(self._gateway_url, self._engine_urls, patience=self._patience) as client:
 
-            async def ask(index: int, prompt_ids: Sequence[int]) -> Completion:
+            async def complete(index: int, prompt_ids: Sequence[int]) -> Completion:
                 group = f"{step}-{hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]}"
                 body = {**parameters, "prompt": list(prompt_ids)}
                 request_id = f"{name}-{index}"
                 answer = await client.complete(body, request_id=request_id, group=group, tag=self._tag)
                 return read_completion(answer, request_id)
 
-            asking = [asyncio.create_task(ask(index, prompt)) for index, prompt in enumerate(prompts)]
+            asking = [asyncio.create_task(complete(index, prompt)) for index, prompt in enumerate(prompts)]
             try:
                 completions = await asyncio.gather(*asking)
             finally:  # one failed: the others must not go on on the engines

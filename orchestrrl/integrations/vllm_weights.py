@@ -127,7 +127,7 @@ class _Barrier:
             "gateway with --operator HOST:PORT --allow-remote"
         )
 
-    async def hold(self) -> None:
+    async def renew(self) -> None:
         """Renew the lease until cancelled. Raises Permanent when it is over."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
@@ -161,7 +161,7 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
         because = [f"{url} is none of the gateway's engines ({', '.join(barrier.ids)})" for url in strangers]
         because += [f"{engine} could not be paused: {detail}" for engine, detail in barrier.restless.items()]
         raise Permanent(f"no weights were changed: {'; '.join(because)}")
-    holding = asyncio.create_task(barrier.hold())
+    holding = asyncio.create_task(barrier.renew())
     try:
         torn = await _load(barrier.http, urls, weights_path)
     finally:
@@ -184,7 +184,7 @@ async def _reload_alone(http: aiohttp.ClientSession, urls: Sequence[str], weight
     if failures:
         # One that did not answer may be paused all the same.
         stuck = await _each(urls, lambda url: _post(http, f"{url}/resume"))
-        raise _told("no weights were changed", stuck | failures)
+        raise _combined_error("no weights were changed", stuck | failures)
     torn = await _load(http, urls, weights_path)
     stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
     if torn or stuck:
@@ -238,7 +238,7 @@ async def _call(
     return answer if isinstance(answer, dict) else {}
 
 
-def _told(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
+def _combined_error(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
     message = f"{what}: " + "; ".join(str(error) for error in failures.values())
     if all(isinstance(error, Retryable) for error in failures.values()):
         return Retryable(message, RETRY_AFTER_S)

@@ -23,7 +23,7 @@ class ControlClient:
     """One connection to the daemon at `address`, `HOST:PORT` or `unix:PATH`.
 
         async with ControlClient("127.0.0.1:7070") as client:
-            status = await client.ask(client.control.GetStatus, control_pb2.GetStatusRequest())
+            status = await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())
 
     Every call raises Retryable when there is no daemon, ProblemFaults when it finds the request malformed, Permanent
     when it declines, and OutcomeUnknown when its answer was lost.
@@ -45,7 +45,7 @@ class ControlClient:
     ) -> None:
         await self._channel.close()
 
-    async def ask(
+    async def call(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
         request: _Request,

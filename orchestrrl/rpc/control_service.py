@@ -20,28 +20,28 @@ from planner.model import ConfigurationId, EngineId, PlanId, RequestId
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
-        self._barrier = PauseService(plane)
-        self._redeployments = RedeploymentService(plane)
+    def __init__(self, control_plane: ControlPlane) -> None:
+        self._control_plane = control_plane
+        self._barrier = PauseService(control_plane)
+        self._redeployments = RedeploymentService(control_plane)
 
     async def GetStatus(self, request: control_pb2.GetStatusRequest, context: Context) -> control_pb2.Status:
-        return control_codec.status_to_pb(self._plane, __version__)
+        return control_codec.status_to_pb(self._control_plane, __version__)
 
     async def ListWorkers(
         self, request: control_pb2.ListWorkersRequest, context: Context
     ) -> control_pb2.ListWorkersResponse:
-        snapshot = self._plane.state.snapshot(self._plane.clock.now_s())
-        return control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(self._plane, snapshot))
+        snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
+        return control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(self._control_plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
         """The engine that is meant, also by a name that only nodes use."""
-        return self._plane.state.engine_called(EngineId(name), self._plane.clock.now_s())
+        return self._control_plane.state.engine_called(EngineId(name), self._control_plane.clock.now_s())
 
     async def ListRequests(
         self, request: control_pb2.ListRequestsRequest, context: Context
     ) -> control_pb2.ListRequestsResponse:
-        requests = self._plane.state.snapshot(self._plane.clock.now_s()).requests
+        requests = self._control_plane.state.snapshot(self._control_plane.clock.now_s()).requests
         engine = self._engine(request.engine_id)
         found = [view for view in requests if not engine or view.engine == engine]
         listed = found[: request.limit] if request.limit else found
@@ -50,54 +50,58 @@ class ControlService(control_pb2_grpc.ControlServicer):
         )
 
     async def GetPlan(self, request: control_pb2.GetPlanRequest, context: Context) -> control_pb2.Plan:
-        if not request.plan_id and self._plane.plans.latest is None:
+        if not request.plan_id and self._control_plane.plans.latest is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no plan has been made yet")
         try:
-            plan = self._plane.plans.get(PlanId(request.plan_id)) if request.plan_id else self._plane.plans.latest
+            plan = (
+                self._control_plane.plans.get(PlanId(request.plan_id))
+                if request.plan_id
+                else self._control_plane.plans.latest
+            )
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         assert plan is not None
         return control_codec.plan_to_pb(plan)
 
     async def ListPlans(self, request: control_pb2.ListPlansRequest, context: Context) -> control_pb2.ListPlansResponse:
-        plans = self._plane.plans.newest(request.limit)
+        plans = self._control_plane.plans.newest(request.limit)
         return control_pb2.ListPlansResponse(plans=[control_codec.plan_to_pb(plan) for plan in plans])
 
     async def WatchPlans(
         self, request: control_pb2.WatchPlansRequest, context: Context
     ) -> AsyncIterator[control_pb2.PlanEvent]:
         await context.send_initial_metadata(())
-        async for event in self._plane.plans.watch():
+        async for event in self._control_plane.plans.watch():
             yield control_codec.plan_event_to_pb(event)
 
     async def OverridePlan(self, request: control_pb2.OverridePlanRequest, context: Context) -> control_pb2.PlanControl:
-        known = [configuration.id for configuration in self._plane.config.fleet.configuration_values()]
+        known = [configuration.id for configuration in self._control_plane.config.fleet.configuration_values()]
         async with refusing(context):
             wanted = ConfigurationId(request.configuration)
-            control = self._plane.plans.override(wanted, known, request.reason, request.ttl_s)
+            control = self._control_plane.plans.override(wanted, known, request.reason, request.ttl_s)
         return control_codec.control_to_pb(control)
 
     async def PinPlan(self, request: control_pb2.PinPlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
-            control = self._plane.plans.pin(request.reason, request.ttl_s)
+            control = self._control_plane.plans.pin(request.reason, request.ttl_s)
         return control_codec.control_to_pb(control)
 
     async def ReleasePlan(self, request: control_pb2.ReleasePlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
-            control = self._plane.plans.release(request.reason)
+            control = self._control_plane.plans.release(request.reason)
         return control_codec.control_to_pb(control)
 
     async def GetBalance(self, request: control_pb2.GetBalanceRequest, context: Context) -> control_pb2.Balance:
-        if self._plane.balance is None:
+        if self._control_plane.balance is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
-        return control_codec.balance_to_pb(self._plane.balance, self._plane.latest_moves)
+        return control_codec.balance_to_pb(self._control_plane.balance, self._control_plane.latest_moves)
 
     async def SetMode(self, request: control_pb2.SetModeRequest, context: Context) -> control_pb2.SetModeResponse:
         mode = await read(context, request.mode, control_codec.mode_from_pb)
         async with refusing(context):
-            previous = self._plane.set_mode(mode, request.reason)
+            previous = self._control_plane.set_mode(mode, request.reason)
             if request.reason:  # who gives one has seen what the mode was for
-                self._plane.journal.confirm_damage(self._plane.clock.now_s(), request.reason)
+                self._control_plane.journal.confirm_damage(self._control_plane.clock.now_s(), request.reason)
         return control_pb2.SetModeResponse(
             mode=control_codec.mode_to_pb(mode), previous=control_codec.mode_to_pb(previous)
         )
@@ -106,7 +110,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.MoveRequestRequest, context: Context
     ) -> control_pb2.MoveRequestResponse:
         async with refusing(context):
-            outcome = await self._plane.move(RequestId(request.request_id), EngineId(request.to_engine_id))
+            outcome = await self._control_plane.move(RequestId(request.request_id), EngineId(request.to_engine_id))
         item = outcome.items[0]
         operation = outcome.operations[0].operation if outcome.operations else ""
         return control_pb2.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
@@ -138,9 +142,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def AddEngine(self, request: control_pb2.AddEngineRequest, context: Context) -> control_pb2.Worker:
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
         async with refusing(context):
-            self._plane.membership_changes.add(new, request.reason)
-        self._plane.barrier.forget([EngineId(request.engine_id)], "was added")
-        return control_codec.worker_to_pb(self._plane, EngineId(request.engine_id))
+            self._control_plane.membership_changes.add(new, request.reason)
+        self._control_plane.barrier.forget([EngineId(request.engine_id)], "was added")
+        return control_codec.worker_to_pb(self._control_plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: control_pb2.DrainEngineRequest, context: Context) -> control_pb2.Worker:
         engine = self._engine(request.engine_id)
@@ -148,18 +152,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if request.undo and request.move_requests:
                 raise ProblemFaults(["move_requests: cannot go with undo, got both"])
             if request.undo:
-                self._plane.membership_changes.undrain(engine, request.reason)
+                self._control_plane.membership_changes.undrain(engine, request.reason)
             else:
-                self._plane.membership_changes.drain(engine, request.move_requests, request.reason)
-        return control_codec.worker_to_pb(self._plane, engine)
+                self._control_plane.membership_changes.drain(engine, request.move_requests, request.reason)
+        return control_codec.worker_to_pb(self._control_plane, engine)
 
     async def RemoveEngine(
         self, request: control_pb2.RemoveEngineRequest, context: Context
     ) -> control_pb2.RemoveEngineResponse:
         engine = self._engine(request.engine_id)
         async with refusing(context):
-            removal = await self._plane.membership_changes.remove(engine, request.force, request.reason)
-        self._plane.barrier.forget([engine], "was removed")
+            removal = await self._control_plane.membership_changes.remove(engine, request.force, request.reason)
+        self._control_plane.barrier.forget([engine], "was removed")
         return control_pb2.RemoveEngineResponse(
             engine_id=request.engine_id,
             requests_moved=removal.requests_moved,
@@ -167,7 +171,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         )
 
     async def SetPause(self, request: control_pb2.SetPauseRequest, context: Context) -> control_pb2.SetPauseResponse:
-        pause_registry = self._plane.pause_registry
+        pause_registry = self._control_plane.pause_registry
         async with refusing(context):
             faults = lifetime_faults(request.ttl_s, until="resumed") if request.paused else []
             if request.part not in list(PauseScope):
@@ -206,7 +210,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.WatchJournalRequest, context: Context
     ) -> AsyncIterator[control_pb2.JournalEntry]:
         await context.send_initial_metadata(())
-        journal, kinds = self._plane.journal, tuple(request.kinds)
+        journal, kinds = self._control_plane.journal, tuple(request.kinds)
         last = journal.last_sequence
         for entry in journal.tail(request.tail, kinds):
             yield control_codec.entry_to_pb(entry)

@@ -93,16 +93,16 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 stream.traces(jobs_from_pb(message.hello))
             case "quiet":
                 quiet = message.quiet
-                stream.says(quiet.job, quiet.told_s, quiet.rank, remaining_from_pb(quiet))
+                stream.on_remaining_quiet(quiet.job, quiet.told_s, quiet.rank, remaining_from_pb(quiet))
             case "traffic":
                 code, _, why = message.traffic.why.partition(": ")
-                stream.says(message.traffic.job, message.traffic.at_s, -1, Hold(code, why))
+                stream.on_remaining_quiet(message.traffic.job, message.traffic.at_s, -1, Hold(code, why))
             case "pong":
                 pong = message.pong
                 stream.answers(ClockExchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))
             case "slack":
                 json.loads(message.slack.summary_json, parse_constant=_no_number)
-                stream.knows(message.slack.summary_json)
+                stream.on_slack(message.slack.summary_json)
             case "announcement":
                 self._announced(message.announcement)
 
@@ -141,7 +141,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def PinFabric(self, request: pb.PinFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)
         async with refusing(context):
-            control = fabric.word.pin(request.cross_connects, request.reason, request.ttl_s)
+            control = fabric.overrides.pin(request.cross_connects, request.reason, request.ttl_s)
         return control_of_fabric_to_pb(control)
 
     async def OverrideFabric(self, request: pb.OverrideFabricRequest, context: Context) -> pb.FabricControl:
@@ -153,7 +153,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def ReleaseFabric(self, request: pb.ReleaseFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)
         async with refusing(context):
-            control = fabric.word.release(request.reason)
+            control = fabric.overrides.release(request.reason)
         return control_of_fabric_to_pb(control)
 
     async def MaskFabric(self, request: pb.MaskFabricRequest, context: Context) -> pb.FabricStatus:

@@ -119,18 +119,18 @@ class GrpcSwitch:
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         request = _commit_request(diff, expect_revision, revert_in_s)
-        return await self._owning(lambda: self._ask_to_commit(request), CommandSteps(diff.remove, diff.add))
+        return await self._owning(lambda: self._call_commit(request), CommandSteps(diff.remove, diff.add))
 
     async def confirm(self, revision: int) -> None:
         request = ocs_pb2.ConfirmRequest(revision=revision)
         # To confirm twice is harmless, so a lost answer is no riddle.
-        await self._ask("Confirm", self._stub().Confirm, request, self._commit_timeout_s, is_setter=False)
+        await self._call("Confirm", self._stub().Confirm, request, self._commit_timeout_s, is_setter=False)
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         if faults := _unfit_ports({"pairs": pairs}):
             raise CircuitConflict(faults, device=self.device)
         request = ocs_pb2.TakeOverRequest(cross_connects=convert.pairs_to_pb(pairs))
-        response = await self._ask("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
+        response = await self._call("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
         reading = self._sense(convert.reading_from_pb, response)
         self._ownership.take(reading.cross_connects - reading.foreign)
         return reading
@@ -155,7 +155,7 @@ class GrpcSwitch:
 
         def begin() -> Awaitable[ocs_pb2.CommitResult]:
             # Over already: not known there, ended with its process, or refused, when it is begun a second time.
-            return self._ask_to_commit(request) if call.done() else self._ask_to_begin(call)
+            return self._call_commit(request) if call.done() else self._begin_commit(call)
 
         return _ArmedCommit(call, lambda: self._owning(begin, CommandSteps(diff.remove, diff.add)))
 
@@ -167,7 +167,7 @@ class GrpcSwitch:
         request = ocs_pb2.RollbackRequest(diff=convert.diff_to_pb(diff))
 
         def call() -> Awaitable[ocs_pb2.CommitResult]:
-            return self._ask("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
+            return self._call("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
 
         return await self._owning(call, CommandSteps(diff.add, diff.remove))
 
@@ -249,10 +249,10 @@ class GrpcSwitch:
                 return CommitResult(items, reading.revision, commands_sent=1, revert_at_s=until_s)
             await self._clock.sleep(min(poll_pause_s(reconfiguration_s, now_s - began_s), deadline_s - now_s))
 
-    async def _ask_to_commit(self, request: ocs_pb2.CommitRequest) -> ocs_pb2.CommitResult:
-        return await self._ask("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
+    async def _call_commit(self, request: ocs_pb2.CommitRequest) -> ocs_pb2.CommitResult:
+        return await self._call("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
 
-    async def _ask_to_begin(self, call: "_CommitCall") -> ocs_pb2.CommitResult:
+    async def _begin_commit(self, call: "_CommitCall") -> ocs_pb2.CommitResult:
         try:
             async with asyncio.timeout(self._commit_timeout_s):
                 await call.write(_BEGIN)
@@ -294,9 +294,9 @@ class GrpcSwitch:
     async def _read(
         self, command: str, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
-        return await self._ask(command, method, request, self._command_timeout_s, is_setter=False)
+        return await self._call(command, method, request, self._command_timeout_s, is_setter=False)
 
-    async def _ask(
+    async def _call(
         self,
         command: str,
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
@@ -388,10 +388,8 @@ def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
     ]
 
 
-def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, words: str) -> tuple[CrossConnectResult, ...]:
+def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, text: str) -> tuple[CrossConnectResult, ...]:
     """One result per item by what the device shows; `words` say why nobody knows more."""
     tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
-    gone = [
-        CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, words) for pair in wanted.remove
-    ]
-    return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, words) for pair in wanted.add))
+    gone = [CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, text) for pair in wanted.remove]
+    return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, text) for pair in wanted.add))

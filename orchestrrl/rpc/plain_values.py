@@ -30,13 +30,13 @@ def _value(value: Any, field: _FieldDescriptor) -> Any:
     if field.message_type is not None:
         return plain(value)
     if field.enum_type is not None:
-        return _word(value, field.enum_type)
+        return _enum_name(value, field.enum_type)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def _word(number: int, enum: _EnumDescriptor) -> str | None:
+def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
     """`ENGINE_HEALTH_OK` of EngineHealth as `ok`. A number of a newer protocol stays a number."""
     known = enum.values_by_number.get(number)
     if known is None:

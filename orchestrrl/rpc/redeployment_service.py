@@ -60,8 +60,8 @@ class RedeploymentsControl(Protocol):
 class RedeploymentService:
     """Each method answers the call of its name."""
 
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+    def __init__(self, control_plane: ControlPlane) -> None:
+        self._control_plane = control_plane
 
     async def redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
         redeployer, wish = await self._redeploying(context), pause_request_from_pb(request)
@@ -79,12 +79,12 @@ class RedeploymentService:
                 seen = report
                 yield report_to_pb(report)
             if seen.state is RedeploymentState.RUNNING:
-                await self._plane.clock.sleep(TOLD_EVERY_S)
+                await self._control_plane.clock.sleep(TOLD_EVERY_S)
 
     async def get(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
-        if self._plane.redeployer is not None:
+        if self._control_plane.redeployer is not None:
             try:
-                return report_to_pb(self._plane.redeployer.report(request.redeployment_id))
+                return report_to_pb(self._control_plane.redeployer.report(request.redeployment_id))
             except Permanent as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         found = next((report for report in self._recorded() if request.redeployment_id in ("", report.id)), None)
@@ -98,8 +98,8 @@ class RedeploymentService:
         return report_to_pb(found)
 
     async def history(self, request: pb.ListRedeploymentsRequest, context: Context) -> pb.ListRedeploymentsResponse:
-        if self._plane.redeployer is not None:
-            reports = self._plane.redeployer.history(request.limit)
+        if self._control_plane.redeployer is not None:
+            reports = self._control_plane.redeployer.history(request.limit)
         else:
             reports = self._recorded()[: request.limit or None]
         return pb.ListRedeploymentsResponse(redeployments=(report_to_pb(report, steps=False) for report in reports))
@@ -111,9 +111,9 @@ class RedeploymentService:
 
     def _recorded(self) -> list[RedeploymentReport]:
         """Of daemons that had a deployer, newest first."""
-        return list(reversed(read_history(self._plane.journal).values()))
+        return list(reversed(read_history(self._control_plane.journal).values()))
 
     async def _redeploying(self, context: Context) -> RedeploymentsControl:
-        if self._plane.redeployer is None:
+        if self._control_plane.redeployer is None:
             await refuse(context, Permanent(NO_DEPLOYER))
-        return self._plane.redeployer
+        return self._control_plane.redeployer

@@ -62,8 +62,8 @@ SERVICES = tuple(
 
 
 class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+    def __init__(self, control_plane: ControlPlane) -> None:
+        self._plane = control_plane
         self._streams = itertools.count(1)
 
     async def ReportEngines(
@@ -105,8 +105,8 @@ async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_M
 
 
 class NodeService(agent_pb2_grpc.NodeServicer):
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane = plane
+    def __init__(self, control_plane: ControlPlane) -> None:
+        self._plane = control_plane
 
     async def Attach(
         self, request_iterator: AsyncIterator[agent_pb2.NodeMessage], context: Context
@@ -150,16 +150,16 @@ class DaemonServer:
     @classmethod
     async def start(
         cls,
-        plane: ControlPlane,
+        control_plane: ControlPlane,
         listen: ListenSettings,
         switches: control_pb2_grpc.SwitchesServicer,
         hub: WindowTracker | None = None,
         weights: WeightSyncParts | None = None,
     ) -> "DaemonServer":
         """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
-        weights = weights or weights_of(plane.config, plane, plane.clock)
+        weights = weights or weights_of(control_plane.config, control_plane, control_plane.clock)
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
-        limits = plane.config.limits
+        limits = control_plane.config.limits
         options = {
             **dict(SERVER_OPTIONS),
             "grpc.so_reuseport": 0,
@@ -167,17 +167,27 @@ class DaemonServer:
             # Beyond this gRPC itself refuses a message, without the setting's name.
             "grpc.max_receive_message_length": min(2 * limits.message_bytes, MOST_RECEIVED_BYTES),
         }
-        server = grpc.aio.server(options=[*options.items()], interceptors=(BoundaryInterceptor(limits, plane.defects),))
+        server = grpc.aio.server(
+            options=[*options.items()], interceptors=(BoundaryInterceptor(limits, control_plane.defects),)
+        )
         status = health.aio.HealthServicer()
-        control_pb2_grpc.add_ControlServicer_to_server(ControlService(plane), server)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(control_plane), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
         fabric_pb2_grpc.add_FabricServicer_to_server(
-            FabricService(plane.fabric, hub or WindowTracker(plane.clock), plane.clock, plane.routing, plane.verifier),
+            FabricService(
+                control_plane.fabric,
+                hub or WindowTracker(control_plane.clock),
+                control_plane.clock,
+                control_plane.routing,
+                control_plane.verifier,
+            ),
             server,
         )
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(plane), server)
-        agent_pb2_grpc.add_NodeServicer_to_server(NodeService(plane), server)
-        weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(weights.syncs, weights.hub, plane.clock), server)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(control_plane), server)
+        agent_pb2_grpc.add_NodeServicer_to_server(NodeService(control_plane), server)
+        weights_pb2_grpc.add_WeightsServicer_to_server(
+            WeightsService(weights.syncs, weights.hub, control_plane.clock), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -74,7 +74,7 @@ class PeerConnection(Protocol):
         """Until `end`, or until the peer has attached anew."""
         ...
 
-    def told(self, news: PeerNews) -> None: ...
+    def on_news(self, news: PeerNews) -> None: ...
 
     def stamped(self, sent_s: float) -> None:
         """By the peer's clock, what has come now was sent then."""
@@ -128,7 +128,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                 _stamp(line, message)
                 try:
                     if message.news_json:
-                        line.told(NEWS.validate_json(message.news_json))
+                        line.on_news(NEWS.validate_json(message.news_json))
                 except ValidationError as error:
                     logger.warning("peer %s told what makes no sense: %s", peer.id, "; ".join(news_faults(error)))
         finally:
@@ -238,6 +238,6 @@ def news_faults(error: ValidationError) -> list[str]:
 
 def _is_step(seen: SyncReport, report: SyncReport) -> bool:
     def steps(of: SyncReport) -> tuple[object, ...]:
-        return of.state, of.code, of.attempt, of.phases, of.published, of.asked_json
+        return of.state, of.code, of.attempt, of.phases, of.published, of.trainer_step_json
 
     return report.over or steps(seen) != steps(report)

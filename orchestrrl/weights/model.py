@@ -183,7 +183,7 @@ class Peer:
     engines: tuple[EngineAt, ...] = ()
     share: EngineShare = EngineShare()
     held: tuple[HeldVersion, ...] = ()
-    room_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
+    free_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
     # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.
     serves: tuple[str, ...] = ()

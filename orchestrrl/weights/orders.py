@@ -103,7 +103,7 @@ class QueryVersion:
     """Ask the engine now which version it has: the peer says so of it before it answers, as it does of all changes."""
 
     engine: EngineId
-    kind: Literal["look"] = "look"
+    kind: Literal["query_version"] = "query_version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class PeerResult:
     loaded_sum: str = ""  # Install: of what the engine was given, or holds
     is_read_back: bool = False  # Install: the sum is of what the engine holds
     tokens: Tokens = ()  # Probe
-    told_json: str = ""  # BackendAct
+    result_json: str = ""  # BackendAct
 
 
 class EdgeState(StrEnum):

@@ -20,7 +20,7 @@ class StagingHold:
         while self._held is None:
             with suppress(FileExistsError):  # of pathlib's exist_ok it comes where the folder goes away just then
                 os.mkdir(home, 0o700)
-            self._held = _held(home)  # None: the peer was just discarding it
+            self._held = _locked_folder(home)  # None: the peer was just discarding it
 
     def let_go(self) -> None:
         """Harmless when it was."""
@@ -33,7 +33,7 @@ class StagingHold:
         self.let_go()
 
 
-def _held(home: Path) -> int | None:
+def _locked_folder(home: Path) -> int | None:
     try:
         folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -64,7 +64,7 @@ class SumTask:
         self,
         staged: ReadableBytes,
         wanted: Sequence[tuple[str, int, int]],
-        told: Callable[[str, int, int, str], None],
+        on_block: Callable[[str, int, int, str], None],
         threads: int = 0,
     ) -> BlockSums:
         """`told` has shard, offset, size and sum of each, from several threads."""
@@ -73,7 +73,7 @@ class SumTask:
         def hashed(blocks: Iterable[tuple[str, int, int]]) -> int:
             done = 0
             for shard, offset, size in blocks:
-                told(shard, offset, size, self.block(staged, shard, offset, size))
+                on_block(shard, offset, size, self.block(staged, shard, offset, size))
                 done += size
             return done
 

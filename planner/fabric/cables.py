@@ -34,7 +34,7 @@ class ObservedCables:
     not; and where switches are `unread`, light that was not expected may be theirs."""
 
     signals: frozenset[Interface]
-    heard: Mapping[Interface, frozenset[EndpointId]]
+    answering: Mapping[Interface, frozenset[EndpointId]]
     silent: frozenset[EndpointId] = frozenset()
     unread: frozenset[OcsId] = frozenset()
 
@@ -64,7 +64,7 @@ def faults_seen(
         found = [
             stray
             for stray in sorted(strays)
-            if end.far[0] in seen.heard.get(stray, ()) and stray[0] in seen.heard.get(end.far, ())
+            if end.far[0] in seen.answering.get(stray, ()) and stray[0] in seen.answering.get(end.far, ())
         ]
         if len(found) == 1:
             strays -= {found[0]}
@@ -77,7 +77,9 @@ def faults_seen(
     faults += _strangers(ends, seen, explained)
     faults += [
         CablingFault(
-            STRAY, text(stray), f"has a signal that no cross-connect of the switches sends it{_who(seen, stray)}"
+            STRAY,
+            text(stray),
+            f"has a signal that no cross-connect of the switches sends it{_responders_text(seen, stray)}",
         )
         for stray in sorted(strays)
         if not seen.unread
@@ -90,13 +92,13 @@ def _strangers(ends: Mapping[Interface, _End], seen: ObservedCables, explained: 
     strange = {
         here: end
         for here, end in sorted(ends.items())
-        if here in seen.signals and here not in explained and end.far[0] not in seen.heard.get(here, ())
+        if here in seen.signals and here not in explained and end.far[0] not in seen.answering.get(here, ())
     }
     return [
         CablingFault(
             STRANGER,
             port_text(end.port),
-            f"{end.far[0]} should be seen at {text(here)}{_who(seen, here) or ': nobody answers'}",
+            f"{end.far[0]} should be seen at {text(here)}{_responders_text(seen, here) or ': nobody answers'}",
         )
         for here, end in strange.items()
     ]
@@ -199,6 +201,6 @@ def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> dict[Int
     return found
 
 
-def _who(seen: ObservedCables, here: Interface) -> str:
-    heard = sorted(seen.heard.get(here, ()))
+def _responders_text(seen: ObservedCables, here: Interface) -> str:
+    heard = sorted(seen.answering.get(here, ()))
     return f": {', '.join(heard)} answers there" if heard else ""

@@ -106,7 +106,7 @@ class _Choice:
 
     def improve(self) -> bool:
         """Carry out some of the chains that gain the most. False where none does."""
-        self._look()
+        self._evaluate()
         chains = self.chains
         capped = np.minimum(self.need, self.wide + 1)
         gain = self.value + self.room[chains.ends[:, 0], capped] + self.room[chains.ends[:, 1], capped]
@@ -120,7 +120,7 @@ class _Choice:
                 better |= self._carry_out(pair)
         return better
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         """`room` [endpoint, ports]: what it costs, as 0 or less, to come by so many ports; more than `wide`: never.
         `refill` [endpoint, ports]: the most that can be gained with so many."""
         chains, wide, need, value = self.chains, self.wide, self.side_need, self.side_value

@@ -21,7 +21,7 @@ def ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, w
     chains = CircuitChains(layout, round(work * WORK))
     while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
         missing = _missing(layout) if layout.total < most_placed else []
-        wanting = missing or _given_up(layout)
+        wanting = missing or _improvable(layout)
         if not wanting:
             return
         before = (layout.total, layout.kept)
@@ -46,7 +46,7 @@ def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
     ]
 
 
-def _given_up(layout: CircuitLayout) -> list[tuple[int, int]]:
+def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
     """Pairs that might keep more, with the switches on which they might."""
     counting = layout.counting
     return [

@@ -60,9 +60,9 @@ class PacketRoute:
             raise ValueError(f"{self.prefix}: a route needs a next hop, got none")
         ways = [hop.way for hop in self.next_hops]
         if ways != sorted(set(ways)):
-            raise ValueError(f"{self.prefix}: next hops must differ and be in order, got {_words(self.next_hops)}")
+            raise ValueError(f"{self.prefix}: next hops must differ and be in order, got {_hops_text(self.next_hops)}")
         if math.gcd(*(hop.weight for hop in self.next_hops)) != 1:
-            raise ValueError(f"{self.prefix}: weights must have no common divisor, got {_words(self.next_hops)}")
+            raise ValueError(f"{self.prefix}: weights must have no common divisor, got {_hops_text(self.next_hops)}")
 
     @classmethod
     def of(cls, prefix: str, shares: Mapping[tuple[str, str], int]) -> Self:
@@ -75,7 +75,7 @@ class PacketRoute:
         return frozenset(hop.interface for hop in self.next_hops)
 
     def __str__(self) -> str:
-        return f"{self.prefix} via {_words(self.next_hops)}"
+        return f"{self.prefix} via {_hops_text(self.next_hops)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,5 +498,5 @@ def _check_interface(interface: str) -> None:
         raise ValueError(f"an interface must match {INTERFACE.pattern}, got {interface!r}")
 
 
-def _words(hops: Iterable[NextHop]) -> str:
+def _hops_text(hops: Iterable[NextHop]) -> str:
     return " ".join(map(str, hops))

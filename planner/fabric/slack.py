@@ -201,7 +201,7 @@ class SlackLearner:
         return RemainingQuiet(position, opened_s, until_s, least.samples, least.risk)
 
     @property
-    def known(self) -> KnownSequence | None:
+    def known_sequence(self) -> KnownSequence | None:
         """The sequence of an iteration: of those that differ, the one that came last."""
         if isinstance(self._follower, RepetitionFinder):
             return self._follower.sequence
@@ -233,7 +233,7 @@ class SlackLearner:
 
     @property
     def _length(self) -> int:
-        known = self.known
+        known = self.known_sequence
         return len(known.ids) if known is not None else 1
 
     def _number(self, signature: Signature) -> int:

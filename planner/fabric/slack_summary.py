@@ -68,7 +68,7 @@ class SlackSummary:
 
 
 def summarize(learner: SlackLearner, q: float) -> SlackSummary:
-    known, signatures = learner.known, learner.signatures
+    known, signatures = learner.known_sequence, learner.signatures
     places = () if known is None else zip(known.ids, known.gaps, strict=False)
     return SlackSummary(
         (learner.rank,),

@@ -111,7 +111,7 @@ class TemplateBook:
             known = self._templates[intent.period] = template_of(intent)
         return known
 
-    def knows(self, intent: Intent) -> bool:
+    def has(self, intent: Intent) -> bool:
         known = self._templates.get(intent.period)
         return known is not None and known.shape == PeriodShape.of(intent)
 

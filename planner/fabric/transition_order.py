@@ -103,10 +103,10 @@ def doomed(moves: TransitionMoves) -> frozenset[int]:
     return frozenset(missed)
 
 
-def harmless(moves: TransitionMoves, given_up: frozenset[int]) -> TransitionReplay:
+def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionReplay:
     """As far as one gets by removals that leave every floor at least as far away as it was: no order is spoilt by
     beginning with them. (Counts are supermodular in what is down: what has come down early opens no less later.)"""
-    return _Walk(moves, given_up, range(len(moves.removals))).run(harmless_only=True)
+    return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
 def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
@@ -135,13 +135,13 @@ def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
 
 
 def short_order(
-    moves: TransitionMoves, given_up: frozenset[int] = frozenset(), turn: Sequence[int] = ()
+    moves: TransitionMoves, abandoned: frozenset[int] = frozenset(), turn: Sequence[int] = ()
 ) -> RemovalOrder:
     """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
 
     It does without the floors `given_up`, and takes the removals in `turn` where nothing else decides.
     """
-    return _Walk(moves, doomed(moves) | given_up, turn or range(len(moves.removals))).run().order()
+    return _Walk(moves, doomed(moves) | abandoned, turn or range(len(moves.removals))).run().order()
 
 
 def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
@@ -173,11 +173,11 @@ class _Walk:
     """One removal after the other, the least harmful first; where each that is left misses a floor, some give way."""
 
     def __init__(
-        self, moves: TransitionMoves, given_up: frozenset[int], ties: Sequence[int], strict: bool = False
+        self, moves: TransitionMoves, abandoned: frozenset[int], ties: Sequence[int], strict: bool = False
     ) -> None:
         self._moves = moves
         self._strict = strict  # nothing but the turn decides
-        self._given_up = set(given_up)
+        self._abandoned = set(abandoned)
         self._replay = TransitionReplay(moves)
         self._rank = [0] * len(moves.removals)
         for place, removal in enumerate(ties):
@@ -196,13 +196,13 @@ class _Walk:
             elif harmless_only:
                 break
             else:
-                self._give_up()
+                self._abandon_floors()
         return replay
 
     def _key(self, removal: int) -> tuple[int, int, int, int, int]:
         if self._strict:
             return (0, 0, 0, self._rank[removal], removal)
-        lost = [floor for floor in self._replay.loses(removal) if floor not in self._given_up]
+        lost = [floor for floor in self._replay.loses(removal) if floor not in self._abandoned]
         carries_on = bool(self._replay.opens(removal))
         room = min((self._replay.room[floor] for floor in lost), default=0)
         return (0 if not lost else 1 if carries_on else 2, len(lost), -room, self._rank[removal], removal)
@@ -228,7 +228,7 @@ class _Walk:
         return None
 
     def _barred(self, removal: int) -> list[int]:
-        return [floor for floor in self._replay.barred(removal) if floor not in self._given_up]
+        return [floor for floor in self._replay.barred(removal) if floor not in self._abandoned]
 
     def _remove(self, removal: int) -> None:
         opened = self._replay.remove(removal)
@@ -245,7 +245,7 @@ class _Walk:
             if not self._replay.is_down[removal]:
                 self._push(removal)
 
-    def _give_up(self) -> None:
+    def _abandon_floors(self) -> None:
         """The fewest floors that let a removal pass; of those the ones that let most pass."""
         barred = {
             removal: frozenset(self._barred(removal)) for removal, down in enumerate(self._replay.is_down) if not down
@@ -258,5 +258,5 @@ class _Walk:
             return pairs, len(floors) - pairs, -passing[floors], self._rank[removal]
 
         for floor in sorted(barred[min(barred, key=harm)]):
-            self._given_up.add(floor)
+            self._abandoned.add(floor)
             self._free(floor)

@@ -32,7 +32,7 @@ class HostWindows:
     """What the ranks of one host promise, said at `said_s` of that host's clock."""
 
     host: str
-    said_s: float
+    reported_s: float
     ranks: tuple[tuple[int, RemainingQuiet | Hold], ...]
     clock: ClockOffset | None  # host minus ours; None: not known
 
@@ -81,7 +81,7 @@ def intersect(hosts: Iterable[HostWindows], now_s: float, most_age_s: float = MO
     for host in sorted(hosts, key=lambda each: each.host):
         if host.clock is None:
             return Hold(CLOCK_UNKNOWN, f"{host.host}: the offset of its clock is not known")
-        age_s = now_s - host.clock.ours(host.said_s)[0]
+        age_s = now_s - host.clock.ours(host.reported_s)[0]
         if age_s > most_age_s:
             return Hold(STALE_WINDOW, f"{host.host}: said {_ms(age_s)} ago, limit {_ms(most_age_s)}")
         for rank, said in sorted(host.ranks, key=lambda each: each[0]):

@@ -128,7 +128,7 @@ def problem_of(
     )
 
 
-def words(instances: Sequence[ConfigurationId]) -> str:
+def instances_text(instances: Sequence[ConfigurationId]) -> str:
     """A fleet for people: `4 x tp2, 1 x tp8`."""
     return ", ".join(f"{count} x {name}" for name, count in sorted(Counter(instances).items()))
 

@@ -129,7 +129,7 @@ class _Weigher:
                 instances=len(names),
                 makespan_s=makespan_s,
                 migration_cost_s=with_moves_s - makespan_s,
-                switch_cost_s=float(total_s.mean()) - with_moves_s,
+                redeploy_cost_s=float(total_s.mean()) - with_moves_s,
                 name=fleet.name,
                 decision=fleet.decision,
                 low_s=float(total_s.min()),

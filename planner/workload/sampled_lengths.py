@@ -57,7 +57,7 @@ def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_
     return _certain(np.minimum(_whole(np.full(len(requests), mean_tokens)), limits) - generated)
 
 
-def told(
+def with_known_lengths(
     requests: Sequence[RequestView], output_tokens: Mapping[RequestId, int], otherwise: SampledLengths
 ) -> SampledLengths:
     """The lengths of outputs as told; a request that nobody told of keeps its estimate."""

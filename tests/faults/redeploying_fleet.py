@@ -224,7 +224,7 @@ class Harness:
 
     async def ask(self, method: str, request: Any) -> Any:
         async with ControlClient(self.daemon_address) as client:
-            return await client.ask(getattr(client.control, method), request)
+            return await client.call(getattr(client.control, method), request)
 
     async def begin(self, targets: Targets) -> str:
         """A redeployment; its id. Raises what the daemon refuses it with, who may wind up the one before for a

@@ -209,7 +209,7 @@ class Harness:
 
     def _peer(self, name: str, engines: Sequence[str]) -> Marked:
         words = ["sync", "peer", "--id", name, "--daemon", self.address, "--folder", str(self.weights(name))]
-        words += ["--product", "simulated", "--transport", "tcp", "--host", "127.0.0.1", "--ask-engines-s", "0.5"]
+        words += ["--product", "simulated", "--transport", "tcp", "--host", "127.0.0.1", "--poll-engines-s", "0.5"]
         owns = [word for engine in engines for word in ("--engine", f"{engine}={self.urls[engine]}")]
         return Marked(name, [*words, *owns, "--pod", name, "--tor", f"{name}-tor"], self.folder, says=False)
 
@@ -310,16 +310,16 @@ class Harness:
 
     async def status(self) -> WeightsStatus:
         async with ControlClient(self.address) as client:
-            return status_from_pb(await client.ask(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+            return status_from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def barrier(self) -> control_pb2.PauseBarrier:
         async with ControlClient(self.address) as client:
-            return await client.ask(client.control.GetPauseBarrier, control_pb2.GetPauseBarrierRequest())
+            return await client.call(client.control.GetPauseBarrier, control_pb2.GetPauseBarrierRequest())
 
     async def report(self, version: int) -> SyncReport:
         async with ControlClient(self.address) as client:
             request = weights_pb2.GetSyncRequest(version=version)
-            return report_from_pb(await client.ask(client.weights.GetSync, request))
+            return report_from_pb(await client.call(client.weights.GetSync, request))
 
     async def until_sync(self, version: int, so: Callable[[SyncReport], bool]) -> SyncReport:
         async def is_so() -> SyncReport | None:
@@ -341,6 +341,6 @@ class Harness:
 
     async def _healthy(self) -> set[str]:
         async with ControlClient(self.address) as client:
-            status = await client.ask(client.control.GetStatus, control_pb2.GetStatusRequest())
+            status = await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())
         well = (telemetry_pb2.ENGINE_HEALTH_OK, telemetry_pb2.ENGINE_HEALTH_SLOW)
         return {worker.engine_id for worker in status.workers if worker.health in well}

@@ -37,12 +37,12 @@ async def main(address, mode):
     async with ControlClient(address) as client:
         wish = control_pb2.PauseFleetRequest(holder="trainer", lease_s=LEASE_S, mode=int(mode), deadline_s=DEADLINE_S)
         print("asks", flush=True)
-        barrier = await client.ask(client.control.PauseFleet, wish, 100.0)
+        barrier = await client.call(client.control.PauseFleet, wish, 100.0)
         print(barrier.lease_id, flush=True)
         while True:
             await asyncio.sleep(0.5)
             renewal = control_pb2.RenewPauseRequest(lease_id=barrier.lease_id, lease_s=LEASE_S)
-            await client.ask(client.control.RenewPause, renewal)
+            await client.call(client.control.RenewPause, renewal)
 
 DEADLINE_S, LEASE_S = float(sys.argv[3]), float(sys.argv[4])
 asyncio.run(main(sys.argv[1], sys.argv[2]))
@@ -59,16 +59,16 @@ class Pair:
 
     async def barrier(self) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
-            return await client.ask(client.control.GetPauseBarrier, pb.GetPauseBarrierRequest())
+            return await client.call(client.control.GetPauseBarrier, pb.GetPauseBarrierRequest())
 
     async def pause(self, **wish: object) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
-            return await client.ask(client.control.PauseFleet, pb.PauseFleetRequest(**wish), WITHIN_S)  # type: ignore[arg-type]
+            return await client.call(client.control.PauseFleet, pb.PauseFleetRequest(**wish), WITHIN_S)  # type: ignore[arg-type]
 
     async def resume(self, barrier: pb.PauseBarrier, version: int | None = None) -> pb.PauseBarrier:
         async with ControlClient(self.fleet.stack.daemon_address) as client:
             order = pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=version)
-            return await client.ask(client.control.ResumeFleet, order)
+            return await client.call(client.control.ResumeFleet, order)
 
     async def open_again(self) -> None:
         """Both gateways say so; the daemon may be gone."""

@@ -53,7 +53,7 @@ class LitHarness(Harness):
         async with ControlClient(self.daemon_address) as client:
             for switch in (each for each in SITE.switches if each.pod == GEN_POD):
                 wanted = control_pb2.ShowSwitchRequest(switch_id=switch.id)
-                shown = await client.ask(client.switches.ShowSwitch, wanted)
+                shown = await client.call(client.switches.ShowSwitch, wanted)
                 for each in shown.cross_connects:
                     ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
                     if ends is not None and set(ends) <= set(TORS):
@@ -63,7 +63,7 @@ class LitHarness(Harness):
     async def periods(self) -> list[str]:
         """Those that are over, oldest first."""
         async with ControlClient(self.daemon_address) as client:
-            told = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=100))
+            told = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=100))
         over = [each for each in reversed(told.periods) if each.HasField("ended_unix_s")]
         return [f"{each.period} {each.state} {each.code}" for each in over]
 

@@ -218,13 +218,13 @@ async def test_of_many_with_one_id_at_once_one_is_answered(start: Start) -> None
 # --- bodies of 64 MB -------------------------------------------------------------------------------------------------
 
 
-def text_prompt(room_bytes: int) -> str:
-    return '"%s"' % ("x" * (room_bytes - 2))
+def text_prompt(free_bytes: int) -> str:
+    return '"%s"' % ("x" * (free_bytes - 2))
 
 
-def ids_prompt(room_bytes: int) -> str:
+def ids_prompt(free_bytes: int) -> str:
     """Of three digits, which take Python the most for each byte."""
-    return "[%s7]" % ("999," * ((room_bytes - 3) // 4))
+    return "[%s7]" % ("999," * ((free_bytes - 3) // 4))
 
 
 def body_of(size_bytes: int, prompt: Callable[[int], str]) -> bytes:

@@ -125,7 +125,7 @@ async def test_a_daemon_that_is_killed_while_a_switch_switches_settles_it(harnes
     await harness.daemon.restart()
     await committed(harness, ENOUGH)
     async with ControlClient(harness.address) as client:
-        generation = (await client.ask(client.control.GetStatus, control_pb2.GetStatusRequest())).generation
+        generation = (await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())).generation
     assert generation > 1
     assert harness.unsettled(generation) == []
     assert all(process.poll() is None for process in harness.ranks)

@@ -27,7 +27,7 @@ class Harness(Redeploying):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.peers = [self._peer("train0"), self._peer("gen0", "--engines-here", "--ask-engines-s", "0.5")]
+        self.peers = [self._peer("train0"), self._peer("gen0", "--engines-here", "--poll-engines-s", "0.5")]
         self.trainer = Trainer(self.daemon_address, folder, folder / "weights-train0")
         self.version = 0
 
@@ -72,7 +72,7 @@ class Harness(Redeploying):
 
     async def weights(self) -> WeightsStatus:
         async with ControlClient(self.daemon_address) as client:
-            return status_from_pb(await client.ask(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+            return status_from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
 
 @pytest.fixture(scope="module")

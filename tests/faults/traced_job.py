@@ -135,7 +135,7 @@ class TracedJobHarness:
 
     async def fabric(self, limit: int = 1000) -> dict[str, Any]:
         async with ControlClient(self.address) as client:
-            return plain(await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit)))
+            return plain(await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit)))
 
     async def counts(self) -> Counter[tuple[str, str]]:
         seen = await self.fabric(0)

@@ -56,7 +56,7 @@ class TestArmed(DriverConformance):
         return await self._made({"ports": 2 * ports})
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        self.served[-1][0].glass.add(pairs)
+        self.served[-1][0].model.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         return self.served[-1][0].wire.setters
@@ -68,7 +68,7 @@ class TestArmed(DriverConformance):
         return ArmedSwitch("lab1", target=f"127.0.0.1:{port}")
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        self.served[-1][0].glass.inject(fault)
+        self.served[-1][0].model.inject(fault)
 
 
 class Switch(VirtualSwitch):
@@ -156,7 +156,7 @@ async def test_one_that_dies_in_the_middle_is_unknown_not_failed() -> None:
     async with served(switch) as (driver, server):
         diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
-        heard = switch.glass.listen()
+        heard = switch.model.listen()
         commit = asyncio.ensure_future(armed.begin())
         await asyncio.wait_for(heard.get(), 30)
         await server.stop(None)
@@ -168,7 +168,7 @@ async def test_what_has_begun_is_carried_on_with(switch: Switch) -> None:
     async with served(switch) as (driver, _):
         diff = await driver.plan(CircuitChange((ONE,)))
         armed = await driver.arm(diff, diff.revision)
-        heard = switch.glass.listen()
+        heard = switch.model.listen()
         commit = asyncio.ensure_future(armed.begin())
         await asyncio.wait_for(heard.get(), 30)
         commit.cancel()

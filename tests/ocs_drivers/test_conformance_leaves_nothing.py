@@ -34,7 +34,7 @@ async def lab(
 ) -> AsyncIterator[LabConformance]:
     address = await switch.emulator.start()
     options = {"address": address, "tune_timeout_s": 0.5, **DRIVER_OPTIONS.get(protocol, {})}
-    facts = switch.glass.facts
+    facts = switch.model.facts
     first = facts.egress_ports[0]
     driver = protocol.partition("-")[0]
     yield kind(partial(make_driver, driver, "lab", options), parse_ports(f"1-4:{first}-{first + 3}"))
@@ -259,11 +259,11 @@ async def test_circuits_of_others_that_vanish_are_named() -> None:
 
     class Wiping(LabConformance):
         async def test_plan_sends_nothing(self) -> None:
-            switch.glass.remove([theirs])
+            switch.model.remove([theirs])
 
     switch = StubbornSwitch()
-    switch.glass.add([theirs])
-    while switch.glass.where_does(theirs.ingress_port) is None:  # it lists what is in place
+    switch.model.add([theirs])
+    while switch.model.where_does(theirs.ingress_port) is None:  # it lists what is in place
         await asyncio.sleep(0.001)
     async with lab(switch, kind=Wiping) as suite:
         (outcome,) = await outcomes(suite, "test_plan_sends_nothing")

@@ -42,7 +42,7 @@ async def outcomes(suite: LabConformance, *only: str) -> dict[str, LabTestOutcom
 
 async def test_a_switch_that_others_use_is_left_to_them() -> None:
     switch = virtual()
-    switch.glass.add([THEIRS])
+    switch.model.add([THEIRS])
     await carry_out(switch, (OWN,))
     async with lab(switch) as suite:
         found = await outcomes(suite)
@@ -62,7 +62,7 @@ async def test_a_switch_that_others_use_is_left_to_them() -> None:
 
 async def test_ports_in_use_are_refused_before_anything_is_sent() -> None:
     switch = virtual()
-    switch.glass.add([CrossConnect(2, 30)])
+    switch.model.add([CrossConnect(2, 30)])
     async with lab(switch) as suite:
         async with refusal(CircuitConflict, "2:30", "free them first"):
             await outcomes(suite)

@@ -33,7 +33,7 @@ class RecordingWire(VirtualSwitchWire):
     """Notes what is asked of it; can be made unreadable once a setter was sent."""
 
     def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
-        super().__init__(switch.glass, clock, bulk=bulk)
+        super().__init__(switch.model, clock, bulk=bulk)
         self.calls: list[str] = []
         self.goes_silent = False
         self.defects: dict[str, Exception] = {}  # by command; raised once
@@ -89,7 +89,7 @@ async def test_one_session_carries_one_command_at_a_time(driver: SwitchDriver) -
 
 async def test_a_writer_waits_for_the_other_and_then_says_so(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
-    wire._glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
+    wire._model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))  # the first commit waits a second for the mirror
     first = asyncio.ensure_future(driver.commit(diff, diff.revision))
     await asyncio.sleep(0)
     with pytest.raises(DriverRetryable, match="another change is under way"):
@@ -140,7 +140,7 @@ async def test_what_a_test_asserts_in_a_wire_gets_out_of_the_driver(
 
 async def test_a_cancelled_commit_frees_the_device_for_the_next(driver: SwitchDriver, wire: RecordingWire) -> None:
     diff = await driver.plan(CircuitChange((ONE,)))
-    wire._glass.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
+    wire._model.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
     commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
     while "add" not in wire.calls:
         await asyncio.sleep(0)
@@ -155,7 +155,7 @@ async def test_without_bulk_the_first_refusal_ends_the_sending(clock: VirtualClo
     wire = RecordingWire(VirtualSwitch("ocs1", clock=clock), clock, bulk=False)
     driver = SwitchDriver("ocs1", wire, clock=clock)
     diff = await driver.plan(CircuitChange((ONE, TWO, CrossConnect(3, 19))))
-    wire._glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
+    wire._model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 18))
     result = await driver.commit(diff, diff.revision)
     assert [item.done for item in result.items] == [True, False, False]
     assert "PORT 18 FAILED" in result.items[1].detail

@@ -345,15 +345,18 @@ def test_a_port_is_told_of_when_its_status_changes() -> None:
         SonicPorts(4, 4), {f"{port}{side}": {} for port in range(1, 5) for side in "AB"}, {}
     )
     ports = path("STATE_DB", "localhost", "OCS_PORT")
-    assert watch.told(GnmiNotice((*ports, Elem("1A")), {"status": "tuning"})) == []
-    (news,) = watch.told(GnmiNotice((*ports, Elem("2B")), {"status": "failed"}))
+    assert watch.port_news(GnmiNotice((*ports, Elem("1A")), {"status": "tuning"})) == []
+    (news,) = watch.port_news(GnmiNotice((*ports, Elem("2B")), {"status": "failed"}))
     assert (news.kind, news.port, news.text) == (EventKind.PORT, 6, "port 2B failed")
-    assert watch.told(GnmiNotice((*ports, Elem("2B"), Elem("status")), "failed")) == []
-    assert watch.told(GnmiNotice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
+    assert watch.port_news(GnmiNotice((*ports, Elem("2B"), Elem("status")), "failed")) == []
+    assert watch.port_news(GnmiNotice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
     blocked = GnmiNotice(path("CONFIG_DB", "localhost", "OCS_PORT", "3A"), {"state": "force_blocked"})
-    assert watch.told(blocked)[0].text == "port 3A disabled"
+    assert watch.port_news(blocked)[0].text == "port 3A disabled"
     gone = GnmiNotice(path("STATE_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B"), None)
-    assert (watch.told(gone)[0].text, watch.told(gone)[0].cross_connect) == ("1A-2B is gone", CrossConnect(1, 6))
+    assert (watch.port_news(gone)[0].text, watch.port_news(gone)[0].cross_connect) == (
+        "1A-2B is gone",
+        CrossConnect(1, 6),
+    )
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))

@@ -58,7 +58,7 @@ async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
     diff = await driver.plan(CircuitChange((CrossConnect(1, 17),)))
-    heard = switch.glass.listen()
+    heard = switch.model.listen()
     commit = asyncio.ensure_future(driver.commit(diff, diff.revision))
     await asyncio.wait_for(heard.get(), 30)
     await server.stop(None)
@@ -70,8 +70,8 @@ async def test_a_commit_whose_process_dies_is_unknown_not_failed() -> None:
 async def _restarted(switch: VirtualSwitch, port: int) -> tuple[grpc.aio.Server, VirtualSwitch]:
     """Another process of the same device: it knows nothing of what was made before."""
     again = VirtualSwitch("served", reconfiguration_s=0.002)
-    again.wire._glass = switch.glass
-    again.glass = switch.glass
+    again.wire._model = switch.model
+    again.model = switch.model
     server, _ = await serve_driver(again, f"127.0.0.1:{port}")
     return server, again
 
@@ -79,7 +79,7 @@ async def _restarted(switch: VirtualSwitch, port: int) -> tuple[grpc.aio.Server,
 async def test_a_process_that_was_started_anew_is_told_what_is_ours() -> None:
     switch = VirtualSwitch("served", reconfiguration_s=0.002)
     one, two, theirs = CrossConnect(1, 17), CrossConnect(2, 18), CrossConnect(3, 19)
-    switch.glass.add([theirs])
+    switch.model.add([theirs])
     server, port = await serve_driver(switch, "127.0.0.1:0")
     driver = make_driver("grpc", "lab1", {"target": f"127.0.0.1:{port}"})
     assert (await carry_out(driver, (one, two))).done
@@ -106,7 +106,7 @@ async def test_the_serving_process_reverts_when_nobody_is_left_to_confirm() -> N
     assert (await driver.commit(diff, diff.revision, 0.05)).done
     await driver.close()
     await until(switch, lambda reading: reading.unconfirmed is None, "reverted")
-    assert switch.glass.circuits() == []
+    assert switch.model.circuits() == []
     await server.stop(None)
 
 

@@ -52,7 +52,7 @@ class Scripted:
 
     async def close(self) -> None: ...
 
-    async def ask(self, *words: object, **more: object) -> DeviceResponse:
+    async def request(self, *words: object, **more: object) -> DeviceResponse:
         self._asked += 1
         return self._answers[self._asked % len(self._answers)]
 

@@ -70,15 +70,15 @@ async def test_an_answer_that_is_none(answer: bytes, read: type[DriverError], se
     async with server(answer) as address, session(address) as http:
         for is_setter, kind in ((False, read), (True, setter)):
             async with refusal(kind, "POST /x"):
-                await http.ask("POST", "/x", content=[], is_setter=is_setter)
+                await http.request("POST", "/x", content=[], is_setter=is_setter)
 
 
 async def test_a_setter_that_could_not_be_sent_has_done_nothing() -> None:
     async with session("127.0.0.1:1") as http:
         async with refusal(DriverRetryable, "the connection failed"):
-            await http.ask("POST", "/x", is_setter=True)
+            await http.request("POST", "/x", is_setter=True)
     async with refusal(DriverRetryable, "the session is closed"):
-        await http.ask("POST", "/x", is_setter=True)
+        await http.request("POST", "/x", is_setter=True)
 
 
 async def test_silence_is_bounded_in_time() -> None:
@@ -87,9 +87,9 @@ async def test_silence_is_bounded_in_time() -> None:
         host, port = silent.sockets[0].getsockname()[:2]
         async with session(f"{host}:{port}", limit_s=0.05) as http:
             async with refusal(DriverRetryable, "no answer within 0.05 s"):
-                await http.ask("GET", "/x")
+                await http.request("GET", "/x")
             async with refusal(DriverOutcomeUnknown, "no answer within 0.05 s"):
-                await http.ask("POST", "/x", is_setter=True)
+                await http.request("POST", "/x", is_setter=True)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,6 @@ def test_bytes_are_json_or_a_value_error(body: bytes) -> None:
 
 @given(body=st.binary(max_size=60), status=st.integers(100, 999))
 def test_words_can_be_shown(body: bytes, status: int) -> None:
-    shown = DeviceResponse(status, {}, body).words
+    shown = DeviceResponse(status, {}, body).excerpt
     assert shown.isprintable()
     assert len(shown) < 400

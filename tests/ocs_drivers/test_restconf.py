@@ -107,7 +107,7 @@ async def test_a_port_that_somebody_took_after_our_reading(way: str, refused: li
                 times.append(path)
                 reply = await answer(method, path, body)
                 if len(times) == 1:  # the commit has looked; now somebody else is quicker
-                    emulator.device.glass.add((theirs,))
+                    emulator.device.model.add((theirs,))
                 return reply
             return await answer(method, path, body)
 

@@ -422,11 +422,11 @@ async def test_a_late_reply_is_not_taken_for_another() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     session = await Tl1Session.connect(host, port, ctags(), lambda report: None, lambda: None)
-    abandoned = asyncio.create_task(session.ask("RTRV-PATCH:::<ctag>:;"))
+    abandoned = asyncio.create_task(session.execute("RTRV-PATCH:::<ctag>:;"))
     await first_is_sent.wait()
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
-    assert (await session.ask("RTRV-PATCH:::<ctag>:;")).lines == ("2,18",)
+    assert (await session.execute("RTRV-PATCH:::<ctag>:;")).lines == ("2,18",)
     await session.close("")
     server.close()
 

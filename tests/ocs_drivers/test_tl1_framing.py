@@ -157,7 +157,7 @@ def test_a_refusal_keeps_code_and_words() -> None:
     (reply,) = Tl1Framer().feed(stream)
     assert isinstance(reply, Tl1Reply)
     assert not reply.done
-    assert reply.words == "DENY SROF /* Status, Requested Operation Failed */"
+    assert reply.summary == "DENY SROF /* Status, Requested Operation Failed */"
 
 
 def test_telnet_options_are_refused_once() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.conformance import carry_out, connected, heard, refusal
+from ocs_drivers.conformance import carry_out, connected, next_event, refusal
 from ocs_drivers.diff import CommandSteps, occupants
 from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
@@ -95,7 +95,7 @@ async def test_it_is_confirmed_by_what_the_device_shows_where_the_result_was_los
 async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: VirtualSwitch, clock: VirtualClock) -> None:
     await carry_out(switch, NOW)
     diff = await switch.plan(CircuitChange(WANTED), ChangeMode.UPDATE)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
+    switch.model.inject(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=0.4))
     commit = asyncio.ensure_future(switch.commit(diff, diff.revision, 3.0))
     while await connected(switch) == frozenset(NOW):
         await asyncio.sleep(0)
@@ -112,10 +112,10 @@ async def test_a_commit_that_is_cut_off_is_on_trial_all_the_same(switch: Virtual
 async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwitch, clock: VirtualClock) -> None:
     diff = await on_trial(switch)
     events = switch.watch()
-    alarm = asyncio.ensure_future(heard(events, EventKind.ALARM))
+    alarm = asyncio.ensure_future(next_event(events, EventKind.ALARM))
     await asyncio.sleep(0)
     for port in (17, 18):
-        switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
+        switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))  # what it evicted cannot come back
     await clock.sleep(12.0)
     assert "cannot be reverted" in (await alarm).text
     await events.aclose()
@@ -126,7 +126,7 @@ async def test_a_revert_that_fails_is_shown_told_and_repeated(switch: VirtualSwi
     async with refusal(CircuitConflict, "cannot be reverted", "PORT 17 DISABLED"):
         await switch.commit(other, other.revision)
     for port in (17, 18):
-        switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, port))
+        switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, port))
     await clock.sleep(40.0)
     assert await trial_of(switch) is None
     assert await connected(switch) == frozenset(NOW)
@@ -137,7 +137,7 @@ async def test_a_revert_that_fails_can_be_ended_by_naming_what_is_there(
 ) -> None:
     await on_trial(switch)
     result_revision = (await switch.cross_connects()).revision
-    switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     await clock.sleep(12.0)
     async with refusal(CircuitConflict, "look at it and confirm what is there"):
         await switch.confirm(result_revision)
@@ -152,9 +152,9 @@ async def test_what_others_have_put_on_the_ports_meanwhile_stays_and_is_told(
 ) -> None:
     await on_trial(switch)
     theirs = CrossConnect(1, 30)  # takes port 1 from 1:18
-    switch.glass.add([theirs])
+    switch.model.add([theirs])
     events = switch.watch()
-    alarm = asyncio.ensure_future(heard(events, EventKind.ALARM))
+    alarm = asyncio.ensure_future(next_event(events, EventKind.ALARM))
     await clock.sleep(12.0)
     assert "1:17 is not back: its ports carry 1:30" in (await alarm).text
     await events.aclose()
@@ -179,7 +179,7 @@ async def test_who_closes_the_driver_has_the_change_reverted(switch: VirtualSwit
 
 async def test_who_closes_the_driver_is_told_what_could_not_be_reverted(switch: VirtualSwitch) -> None:
     await on_trial(switch)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 17))
     with pytest.raises(DriverRetryable, match="cannot be reverted"):
         await switch.close()
 

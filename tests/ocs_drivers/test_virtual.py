@@ -47,7 +47,7 @@ class TestVirtual(DriverConformance):
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
         assert isinstance(driver, VirtualSwitch)
-        driver.glass.add(pairs)
+        driver.model.add(pairs)
 
     async def setters(self, driver: OcsDriver) -> Sequence[str]:
         assert isinstance(driver, VirtualSwitch)
@@ -59,7 +59,7 @@ class TestVirtual(DriverConformance):
 
     async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
         assert isinstance(driver, VirtualSwitch)
-        driver.glass.inject(fault)
+        driver.model.inject(fault)
 
 
 class TestVirtualAnyToAny(TestVirtual):
@@ -80,15 +80,15 @@ def switch(clock: VirtualClock, **options: Any) -> VirtualSwitch:
 
 async def test_light_goes_where_the_mirrors_point_once_they_have_moved() -> None:
     clock = VirtualClock()
-    glass = switch(clock).glass
-    glass.add([CrossConnect(3, 17)])
-    assert glass.where_does(3) is None
+    model = switch(clock).model
+    model.add([CrossConnect(3, 17)])
+    assert model.where_does(3) is None
     await clock.advance(0.025)
-    assert glass.where_does(3) == 17
-    assert glass.where_does(17) == 3
-    glass.add([CrossConnect(3, 20)])  # re-routed without a word, as many devices do
+    assert model.where_does(3) == 17
+    assert model.where_does(17) == 3
+    model.add([CrossConnect(3, 20)])  # re-routed without a word, as many devices do
     await clock.advance(0.025)
-    assert (glass.where_does(3), glass.where_does(17)) == (20, None)
+    assert (model.where_does(3), model.where_does(17)) == (20, None)
 
 
 async def test_faults_come_about_on_schedule_and_are_reported(clock: VirtualClock) -> None:

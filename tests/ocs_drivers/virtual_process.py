@@ -27,10 +27,10 @@ async def main() -> None:
             print(json.dumps(switch.wire.setters), flush=True)
             continue
         if "foreign" in values:
-            switch.glass.add([CrossConnect(*pair) for pair in values["foreign"]])
+            switch.model.add([CrossConnect(*pair) for pair in values["foreign"]])
             print("injected", flush=True)
             continue
-        switch.glass.inject(DeviceFault(DeviceFaultKind(values.pop("kind")), **values))
+        switch.model.inject(DeviceFault(DeviceFaultKind(values.pop("kind")), **values))
         print("injected", flush=True)
     await server.stop(None)
 

@@ -73,7 +73,7 @@ def test_a_good_proposal_is_acted_on_and_says_why() -> None:
             "2 x tp4 instead of 4 x tp2 would end the step 20.0 s sooner in the mean, "
             "and sooner in 5 of 8 samples of the lengths; 6 are wanted",
         ),
-        ({"last_switch_s": 970.0}, "cooldown", "the last switch was 30.0 s ago, cooldown is 60 s"),
+        ({"last_redeploy_s": 970.0}, "cooldown", "the last switch was 30.0 s ago, cooldown is 60 s"),
         (
             {"blocked": NO_DEPLOYER},
             "no_deployer",
@@ -87,13 +87,13 @@ def test_each_reason_to_hold(change: dict[str, object], code: str, detail: str) 
 
 
 def test_ages_and_shares_at_their_limit_pass_and_a_gain_of_epsilon_does_not() -> None:
-    at_limits = replace(GOOD, inputs_age_s=5.0, last_switch_s=940.0, sooner_in=(6, 8))
+    at_limits = replace(GOOD, inputs_age_s=5.0, last_redeploy_s=940.0, sooner_in=(6, 8))
     assert judge(at_limits, LIMITS, Mode.ACT, FREE).code == "gain"
     assert judge(replace(at_limits, makespan_s=79.0), LIMITS, Mode.ACT, FREE).code == "gain_too_small"
 
 
 def test_moving_requests_leaves_the_deployment_alone() -> None:
-    late = replace(MOVES, last_switch_s=999.0, blocked=NO_DEPLOYER)
+    late = replace(MOVES, last_redeploy_s=999.0, blocked=NO_DEPLOYER)
     assert judge(late, LIMITS, Mode.ACT, PINNED).code == "gain"
     assert judge(replace(late, underway=OPEN), LIMITS, Mode.ACT, FREE) == OPEN
 
@@ -112,7 +112,7 @@ def test_an_operators_pin_holds_until_it_expires() -> None:
 
 
 def test_an_override_needs_no_gain_but_fresh_inputs_and_somebody_to_do_it() -> None:
-    slower = replace(GOOD, makespan_s=500.0, last_switch_s=999.0)
+    slower = replace(GOOD, makespan_s=500.0, last_redeploy_s=999.0)
     assert judge(slower, LIMITS, Mode.ACT, OVERRIDE) == Act(
         "overridden", "2 x tp4 instead of 4 x tp2 by the operator's override: trial"
     )
@@ -142,7 +142,7 @@ PROPOSALS = st.builds(
     cost_s=SECONDS,
     requests=st.integers(0, 2),
     inputs_age_s=st.none() | SECONDS,
-    last_switch_s=st.none() | SECONDS.map(lambda ago_s: 1000.0 - ago_s),
+    last_redeploy_s=st.none() | SECONDS.map(lambda ago_s: 1000.0 - ago_s),
     sooner_in=st.none() | st.sampled_from([(5, 8), (6, 8), (8, 8)]),
     underway=st.none() | st.none() | st.just(OPEN),
     blocked=st.none() | st.none() | st.just(NO_DEPLOYER),
@@ -169,8 +169,8 @@ def test_it_acts_exactly_when_all_is_well(proposal: PlanProposal, mode: Mode, co
         and (proposal.sooner_in is None or proposal.sooner_in[0] / proposal.sooner_in[1] >= 0.75)
         and not (
             changes_engines
-            and proposal.last_switch_s is not None
-            and proposal.now_s - proposal.last_switch_s < LIMITS.cooldown_s
+            and proposal.last_redeploy_s is not None
+            and proposal.now_s - proposal.last_redeploy_s < LIMITS.cooldown_s
         )
     )
     wanted = changes_engines and control is OVERRIDE

@@ -85,7 +85,7 @@ def test_in_the_tail_wide_engines_are_proposed() -> None:
     assert plan.current_makespan_s is not None
     assert plan.proposed_total_s is not None
     assert plan.proposed_total_s < plan.current_makespan_s - CONFIG.epsilon_s
-    assert plan.switch_cost_s == pytest.approx(TP4.switch_s)
+    assert plan.redeploy_cost_s == pytest.approx(TP4.switch_s)
     assert 0 < plan.migration_cost_s < 1  # contexts to prefill again
     assert plan.remaining.total == pytest.approx(4)
     assert (plan.requests_running, plan.requests_waiting) == (4, 0)
@@ -110,7 +110,7 @@ def test_towards_the_end_a_switch_no_longer_pays() -> None:
     plan = plan_of(nearly_done)
     assert (plan.decision, plan.proposed_configuration) == ("keep", "tp2")
     assert plan.verdict.code == "already_deployed"
-    assert plan.switch_cost_s == 0.0
+    assert plan.redeploy_cost_s == 0.0
 
 
 def test_requests_move_where_that_is_all_it_takes() -> None:
@@ -121,7 +121,7 @@ def test_requests_move_where_that_is_all_it_takes() -> None:
     assert [instance.id for instance in plan.instances] == ["e0", "e1", "e2", "e3"]
     assert len(plan.moves) == plan.moves_count > 20
     assert {move.destination for move in plan.moves} == {"e2", "e3"}
-    assert plan.switch_cost_s == 0.0
+    assert plan.redeploy_cost_s == 0.0
 
 
 def test_what_cannot_move_or_was_moved_too_often_stays() -> None:
@@ -168,7 +168,7 @@ def test_every_alternative_is_listed_with_its_seconds_or_its_reason() -> None:
     by_name = {alternative.name: alternative for alternative in plan.alternatives}
     assert {"as it stands", "rebalanced", "mixed", "tp2 spread", "tp4 spread", "tp16 spread"} <= by_name.keys()
     assert by_name["as it stands"].decision == by_name["tp2 spread"].decision == "keep"
-    assert by_name["tp4 spread"].switch_cost_s == pytest.approx(TP4.switch_s)
+    assert by_name["tp4 spread"].redeploy_cost_s == pytest.approx(TP4.switch_s)
     assert by_name["tp4 spread"].low_s <= by_name["tp4 spread"].total_s <= by_name["tp4 spread"].high_s
     assert by_name["tp16 spread"].infeasible_because == "an instance takes 16 GPUs; there are 8 in nodes of 8"
     assert "neither inside a node" in by_name["tp12 spread"].infeasible_because
@@ -261,7 +261,7 @@ def test_a_correction_stretches_decoding_and_no_cost() -> None:
     assert slow.correction == 1.5
     assert slow.current_makespan_s == pytest.approx(1.5 * (plain.current_makespan_s or 0))
     assert slow.proposed_makespan_s == pytest.approx(1.5 * (plain.proposed_makespan_s or 0))
-    assert slow.switch_cost_s == pytest.approx(plain.switch_cost_s)
+    assert slow.redeploy_cost_s == pytest.approx(plain.redeploy_cost_s)
 
 
 # --- what cannot be seen or done
@@ -347,7 +347,7 @@ def test_without_a_deployer_a_change_of_engines_is_held_and_says_what_it_would_g
     [
         (replace(CONFIG, can_deploy=False), FREE, NO_HISTORY, "no_deployer"),
         (CONFIG, PINNED, NO_HISTORY, "pinned"),
-        (CONFIG, FREE, History(last_switch_s=990.0), "cooldown"),
+        (CONFIG, FREE, History(last_redeploy_s=990.0), "cooldown"),
     ],
 )
 def test_where_engines_must_stay_requests_move_and_what_is_forgone_is_said(
@@ -373,7 +373,7 @@ def test_what_is_underway_holds() -> None:
 
 
 def test_cooldown_counts_from_the_last_switch() -> None:
-    assert plan_of(long_step(), history=History(last_switch_s=990.0)).verdict.code == "cooldown"
+    assert plan_of(long_step(), history=History(last_redeploy_s=990.0)).verdict.code == "cooldown"
 
 
 # --- the operator

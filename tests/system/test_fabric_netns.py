@@ -122,7 +122,7 @@ class Plant:
 
     def _switch(self, id: str, bridges: Ocs) -> VirtualSwitch:
         switch = VirtualSwitch(id, clock=self.clock, ports=8, connectivity="any_to_any", reconfiguration_s=0.025)
-        wire = BridgeWire(switch.glass, self.clock)
+        wire = BridgeWire(switch.model, self.clock)
         wire.bridges = bridges
         switch._wire = wire
         return switch
@@ -179,9 +179,9 @@ async def test_a_period_is_announced_circuits_are_switched_and_packets_follow(la
             for intent, lengths, over_circuits in ((SYNC, {1, 3}, True), (GEN, {1}, False), (SYNC, {1, 3}, True)):
                 report = await plant.at_boundary(intent)
                 assert (report.state, report.detail) == (PeriodState.COMMITTED, "")
-                assert plant.routing.routed.amiss == ""
+                assert plant.routing.routed.faults_text == ""
                 assert plant.lengths() == lengths
-                assert all(took.route_s > 0 for commit in report.commits for took in commit.took)
+                assert all(took.route_s > 0 for commit in report.commits for took in commit.switch_times)
                 before = {kind: plant.sent_over("train0/r0", kind) for kind in (SWP, ("eps",))}
                 await weights.more(100)
                 rise = {kind: plant.sent_over("train0/r0", kind) - before[kind] for kind in (SWP, ("eps",))}

@@ -48,7 +48,7 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
             http = HttpSession(endpoint, SystemClock(), PATIENCE_S)
             await http.open()
             try:
-                return await http.ask("GET", "/x")
+                return await http.request("GET", "/x")
             finally:
                 await http.close()
 

@@ -101,8 +101,8 @@ async def until_ready(address: str) -> None:
         while True:
             try:
                 async with ControlClient(address) as daemon:
-                    told = await daemon.ask(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
-                    known = await daemon.ask(daemon.control.GetStatus, control_pb2.GetStatusRequest())
+                    told = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
+                    known = await daemon.call(daemon.control.GetStatus, control_pb2.GetStatusRequest())
                 there = {each.id for each in status_from_pb(told).peers if each.attached}
                 if want <= there and len(known.workers) == len(ENGINES):
                     return

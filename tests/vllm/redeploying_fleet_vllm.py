@@ -287,6 +287,6 @@ def step_seconds(report: Mapping[str, Any]) -> dict[str, float]:
     """How long the longest step of each kind took, forward."""
     took: dict[str, float] = {}
     for step in report["steps"]:
-        if step["direction"] == "forward" and step["took_s"] is not None:
-            took[step["kind"]] = max(took.get(step["kind"], 0.0), step["took_s"])
+        if step["direction"] == "forward" and step["elapsed_s"] is not None:
+            took[step["kind"]] = max(took.get(step["kind"], 0.0), step["elapsed_s"])
     return took

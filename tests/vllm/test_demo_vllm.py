@@ -26,14 +26,14 @@ async def keep_moving(stack: Stack) -> None:
     """An operator who moves running requests to the other engine, one after another, through the daemon."""
     async with ControlClient(stack.daemon_address) as control:
         while True:
-            listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest(), timeout_s=60)
+            listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest(), timeout_s=60)
             running = [r for r in listed.requests if r.state == telemetry_pb2.REQUEST_STATE_RUNNING and not r.moves]
             for request in running[:2]:
                 other = "e1" if request.engine_id == "e0" else "e0"
                 order = control_pb2.MoveRequestRequest(request_id=request.request_id, to_engine_id=other)
                 # It has ended meanwhile, or a busy machine answers late: the next round sees.
                 with contextlib.suppress(ProblemFaults, Permanent, Retryable, OutcomeUnknown):
-                    await control.ask(control.control.MoveRequest, order)
+                    await control.call(control.control.MoveRequest, order)
             await asyncio.sleep(0.1)
 
 

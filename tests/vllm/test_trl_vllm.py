@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.lab.bench.weights_vllm import TRAINER, held, peers_beside
+from orchestrrl.lab.bench.weights_vllm import TRAINER, peer_folder, peers_beside
 from orchestrrl.lab.demo.scenario import load_scenario
 from orchestrrl.lab.demo.stack import Stack, orchestrrl
 from orchestrrl.lab.deployers.attended import LocalEngine
@@ -103,14 +103,14 @@ async def test_grpo_through_the_gateway(
         ControlClient(stack.daemon_address) as daemon,
     ):
         if by_peers:
-            way = ["--peer", TRAINER, "--folder", str(held(tmp_path, TRAINER)), "--daemon", stack.daemon_address]
+            way = ["--peer", TRAINER, "--folder", str(peer_folder(tmp_path, TRAINER)), "--daemon", stack.daemon_address]
             async with peers_beside(stack, vllm_servers, tmp_path):
                 report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
         else:
             way = ["--weights-dir", str(tmp_path / "weights")]
             report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
         told = await ledger(stack)
-        carried = await daemon.ask(daemon.weights.ListSyncs, weights_pb2.ListSyncsRequest())
+        carried = await daemon.call(daemon.weights.ListSyncs, weights_pb2.ListSyncsRequest())
         prompts, expected = report["prompt_ids"], report["greedy_ids"]
         trained = [await greedy(url, prompts, len(expected[0])) for url in urls]
     restored = [await greedy(url, probe, 16) for url in urls]

@@ -88,7 +88,7 @@ async def check(harness: WeightsStack, traffic: Traffic, seeds: dict[int | None,
         assert list(dict.fromkeys(flight.versions)) == list(seeds)
     flights = [*traffic.long, *traffic.short]
     rows = [[*flight.prompt, *flight.tokens] for flight in flights]
-    gaps = {version: await harness.trainer.ask({"gaps": rows, "seed": seed}) for version, seed in seeds.items()}
+    gaps = {version: await harness.trainer.request({"gaps": rows, "seed": seed}) for version, seed in seeds.items()}
     mistaken: list[str] = []
     of_others: list[bool] = []  # whether another version would have said the same
     for index, flight in enumerate(flights):
@@ -149,7 +149,7 @@ async def test_a_version_waits_for_the_barrier(
     ):
         async with Traffic(harness, http) as traffic:
             await traffic.all_have(None)
-            await harness.trainer.ask({"publish": 1, "seed": 1, "install": "next_pause"})
+            await harness.trainer.request({"publish": 1, "seed": 1, "install": "next_pause"})
             await until_prepared(daemon, 1)
             had = [len(flight.tokens) for flight in traffic.long]
             await traffic.until(
@@ -165,7 +165,7 @@ async def test_a_version_waits_for_the_barrier(
             async with http.post(f"{operator}/orchestrrl/resume", json={"lease_id": lease}) as response:
                 assert response.status == 200, await response.text()
             assert (await status_of(daemon)).committed == 1
-            report = SYNC.validate_python(await harness.trainer.ask({"wait": 1}))
+            report = SYNC.validate_python(await harness.trainer.request({"wait": 1}))
             assert all_serve(report), report
             await traffic.all_have(1)
         await check(harness, traffic, {None: OWN_SEED, 1: 1})
@@ -204,16 +204,16 @@ async def test_a_server_is_killed_as_it_takes_a_version(
                     while not await cache_hits(http, doomed.url):
                         await asyncio.sleep(0.2)
 
-                await harness.trainer.ask({"publish": 2, "seed": 2, "install": "next_pause"})
+                await harness.trainer.request({"publish": 2, "seed": 2, "install": "next_pause"})
                 await until_prepared(daemon, 2)
                 harness.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
-                await daemon.ask(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
+                await daemon.call(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
                 await until_installed(daemon, "e0")
                 doomed.kill()
                 assert (await status_of(daemon)).committed == 1
                 harness.peers["gen1"].signal(signal.SIGCONT)
                 # e0 gets version 1 again, and then the new one without the other: the order to install it stands.
-                report = SYNC.validate_python(await harness.trainer.ask({"wait": 2}))
+                report = SYNC.validate_python(await harness.trainer.request({"wait": 2}))
                 assert (report.state, report.code, report.attempt) == (SyncState.DONE, "some_quarantined", 2), report
                 stands = {engine.engine: engine.state for engine in report.engines}
                 assert stands == {"e0": EngineSync.SERVES, "e1": EngineSync.QUARANTINED}

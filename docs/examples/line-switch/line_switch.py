@@ -54,24 +54,24 @@ class LineWire:
             streams[1].close()
 
     async def read_facts(self) -> SwitchFacts:
-        return await self._ask("FACTS", _facts)
+        return await self._request("FACTS", _facts)
 
     async def read_ports(self) -> Sequence[PortState]:
-        return await self._ask("PORTS", lambda words: [_port(*word.split("=")) for word in words])
+        return await self._request("PORTS", lambda words: [_port(*word.split("=")) for word in words])
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        return await self._ask("LIST", lambda words: [_circuit(*word.split("=")) for word in words])
+        return await self._request("LIST", lambda words: [_circuit(*word.split("=")) for word in words])
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._ask(f"CONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
+        await self._request(f"CONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._ask(f"DISCONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
+        await self._request(f"DISCONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:
         raise DriverPermanent("this switch reports no events")
 
-    async def _ask(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
+    async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
         """What `parse` makes of the words after OK. Every failure says whether anything can have happened."""
         assert self._streams is not None
         reader, writer = self._streams

@@ -61,7 +61,7 @@ class LineEmulator:
     async def _answer(self, line: str) -> str:
         """Raises ConnectionBroken as the faults say that a test has injected."""
         verb, *words = line.split() or [""]
-        glass, facts = self.device.glass, self.device.facts
+        glass, facts = self.device.model, self.device.facts
         if verb in ACTIONS:
             try:
                 await self.device.set(ACTIONS[verb], [CrossConnect.parse(word) for word in words], line)

@@ -60,9 +60,9 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
 
     assert demo.scenario.deployment is not None, "the scenario is of a fleet that the daemon starts"
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
-    yield row("redeploying", redeployed.redeploying_s, plan["switch_cost_s"], PAPER["redeploying_s"])
+    yield row("redeploying", redeployed.redeploying_s, plan["redeploy_cost_s"], PAPER["redeploying_s"])
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["redeploying_s"])
-    circuits_s = redeployed.followed.took_s if redeployed.followed else 0.0
+    circuits_s = redeployed.followed.elapsed_s if redeployed.followed else 0.0
     if redeployed.followed:
         yield row("  circuits, on virtual switches", circuits_s, None, None)
     yield row(
@@ -71,7 +71,7 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
     if resumed is not None:
         what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
-    yield row("in all", redeployed.total_s, plan["switch_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
+    yield row("in all", redeployed.total_s, plan["redeploy_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
 
 def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
@@ -95,8 +95,8 @@ def _summary(demo: RedeployDemo) -> Iterator[str]:
             yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
         if (followed := redeployed.followed) is not None:
             yield (
-                f"  {followed.said}: announced to verified {duration(followed.took_s)}, of which command to verified "
-                f"{duration(followed.dark_s)}"
+                f"  {followed.text}: announced to verified {duration(followed.elapsed_s)}, of which command to "
+                f"verified {duration(followed.dark_s)}"
             )
         if redeployed.resumption is not None:
             half, last = redeployed.resumption.median_s * speed, redeployed.resumption.last_s * speed

@@ -17,13 +17,13 @@ FAULTS_SHOWN = 5
 
 
 def print_sync_demo(synced: "SyncOutcome") -> None:
-    took = synced.took
+    took = synced.profile
     print_table("New weights while requests run", words.PHASE_COLUMNS, words.phase_rows(took), left=words.WORDY)
     print_lines([*_summary(synced), *words.advice_lines([took])])
 
 
 def _summary(synced: "SyncOutcome") -> Iterator[str]:
-    took = synced.took
+    took = synced.profile
     version = f"version {took.report.version} ({words.size(took.report.bytes)})"
     still = f"requests stood still for {duration(took.still_s)}"
     yield f"{version}: {synced.serve_it} of {synced.engines} engines have it; {still} of {duration(took.whole_s)}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from orchestrrl.cli.problem import ProblemPart, known, unique, values_at
+from orchestrrl.cli.problem import ProblemPart, ids_exist, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def _failed(document: Any) -> Iterator[str]:
 
 CHECKS = (
     unique("endpoints[].id"),
-    known("demand[].src", "endpoints[].id"),
-    known("demand[].dst", "endpoints[].id"),
-    known("eligible[][]", "endpoints[].id"),
-    known("eligible[].a", "endpoints[].id"),
-    known("eligible[].b", "endpoints[].id"),
+    ids_exist("demand[].src", "endpoints[].id"),
+    ids_exist("demand[].dst", "endpoints[].id"),
+    ids_exist("eligible[][]", "endpoints[].id"),
+    ids_exist("eligible[].a", "endpoints[].id"),
+    ids_exist("eligible[].b", "endpoints[].id"),
     _two_ends,
     _failed,
 )

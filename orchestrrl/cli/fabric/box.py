@@ -138,7 +138,7 @@ def _transition(found: dict[str, Any]) -> None:
                 row["state"],
                 row["circuits"],
                 row["moves"],
-                duration(row["took_s"]),
+                duration(row["elapsed_s"]),
                 duration(row["longest_pause_s"]),
                 row["retransmitted"],
                 f"{row['mbps']:.1f}",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fabric.text import (
     route_lines,
     show_circuits,
@@ -112,7 +112,7 @@ def announce(
             last = seen
         return last
 
-    last = ask(daemon, conversation)
+    last = call_daemon(daemon, conversation)
     if as_json:
         print_json(last)
     else:
@@ -190,7 +190,7 @@ def mask(
         order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
         return await answer(client, client.fabric.MaskFabric, order)
 
-    seen = ask(daemon, conversation)
+    seen = call_daemon(daemon, conversation)
     if as_json:
         print_json({"masked": seen["masked"]})
     else:
@@ -201,7 +201,7 @@ def _fetch(daemon: str, limit: int) -> dict[str, Any]:
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
 
-    seen = ask(daemon, conversation)
+    seen = call_daemon(daemon, conversation)
     if not seen["configured"]:
         fail(NONE_HERE)
     return seen
@@ -228,7 +228,7 @@ def _intent_text(period: str, source: Path | None, within_s: float) -> str:
 
 
 def _control(daemon: str, conversation: Any, as_json: bool) -> None:
-    control = ask(daemon, conversation)
+    control = call_daemon(daemon, conversation)
     if as_json:
         print_json(control)
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, ask
+from orchestrrl.cli.control import DaemonOption, call_daemon
 from orchestrrl.cli.formats import bar, count, duration, percent
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import fabric_pb2
@@ -103,14 +103,14 @@ def _show_traces(traces: list[Path], risk: float, plot: Path | None, as_json: bo
 
 def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -> None:
     async def conversation(client: "ControlClient") -> list[dict[str, Any]]:
-        told = await client.ask(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
+        told = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
         return list(json.loads(told.summary_json))
 
     from planner.fabric.slack_summary import SlackSummary, merged
 
     jobs: dict[str, list[SlackSummary]] = {}
     hosts: dict[str, set[str]] = {}
-    seen = ask(daemon, conversation)
+    seen = call_daemon(daemon, conversation)
     for host in seen:
         for rank in host["ranks"]:
             if job in (None, rank["job"]):

@@ -140,8 +140,8 @@ def in_window(commit: dict[str, Any], columns: int) -> str:
     return line + (">" if commit["usable_unix_s"] > until_s else "")
 
 
-def _why(told: dict[str, Any]) -> str | None:
-    return None if told["code"] in ("", told["state"]) else str(told["code"])
+def _why(report: dict[str, Any]) -> str | None:
+    return None if report["code"] in ("", report["state"]) else str(report["code"])
 
 
 def route_lines(routes: dict[str, Any] | None) -> list[str]:

@@ -149,8 +149,8 @@ def _read_yaml(path: Path) -> Any:
         raise ProblemFaults([f"lengths: cannot be read: {error}"]) from error
 
 
-def _pair(words: str) -> tuple[str, str]:
-    name, _, value = words.partition("=")
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
     return name, value
 
 

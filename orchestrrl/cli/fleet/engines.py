@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fleet.status import fetch_status, remarks
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2
@@ -41,7 +41,7 @@ def list_engines(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = Fals
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return {"engines": await _workers(client)}
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return
@@ -76,7 +76,7 @@ def add(
         )
         return await answer(client, client.control.AddEngine, order)
 
-    worker = ask(daemon, conversation)
+    worker = call_daemon(daemon, conversation)
     if as_json:
         print_json(worker)
         return
@@ -107,13 +107,13 @@ def drain(
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         order = control_pb2.DrainEngineRequest(engine_id=engine, move_requests=move, undo=undo, reason=reason)
         worker = await answer(client, client.control.DrainEngine, order)
-        if not undo and not any(map(_takes_requests, await _workers(client))):
+        if not undo and not any(map(_accepts_requests, await _workers(client))):
             stderr().print(
                 "no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True
             )
         return await _until_empty(client, worker, timeout_s) if wait else worker
 
-    worker = ask(daemon, conversation)
+    worker = call_daemon(daemon, conversation)
     if as_json:
         print_json(worker)
     elif undo:
@@ -142,7 +142,7 @@ def remove(
         order = control_pb2.RemoveEngineRequest(engine_id=engine, force=force, reason=reason)
         return await answer(client, client.control.RemoveEngine, order, timeout_s=REMOVE_TIMEOUT_S)
 
-    removed = ask(daemon, conversation)
+    removed = call_daemon(daemon, conversation)
     if as_json:
         print_json(removed)
         return
@@ -233,7 +233,7 @@ def _there(worker: dict[str, Any]) -> str:
     return "1 request is there" if count == 1 else f"{count} requests are there"
 
 
-def _takes_requests(worker: dict[str, Any]) -> bool:
+def _accepts_requests(worker: dict[str, Any]) -> bool:
     return not worker["draining"] and (worker["health"] == "ok" or not worker["reported"])
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fleet.status import policy_summary
 from orchestrrl.cli.formats import duration, load_index, time_of_day
 from orchestrrl.cli.lazy import control_pb2
@@ -27,7 +27,7 @@ def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> N
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return

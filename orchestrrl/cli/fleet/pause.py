@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fleet.pause_text import barrier_lines, progress
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import agent_pb2, control_pb2
@@ -85,7 +85,7 @@ def pause(
                 told = words
         return await asked
 
-    barrier = ask(daemon, conversation)
+    barrier = call_daemon(daemon, conversation)
     if as_json:
         print_json(barrier)
         return
@@ -109,7 +109,7 @@ def renew(
             client, client.control.RenewPause, control_pb2.RenewPauseRequest(lease_id=lease, lease_s=lease_s)
         )
 
-    barrier = ask(daemon, conversation)
+    barrier = call_daemon(daemon, conversation)
     if as_json:
         print_json(barrier)
     else:
@@ -144,7 +144,7 @@ def resume(
         )
         return await answer(client, client.control.ResumeFleet, order)
 
-    barrier = ask(daemon, conversation)
+    barrier = call_daemon(daemon, conversation)
     if as_json:
         print_json(barrier)
     else:
@@ -156,7 +156,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
 
     Example: `orchestrrl barrier`
     """
-    barrier = ask(daemon, _seen)
+    barrier = call_daemon(daemon, _seen)
     if as_json:
         print_json(barrier)
         return
@@ -192,7 +192,7 @@ def set_version(
         )
         return await answer(client, client.control.SetPolicyVersion, order)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return
@@ -218,7 +218,7 @@ def cancel(
         order = control_pb2.CancelRequestsRequest(request_ids=request or [], group_ids=group_id or [], reason=reason)
         return await answer(client, client.control.CancelRequests, order)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
     else:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fleet.status import operator_pause_text
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2
@@ -45,7 +45,7 @@ def _set(part: str, paused: bool, reason: str, ttl_s: float, daemon: str, as_jso
         order = control_pb2.SetPauseRequest(part=part, paused=paused, reason=reason, ttl_s=ttl_s)
         return await answer(client, client.control.SetPause, order)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return

@@ -5,8 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
-from orchestrrl.cli.fleet.redeploy_follow import advice, first, look, looks, reports, until_over
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
+from orchestrrl.cli.fleet.redeploy_follow import (
+    advice,
+    fetch_redeployment,
+    first,
+    poll_redeployment,
+    reports,
+    until_over,
+)
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors
@@ -63,15 +70,15 @@ def redeploy(
         if cancel:
             _cancel(daemon, redeployment_id, reason, as_json)
         elif watch:
-            _end(until_over(daemon, lambda client: looks(client, redeployment_id), as_json), as_json)
+            _end(until_over(daemon, lambda client: poll_redeployment(client, redeployment_id), as_json), as_json)
         else:
-            _show(ask(daemon, lambda client: look(client, redeployment_id)), as_json)
+            _show(call_daemon(daemon, lambda client: fetch_redeployment(client, redeployment_id)), as_json)
         return
     order = control_pb2.RedeployRequest(targets=targets, plan_id=plan, dry_run=dry_run, reason=reason)
     if dry_run:
-        _show_draft(ask(daemon, lambda client: first(client, order)), as_json)
+        _show_draft(call_daemon(daemon, lambda client: first(client, order)), as_json)
     elif no_wait:
-        report = ask(daemon, lambda client: first(client, order))
+        report = call_daemon(daemon, lambda client: first(client, order))
         if as_json:
             print_json(report)
         else:
@@ -184,7 +191,7 @@ def _cancel(daemon: str, redeployment_id: str, reason: str, as_json: bool) -> No
         order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
         return await answer(client, client.control.CancelRedeployment, order)
 
-    report = ask(daemon, conversation)
+    report = call_daemon(daemon, conversation)
     if as_json:
         print_json(report)
         return

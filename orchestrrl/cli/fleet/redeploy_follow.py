@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.markup import escape
 
-from orchestrrl.cli.control import answer, ask
+from orchestrrl.cli.control import answer, call_daemon
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import stderr, stdout
@@ -30,7 +30,7 @@ EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
 Reports = Callable[["ControlClient"], AsyncIterator[dict[str, Any]]]
 
 
-async def look(client: "ControlClient", redeployment_id: str) -> dict[str, Any]:
+async def fetch_redeployment(client: "ControlClient", redeployment_id: str) -> dict[str, Any]:
     return await answer(
         client, client.control.GetRedeployment, control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
     )
@@ -61,7 +61,7 @@ async def reports(client: "ControlClient", order: "control_pb2.RedeployRequest")
     if report is None:
         raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
     if report["state"] == "running":
-        async for later in looks(client, report["redeployment_id"], known=True):
+        async for later in poll_redeployment(client, report["redeployment_id"], known=True):
             yield later
 
 
@@ -70,14 +70,16 @@ async def _ordered(client: "ControlClient", order: "control_pb2.RedeployRequest"
         yield plain(message)
 
 
-async def looks(client: "ControlClient", redeployment_id: str, known: bool = False) -> AsyncIterator[dict[str, Any]]:
+async def poll_redeployment(
+    client: "ControlClient", redeployment_id: str, known: bool = False
+) -> AsyncIterator[dict[str, Any]]:
     """The redeployment again and again, until it has ended. `known`: the daemon has told of it; then it may be away."""
     import asyncio
 
     away = False
     while True:
         try:
-            report = await look(client, redeployment_id)
+            report = await fetch_redeployment(client, redeployment_id)
         except (Retryable, OutcomeUnknown):
             if not known:
                 raise
@@ -108,11 +110,11 @@ def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:
         if as_json or not stdout().is_terminal:
             lines = stderr() if as_json else stdout()
 
-            def tell(report: dict[str, Any]) -> None:
+            def show(report: dict[str, Any]) -> None:
                 for line in words.news(latest or None, report):
                     lines.print(line, soft_wrap=True)
 
-            return await follow(client, tell)
+            return await follow(client, show)
         with Live(
             console=stdout(),
             transient=True,
@@ -122,7 +124,7 @@ def until_over(daemon: str, watched: Reports, as_json: bool) -> dict[str, Any]:
             return await follow(client, lambda report: None)
 
     try:
-        return ask(daemon, conversation)
+        return call_daemon(daemon, conversation)
     except KeyboardInterrupt:
         stderr().print(f"\n{_left(latest)}", soft_wrap=True)
         raise typer.Exit(EXIT_LEFT) from None

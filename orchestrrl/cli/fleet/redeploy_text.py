@@ -53,15 +53,15 @@ def change_text(report: dict[str, Any]) -> str:
 
 
 def state_text(report: dict[str, Any]) -> str:
-    return words(report["state"])
+    return spaced(report["state"])
 
 
-def words(name: str) -> str:
+def spaced(name: str) -> str:
     """`load_weights` as people say it."""
     return name.replace("_", " ")
 
 
-def took_s(report: dict[str, Any]) -> float | None:
+def elapsed_s(report: dict[str, Any]) -> float | None:
     """From its beginning to its end; None while it runs."""
     ended = report["ended_unix_s"]
     return None if ended is None else float(max(0.0, ended - report["created_unix_s"]))
@@ -79,7 +79,7 @@ def outcome(report: dict[str, Any]) -> list[str]:
     """How it stands or ended, and what it was for requests."""
     state = state_text(report)
     colour = COLOURS.get(state, "yellow")
-    took = took_s(report)
+    took = elapsed_s(report)
     lines = [f"[{colour}]{state}[/{colour}]" + ("" if took is None else f" in {duration(took)}")]
     if report["detail"]:
         lines[0] += f": {escape(report['detail'])}"
@@ -97,7 +97,7 @@ def progress(report: dict[str, Any]) -> str:
     """`redeployment s1: 8 x tp2 -> 2 x tp8, running: evacuate (12 of 40 steps done, since 18:55:01)`"""
     steps = report["steps"]
     done = sum(step["state"] == "done" for step in steps)
-    now = ", ".join(dict.fromkeys(words(step["kind"]) for step in steps if step["state"] == "running"))
+    now = ", ".join(dict.fromkeys(spaced(step["kind"]) for step in steps if step["state"] == "running"))
     back = any(step["direction"] == "back" for step in steps)
     going = "[yellow]going back[/yellow]" if back else "running"
     doing = f": {now}" if now else ""
@@ -198,16 +198,16 @@ class StageSteps:
     def ended_s(self, now_s: float) -> float | None:
         """Of those that have begun, the last one's end; `now_s` while one runs. None: nobody saw it."""
         ends = [
-            now_s if step["state"] == "running" else step["began_unix_s"] + step["took_s"]
+            now_s if step["state"] == "running" else step["began_unix_s"] + step["elapsed_s"]
             for step in self.steps
-            if step["state"] == "running" or step["took_s"] is not None
+            if step["state"] == "running" or step["elapsed_s"] is not None
         ]
         return max(ends, default=None)
 
     @property
     def slowest(self) -> dict[str, Any] | None:
-        taken = [step for step in self.steps if step["took_s"] is not None]
-        return max(taken, key=lambda step: step["took_s"], default=None)
+        taken = [step for step in self.steps if step["elapsed_s"] is not None]
+        return max(taken, key=lambda step: step["elapsed_s"], default=None)
 
     @property
     def remark(self) -> str:
@@ -244,7 +244,7 @@ def plan_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
         within_s = max(step["within_s"] for step in group.steps)
         yield (
             stage if stage != shown else "",
-            words(group.kind),
+            spaced(group.kind),
             _named(group.engines) or "the fleet",
             len(group.steps) if group.engines else None,
             duration(within_s),
@@ -261,11 +261,11 @@ def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
         stage, slowest = _stage(group), group.slowest
         yield (
             stage if stage != shown else "",
-            words(group.kind),
+            spaced(group.kind),
             _named(group.engines) or "the fleet",
             group.state_text,
-            _took(group),
-            f"{slowest['engine_id']} {duration(slowest['took_s'])}" if slowest and len(group.steps) > 1 else None,
+            _elapsed_text(group),
+            f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and len(group.steps) > 1 else None,
             group.remark or None,
         )
         shown = stage
@@ -275,7 +275,7 @@ def _stage(group: StageSteps) -> str:
     return f"{group.stage} back" if group.direction == "back" else str(group.stage)
 
 
-def _took(group: StageSteps, now_s: float | None = None) -> str | None:
+def _elapsed_text(group: StageSteps, now_s: float | None = None) -> str | None:
     """From when the first of them began until the last had ended."""
     began_s = group.began_s
     if began_s is None or (now_s is None and any(step["state"] == "running" for step in group.steps)):
@@ -300,10 +300,10 @@ def picture(report: dict[str, Any], now_s: float) -> RenderableType:
         done = sum(step["state"] == "done" for step in group.steps)
         table.add_row(
             stage if stage != shown else "",
-            f"[{colour}]{words(group.kind)}[/{colour}]",
+            f"[{colour}]{spaced(group.kind)}[/{colour}]",
             escape(_named(group.engines) or "the fleet"),
             f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_text}[/{colour}]",
-            _took(group, now_s) or UNKNOWN,
+            _elapsed_text(group, now_s) or UNKNOWN,
             duration(max(step["within_s"] for step in group.steps)),
             escape(group.remark),
         )
@@ -326,8 +326,8 @@ def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]
 def _news_of(group: StageSteps) -> str:
     back = " back" if group.direction == "back" else ""
     engines = f" {_named(group.engines)}" if group.engines else ""
-    line = f"{words(group.kind)}{back}{engines}: {group.state}"
-    at_s, took = group.began_s, _took(group)
+    line = f"{spaced(group.kind)}{back}{engines}: {group.state}"
+    at_s, took = group.began_s, _elapsed_text(group)
     if group.state in ("done", "failed") and at_s is not None:
         at_s = group.ended_s(at_s) or at_s
         line += f"{' after' if group.state == 'failed' else ' in'} {took}" if took else ""
@@ -358,10 +358,10 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
         till_s = piece.ended_s(now_s) or piece.began_s
         table.add_row(
             stage if stage != shown else "",
-            words(piece.kind),
+            spaced(piece.kind),
             escape(_named(piece.engines) or "the fleet"),
             f"[{colour}]{_span(piece.began_s - began_s, till_s - began_s, end_s - began_s)}[/{colour}]",
-            _took(piece, now_s) or UNKNOWN,
+            _elapsed_text(piece, now_s) or UNKNOWN,
         )
         shown = stage
     if (closed := _closed(report)) is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.fleet.pause_text import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import control_pb2, redeploy_text, weights_pb2
@@ -44,7 +44,7 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return {**await fetch_status(client), "weights": await fetch_weights(client)}
 
-    seen = ask(daemon, conversation)
+    seen = call_daemon(daemon, conversation)
     if as_json:
         print_json(seen)
         return
@@ -75,7 +75,7 @@ def workers(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) ->
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return
@@ -103,7 +103,7 @@ def requests(
         wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
         return await answer(client, client.control.ListRequests, wanted)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return
@@ -132,7 +132,7 @@ def mode(
         order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.name}"), reason=reason)
         return await answer(client, client.control.SetMode, order)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
     elif "previous" in found:
@@ -156,7 +156,7 @@ def move(
         order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
         return await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
     elif found["done"]:
@@ -264,9 +264,9 @@ def period_text(period: dict[str, Any]) -> str:
     return f"{name_of_period(period)} {period['state']}{f': {why}' if why else ''}"
 
 
-def name_of_period(told: dict[str, Any]) -> str:
+def name_of_period(report: dict[str, Any]) -> str:
     """`gradients`, or `gradients of trainer` where its job has a name."""
-    return f"{told['period']} of {job}" if (job := told.get("job")) else str(told["period"])
+    return f"{report['period']} of {job}" if (job := report.get("job")) else str(report["period"])
 
 
 def fabric_control_text(control: dict[str, Any]) -> str:

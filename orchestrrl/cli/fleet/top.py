@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from orchestrrl.cli.control import DaemonOption, answer, ask, follow
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
 from orchestrrl.cli.fleet.moves import move_row, reasons
 from orchestrrl.cli.fleet.status import (
     ago,
@@ -52,7 +52,7 @@ def top(
     import asyncio
 
     if once or not (stdout().is_terminal or as_json):
-        seen = ask(daemon, look)
+        seen = call_daemon(daemon, fetch_all)
         if as_json:
             print_json(seen)
         else:
@@ -61,11 +61,11 @@ def top(
 
     async def print_lines(client: "ControlClient") -> None:
         while True:
-            print_line(json.dumps(await look(client)))
+            print_line(json.dumps(await fetch_all(client)))
             await asyncio.sleep(interval_s)
 
     async def show_live(client: "ControlClient") -> None:
-        first = await look(client)  # without a daemon, say so rather than show an empty screen
+        first = await fetch_all(client)  # without a daemon, say so rather than show an empty screen
         with Live(picture(first), console=stdout(), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
@@ -74,7 +74,7 @@ def top(
     follow(daemon, print_lines if as_json else show_live)
 
 
-async def look(client: "ControlClient") -> dict[str, Any]:
+async def fetch_all(client: "ControlClient") -> dict[str, Any]:
     """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
@@ -106,7 +106,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
 async def _next_picture(client: "ControlClient") -> RenderableType:
     """A daemon that is away for a while does not end the view."""
     try:
-        return picture(await look(client))
+        return picture(await fetch_all(client))
     except OrchestrRLError as error:
         return f"[red]{escape(str(error))}[/red]"
 

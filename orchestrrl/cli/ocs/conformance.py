@@ -136,7 +136,7 @@ def conformance(
         tests = [asdict(outcome) for outcome in outcomes]
         print_json({"driver": driver, **counts, "stopped_by": signal_name, "left": left, "tests": tests})
     else:
-        rows = [(_short(each.name), each.state, duration(each.took_s), each.detail) for each in outcomes]
+        rows = [(_short(each.name), each.state, duration(each.elapsed_s), each.detail) for each in outcomes]
         title = f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
         print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
     if stopped_by is not None:

@@ -79,7 +79,7 @@ class GrpcEmulator:
         from orchestrrl.rpc.ocs_server import serve_driver
 
         clock = self.device.clock
-        driver = SwitchDriver(DEVICE, VirtualSwitchWire(self.device.glass, clock), clock=clock)
+        driver = SwitchDriver(DEVICE, VirtualSwitchWire(self.device.model, clock), clock=clock)
         host = f"[{host}]" if ":" in host else host
         try:
             self._server, port = await serve_driver(driver, f"{host}:{port}")
@@ -114,23 +114,23 @@ def _reason(error: OSError) -> str:
 async def _show(device: EmulatedDevice) -> None:
     """What happens, as it comes. What the schedule has due comes about even if nobody else is asking."""
 
-    def line(at_s: float, kind: str, style: str, words: str) -> None:
-        words = " ".join(words.split())  # XML comes in lines
-        shown = words if len(words) <= SHOWN_CHARS else f"{words[:SHOWN_CHARS]}... ({len(words)} characters)"
+    def line(at_s: float, kind: str, style: str, text: str) -> None:
+        text = " ".join(text.split())  # XML comes in lines
+        shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text)} characters)"
         age_s = at_s - device.switched_on_s
         stdout().print(Text.assemble(f"{age_s:9.3f}  ", (f"{kind:8}", style), shown), soft_wrap=True)
 
     device.on_setter = lambda command: line(device.clock.now_s(), "setter", "bold", command)
-    events = device.glass.listen()
+    events = device.model.listen()
     try:
         while True:
             try:
-                event = await within(device.clock, min(device.glass.advance(), 3600.0), events.get())
+                event = await within(device.clock, min(device.model.advance(), 3600.0), events.get())
             except TimeoutError:
                 continue
             line(event.at_s, event.kind, "cyan", event.text)
     finally:
-        device.glass.unlisten(events)
+        device.model.unlisten(events)
         device.on_setter = None
         while not events.empty():  # what happened before the end
             event = events.get_nowait()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ocs_drivers.model import ChangeMode, CrossConnect
-from orchestrrl.cli.control import DaemonOption, ask
+from orchestrrl.cli.control import DaemonOption, call_daemon
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2, ocs_pb2
@@ -48,7 +48,7 @@ def list_switches(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = Fal
     Example: `orchestrrl ocs list`
     """
     request = control_pb2.ListSwitchesRequest()
-    switches = ask(daemon, lambda client: client.ask(client.switches.ListSwitches, request)).switches
+    switches = call_daemon(daemon, lambda client: client.call(client.switches.ListSwitches, request)).switches
     if as_json:
         print_json({"switches": [_summary(switch) for switch in switches]})
         return
@@ -62,7 +62,7 @@ def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, a
     Example: `orchestrrl ocs show ocs1`
     """
     request = control_pb2.ShowSwitchRequest(switch_id=switch)
-    shown = ask(daemon, lambda client: client.ask(client.switches.ShowSwitch, request))
+    shown = call_daemon(daemon, lambda client: client.call(client.switches.ShowSwitch, request))
     if as_json:
         ports = [{"port": p.port, "state": p.state, "power_dbm": _optional(p, "power_dbm")} for p in shown.port_states]
         circuits = [_circuit(circuit) for circuit in shown.circuits]
@@ -113,13 +113,13 @@ def connect(
 
     async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
         if mode is ChangeMode.SAFE and not dry_run:
-            return await client.ask(client.switches.ConnectPorts, request(), CHANGE_TIMEOUT_S)
-        plan = await client.ask(client.switches.ConnectPorts, request(dry_run=True))
+            return await client.call(client.switches.ConnectPorts, request(), CHANGE_TIMEOUT_S)
+        plan = await client.call(client.switches.ConnectPorts, request(dry_run=True))
         if dry_run:
             return plan
         if plan.evicted:
             stderr().print(f"{switch}: evicting {_listed(plan.evicted)}")
-        return await client.ask(client.switches.ConnectPorts, request(expect_revision=plan.revision), CHANGE_TIMEOUT_S)
+        return await client.call(client.switches.ConnectPorts, request(expect_revision=plan.revision), CHANGE_TIMEOUT_S)
 
     _report(_waiting(daemon, switch, order), as_json)
 
@@ -143,7 +143,7 @@ def disconnect(
     )
 
     async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.ask(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S)
+        return await client.call(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S)
 
     _report(_waiting(daemon, switch, order), as_json)
 
@@ -156,9 +156,9 @@ def confirm(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_js
     request = control_pb2.ConfirmPortsRequest(switch_id=switch)
 
     async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.ask(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S)
+        return await client.call(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S)
 
-    _report(ask(daemon, order), as_json)
+    _report(call_daemon(daemon, order), as_json)
 
 
 def take_over(
@@ -174,9 +174,9 @@ def take_over(
     request = control_pb2.TakeOverPortsRequest(switch_id=switch, cross_connects=_parsed(pairs))
 
     async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.ask(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S)
+        return await client.call(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S)
 
-    _report(ask(daemon, order), as_json)
+    _report(call_daemon(daemon, order), as_json)
 
 
 def register(app: typer.Typer) -> None:
@@ -209,7 +209,7 @@ def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs
 
 def _waiting(daemon: str, switch: str, order: Change) -> "control_pb2.SwitchChange":
     with stderr().status(f"{switch}: moving mirrors"):
-        return ask(daemon, order)
+        return call_daemon(daemon, order)
 
 
 def _report(change: "control_pb2.SwitchChange", as_json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import fabric_pb2
 from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, stderr
@@ -46,7 +46,7 @@ def verify(
         return await answer(client, client.fabric.VerifyFabric, request, limit_s)
 
     with stderr().status("walking the fibres" if walk else "looking"):
-        seen = ask(daemon, conversation)
+        seen = call_daemon(daemon, conversation)
     if as_json:
         print_json(seen)
     else:

@@ -46,7 +46,7 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     now, then = plan["current_configuration"] or "unknown or mixed", plan["proposed_configuration"] or "mixed or none"
     deployed = f"deployed: {now}, predicted {seconds(plan['current_makespan_s'])}"
     proposed = f"best found: {plan['proposed_instances']} x {then}, predicted {seconds(plan['proposed_makespan_s'])}"
-    costs = f"{duration(plan['switch_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
+    costs = f"{duration(plan['redeploy_cost_s'])} to switch, {duration(plan['migration_cost_s'])} to move"
     best = f"{proposed} and {costs} {count(plan['moves_count'])} requests"
     lines.append(escape(f"{deployed}; {best if plan['proposed_makespan_s'] is not None else 'nothing is proposed'}"))
     return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
@@ -68,7 +68,7 @@ def alternative_rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
             option["decision"] or None,
             seconds(option["makespan_s"]),
             duration(option["migration_cost_s"]),
-            duration(option["switch_cost_s"]),
+            duration(option["redeploy_cost_s"]),
             seconds(together_s),
             _between(option),
             None if current_s is None else f"{together_s - current_s:+,.2f} s",
@@ -109,7 +109,7 @@ def proposed_s(plan: dict[str, Any]) -> float | None:
     """Seconds to the end under the proposal, its costs paid."""
     if plan["proposed_makespan_s"] is None:
         return None
-    return float(plan["proposed_makespan_s"] + plan["switch_cost_s"] + plan["migration_cost_s"])
+    return float(plan["proposed_makespan_s"] + plan["redeploy_cost_s"] + plan["migration_cost_s"])
 
 
 def predictions(plan: dict[str, Any]) -> list[str]:
@@ -174,7 +174,7 @@ def _between(option: dict[str, Any]) -> str | None:
 
 
 def _together_s(option: dict[str, Any]) -> float:
-    return float(option["makespan_s"] + option["switch_cost_s"] + option["migration_cost_s"])
+    return float(option["makespan_s"] + option["redeploy_cost_s"] + option["migration_cost_s"])
 
 
 def _ends_s(engine: dict[str, Any]) -> float:

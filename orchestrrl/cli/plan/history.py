@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.control import DaemonOption, answer, ask
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2
@@ -39,7 +39,7 @@ def history(
         wanted = control_pb2.ListRedeploymentsRequest(limit=limit)
         return await answer(client, client.control.ListRedeployments, wanted)
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
     elif not found["redeployments"]:
@@ -60,7 +60,7 @@ def _one(daemon: str, redeployment_id: str, as_json: bool) -> None:
             client, client.control.GetRedeployment, control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
         )
 
-    report = ask(daemon, conversation)
+    report = call_daemon(daemon, conversation)
     if as_json:
         print_json(report)
         return
@@ -78,7 +78,7 @@ def _row(report: dict[str, Any]) -> tuple[object, ...]:
         report["reason"] or None,
         words.change_text(report),
         words.state_text(report),
-        duration(words.took_s(report)),
+        duration(words.elapsed_s(report)),
         duration(report["closed_s"]),
         report["requests_moved"],
         report["requests_parked"],

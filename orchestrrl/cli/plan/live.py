@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.control import DaemonOption, answer, ask, follow
+from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
 from orchestrrl.cli.fleet.status import control_text, fetch_status
 from orchestrrl.cli.formats import duration, seconds, time_of_day
 from orchestrrl.cli.groups import group
@@ -32,7 +32,7 @@ def show(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: Json
 
     Example: `orchestrrl plan show`
     """
-    found, status = ask(daemon, _fetch(plan))
+    found, status = call_daemon(daemon, _fetch(plan))
     control, now_unix_s = status["plan_control"], status["now_unix_s"]
     if as_json:
         print_json({**found, "control": control})
@@ -46,7 +46,7 @@ def explain_plan(plan: PlanId = "", daemon: DaemonOption = DEFAULT_TARGET, as_js
 
     Example: `orchestrrl plan explain plan-3`
     """
-    found, status = ask(daemon, _fetch(plan))
+    found, status = call_daemon(daemon, _fetch(plan))
     control, now_unix_s = status["plan_control"], status["now_unix_s"]
     if as_json:
         print_json({**found, "control": control, "calibration": status["plan_calibration"]})
@@ -75,7 +75,7 @@ def list_plans(
     async def conversation(client: "ControlClient") -> dict[str, Any]:
         return await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest(limit=limit))
 
-    found = ask(daemon, conversation)
+    found = call_daemon(daemon, conversation)
     if as_json:
         print_json(found)
         return
@@ -167,7 +167,7 @@ def _checked(ttl_s: float) -> float:
 
 
 def _control(daemon: str, conversation: Callable[["ControlClient"], Awaitable[dict[str, Any]]], as_json: bool) -> None:
-    control = ask(daemon, conversation)
+    control = call_daemon(daemon, conversation)
     if as_json:
         print_json(control)
         return

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from orchestrrl.cli.problem import ProblemPart, known, unique, values_at
+from orchestrrl.cli.problem import ProblemPart, ids_exist, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ CHECKS = (
     unique("configurations[].id"),
     unique("current[].id"),
     unique("requests[].id"),
-    known("current[].configuration", "configurations[].id"),
-    known("requests[].instance", "current[].id"),
+    ids_exist("current[].configuration", "configurations[].id"),
+    ids_exist("requests[].instance", "current[].id"),
     _places,
     _gpus,
 )

@@ -143,7 +143,7 @@ def _print(found: dict[str, Any], out: Path) -> None:
                 "-" if slowest is None else f"{slowest / seconds[way]:.2f}",
                 f"{median(row['crossed_bytes'] for row in rows) / 1e6:.0f}",
                 f"{min(row['identical'] for row in rows)} of {found['receivers']}",
-                f"{rows[-1]['circuits']['moves']} moves, {duration(rows[-1]['circuits']['took_s'])}",
+                f"{rows[-1]['circuits']['moves']} moves, {duration(rows[-1]['circuits']['elapsed_s'])}",
                 f"{median(row['cores_busy'] for row in rows):.1f}",
             )
             for way, rows in by_way.items()

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from orchestrrl.cli.control import DaemonOption, ask
+from orchestrrl.cli.control import DaemonOption, call_daemon
 from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.lazy import weights_pb2 as pb
@@ -43,9 +43,9 @@ def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> 
     """
 
     async def conversation(client: "ControlClient") -> "pb.WeightsStatus":
-        return await client.ask(client.weights.GetWeights, pb.GetWeightsRequest())
+        return await client.call(client.weights.GetWeights, pb.GetWeightsRequest())
 
-    message = ask(daemon, conversation)
+    message = call_daemon(daemon, conversation)
     if as_json:
         print_json(plain(message))
         return
@@ -70,9 +70,9 @@ def history(
     """
 
     async def conversation(client: "ControlClient") -> "pb.ListSyncsResponse":
-        return await client.ask(client.weights.ListSyncs, pb.ListSyncsRequest(limit=limit))
+        return await client.call(client.weights.ListSyncs, pb.ListSyncsRequest(limit=limit))
 
-    listed = ask(daemon, conversation)
+    listed = call_daemon(daemon, conversation)
     if as_json:
         print_json(plain(listed))
         return
@@ -112,7 +112,7 @@ def profile(
     with reporting_errors():
         if version is not None and last > 1:
             raise ProblemFaults([f"--last: cannot go with a version, got {last}"])
-    reports = ask(daemon, lambda client: _profiled(client, version, last))
+    reports = call_daemon(daemon, lambda client: _profiled(client, version, last))
     profiles = [profile_of(report, time.time()) for report in reports]
     if picture is not None:
         _draw(profiles, picture)
@@ -160,7 +160,7 @@ def watch(sync_id: SyncArgument = "", daemon: DaemonOption = DEFAULT_TARGET, as_
         print_lines([words.outcome(_report(latest[0]))])
 
     try:
-        ask(daemon, conversation)
+        call_daemon(daemon, conversation)
     except KeyboardInterrupt:
         stderr().print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
         raise typer.Exit(EXIT_LEFT) from None
@@ -181,7 +181,7 @@ def abort(
     Example: `orchestrrl sync abort --reason "the loss is not a number"`
     """
     order = pb.AbortSyncRequest(sync_id=sync_id, reason=reason)
-    _tell(daemon, lambda client: client.ask(client.weights.AbortSync, order), "called off", as_json)
+    _show_outcome(daemon, lambda client: client.call(client.weights.AbortSync, order), "called off", as_json)
 
 
 def install(
@@ -192,7 +192,7 @@ def install(
     Example: `orchestrrl sync install --reason "nobody generates for a while"`
     """
     order = pb.InstallSyncRequest(sync_id=sync_id, reason=reason)
-    _tell(daemon, lambda client: client.ask(client.weights.InstallSync, order), "to be installed now", as_json)
+    _show_outcome(daemon, lambda client: client.call(client.weights.InstallSync, order), "to be installed now", as_json)
 
 
 # --- asking
@@ -201,12 +201,12 @@ def install(
 async def _profiled(client: "ControlClient", version: int | None, last: int) -> "list[SyncReport]":
     """With their edges, the newest first."""
     if last == 1:
-        return [_report(await client.ask(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
-    listed = await client.ask(client.weights.ListSyncs, pb.ListSyncsRequest(limit=last + UNDER_WAY))
+        return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
+    listed = await client.call(client.weights.ListSyncs, pb.ListSyncsRequest(limit=last + UNDER_WAY))
     ids = [each.sync_id for each in listed.syncs if _report(each).over][:last]
     if not ids:
         raise Permanent("no sync is over yet")
-    return [_report(await client.ask(client.weights.GetSync, pb.GetSyncRequest(sync_id=id))) for id in ids]
+    return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(sync_id=id))) for id in ids]
 
 
 async def _watched(client: "ControlClient", sync_id: str) -> "AsyncIterator[pb.SyncReport]":
@@ -251,8 +251,8 @@ def _status(message: "pb.WeightsStatus") -> "WeightsStatus":
             raise Permanent(f"the daemon is newer than this command: {error}") from None
 
 
-def _tell(daemon: str, conversation: Any, what: str, as_json: bool) -> None:
-    message = ask(daemon, conversation)
+def _show_outcome(daemon: str, conversation: Any, what: str, as_json: bool) -> None:
+    message = call_daemon(daemon, conversation)
     if as_json:
         print_json(plain(message))
         return
@@ -264,15 +264,17 @@ def _tell(daemon: str, conversation: Any, what: str, as_json: bool) -> None:
 # --- showing
 
 
-def _show_profile(took: "SyncProfile") -> None:
-    print_lines(words.profile_lines(took))
-    if not took.rows:
+def _show_profile(profile: "SyncProfile") -> None:
+    print_lines(words.profile_lines(profile))
+    if not profile.rows:
         return
-    print_table("Phases", words.PHASE_COLUMNS, words.phase_rows(took), left=words.WORDY)
-    if took.report.slowest:
-        print_table("", words.EDGE_COLUMNS, words.edge_rows(took.report.slowest[: words.EDGES_SHOWN]), left={"phase"})
-    _print_engines(took.report)
-    print_lines(words.advice_lines([took]))
+    print_table("Phases", words.PHASE_COLUMNS, words.phase_rows(profile), left=words.WORDY)
+    if profile.report.slowest:
+        print_table(
+            "", words.EDGE_COLUMNS, words.edge_rows(profile.report.slowest[: words.EDGES_SHOWN]), left={"phase"}
+        )
+    _print_engines(profile.report)
+    print_lines(words.advice_lines([profile]))
 
 
 def _show_last(profiles: "list[SyncProfile]") -> None:
@@ -287,35 +289,35 @@ def _print_engines(report: "SyncReport") -> None:
         print_table("Engines", words.ENGINE_COLUMNS, rows, left=words.WORDY, optional=("remark",))
 
 
-def _profile_json(took: "SyncProfile") -> dict[str, Any]:
+def _profile_json(profile: "SyncProfile") -> dict[str, Any]:
     from orchestrrl.weights.controller.advice import advice
 
-    report = took.report
+    report = profile.report
     return {
         "sync_id": report.id,
         "version": report.version,
         "state": report.state,
         "code": report.code,
-        "whole_s": took.whole_s,
-        "transfer_s": took.transfer_s,
-        "still_s": took.still_s,
-        "unnamed_s": took.unnamed_s,
-        "dominating": took.dominating,
-        "phases": [asdict(row) for row in took.rows],
-        "critical_path": [asdict(stretch) for stretch in took.path],
+        "whole_s": profile.whole_s,
+        "transfer_s": profile.transfer_s,
+        "still_s": profile.still_s,
+        "unnamed_s": profile.unnamed_s,
+        "dominating": profile.dominating,
+        "phases": [asdict(row) for row in profile.rows],
+        "critical_path": [asdict(stretch) for stretch in profile.path],
         "bytes": report.bytes,
         "carried_bytes": report.carried_bytes,
-        "carried_gbps": took.carried_gbps,
+        "carried_gbps": profile.carried_gbps,
         "estimate_s": report.estimate_s,
         "lower_bound_s": report.lower_bound_s,
         "naive_s": report.naive_s,
-        "over_estimate": took.over_estimate,
-        "over_bound": took.over_bound,
+        "over_estimate": profile.over_estimate,
+        "over_bound": profile.over_bound,
         "mended_edges": report.mended_edges,
         "slowest": [{**asdict(edge), "gbps": edge.gbps} for edge in report.slowest],
         "engines": [asdict(engine) for engine in report.engines],
         "notes": report.notes,
-        "advice": [asdict(each) for each in advice(took)],
+        "advice": [asdict(each) for each in advice(profile)],
     }
 
 

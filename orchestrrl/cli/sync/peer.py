@@ -108,7 +108,7 @@ def peer(
     pp_ranks: Annotated[list[int] | None, typer.Option("--pp-rank", help="One that is on this host.")] = None,
     ep: Annotated[int, typer.Option(help="Expert parallelism.")] = 1,
     ep_ranks: Annotated[list[int] | None, typer.Option("--ep-rank", help="One that is on this host.")] = None,
-    ask_engines_s: Annotated[float, typer.Option(help="Engines are asked so often which weights they have.")] = 2.0,
+    poll_engines_s: Annotated[float, typer.Option(help="Engines are asked so often which weights they have.")] = 2.0,
     verbose: VerboseFlag = False,
 ) -> None:
     # Imported here so that no other command waits for numpy.
@@ -138,7 +138,7 @@ def peer(
         pp_ranks=pp_ranks or (),
         ep=ep,
         ep_ranks=ep_ranks or (),
-        ask_engines_s=ask_engines_s,
+        poll_engines_s=poll_engines_s,
     )
     with reporting_errors():
         settings = settings_of(words)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from orchestrrl.cli.problem import ProblemPart, known, unique, values_at
+from orchestrrl.cli.problem import ProblemPart, ids_exist, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _tors(document: Any) -> Iterator[str]:
             yield f"{path}: is in PoD {shorten(pod_of[tor])} already, got {shorten(tor)}"
 
 
-def _held(document: Any) -> Iterator[str]:
+def _check_holders(document: Any) -> Iterator[str]:
     for location, shard in values_at(document, "shards[]"):
         if not isinstance(shard, dict):
             continue
@@ -103,13 +103,13 @@ CHECKS = (
     unique("pods[].id"),
     unique("endpoints[].id"),
     unique("shards[].id"),
-    known("endpoints[].pod", "pods[].id"),
-    known("shards[].holders[]", "endpoints[].id"),
-    known("shards[].receivers[]", "endpoints[].id"),
-    known("links[].a", "pods[].id"),
-    known("links[].b", "pods[].id"),
+    ids_exist("endpoints[].pod", "pods[].id"),
+    ids_exist("shards[].holders[]", "endpoints[].id"),
+    ids_exist("shards[].receivers[]", "endpoints[].id"),
+    ids_exist("links[].a", "pods[].id"),
+    ids_exist("links[].b", "pods[].id"),
     _tors,
-    _held,
+    _check_holders,
     _links,
 )
 

@@ -114,7 +114,7 @@ def _carried(
         version, pieces, install="next_pause" if next_pause else "", wait="staged"
     )
     try:
-        with _telling(quiet) as tell:
+        with _progress_listener(quiet) as tell:
             while not handle.done():
                 report = handle.report
                 if report is not None:
@@ -138,7 +138,7 @@ def _waits_for_barrier(report: "SyncReport") -> bool:
 
 
 @contextmanager
-def _telling(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
+def _progress_listener(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
     """On a terminal a few lines that are renewed; else a line for what is new."""
     if stdout().is_terminal and not quiet:
         with Live(console=stdout(), transient=True, refresh_per_second=4) as live:
@@ -146,13 +146,13 @@ def _telling(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
         return
     before: list[SyncReport | None] = [None]
 
-    def tell(report: "SyncReport") -> None:
+    def show(report: "SyncReport") -> None:
         if not report.over:
             for line in words.news(before[0], report, time.time()):
                 stderr().print(line, soft_wrap=True)
         before[0] = report
 
-    yield tell
+    yield show
 
 
 def register(app: typer.Typer) -> None:

@@ -200,13 +200,13 @@ def history_rows(reports: Sequence[SyncReport], now_s: float) -> Iterator[tuple[
         )
 
 
-def phase_rows(took: SyncProfile) -> Iterator[tuple[object, ...]]:
-    for row in took.rows:
+def phase_rows(profile: SyncProfile) -> Iterator[tuple[object, ...]]:
+    for row in profile.rows:
         share = percent(row.share) if row.phase not in BESIDE else "beside"
         yield phase_text(row.phase), duration(row.seconds), share, _bar(row.share)
-    if took.unnamed_s >= PATH_SHARE * took.whole_s > 0:
-        share_unnamed = took.unnamed_s / took.whole_s
-        yield phase_text(None), duration(took.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
+    if profile.unnamed_s >= PATH_SHARE * profile.whole_s > 0:
+        share_unnamed = profile.unnamed_s / profile.whole_s
+        yield phase_text(None), duration(profile.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
 
 
 def edge_rows(edges: Sequence[EdgeTime]) -> Iterator[tuple[object, ...]]:
@@ -249,42 +249,42 @@ def last_rows(profiles: Sequence[SyncProfile]) -> Iterator[tuple[object, ...]]:
 # --- where the time went
 
 
-def profile_lines(took: SyncProfile) -> list[str]:
-    report = took.report
+def profile_lines(profile: SyncProfile) -> list[str]:
+    report = profile.report
     lines = [
-        f"{outcome(report) if report.over else progress(report, report.began_s + took.whole_s)}",
-        f"waited for: {path_text(took) or 'nothing yet'}",
+        f"{outcome(report) if report.over else progress(report, report.began_s + profile.whole_s)}",
+        f"waited for: {path_text(profile) or 'nothing yet'}",
     ]
-    if took.transfer_s:
-        lines.append(transfer_text(took))
-    if took.still_s:
-        lines.append(f"requests stood still for {duration(took.still_s)}")
+    if profile.transfer_s:
+        lines.append(transfer_text(profile))
+    if profile.still_s:
+        lines.append(f"requests stood still for {duration(profile.still_s)}")
     return [*lines, *(escape(note) for note in report.notes)]
 
 
-def transfer_text(took: SyncProfile) -> str:
+def transfer_text(profile: SyncProfile) -> str:
     """`transfer: 2 s, 50 % of the whole, 16 Gb/s over all edges; 1.11 x its estimate, 1.25 x the bound, ...`"""
-    report = took.report
-    rate = f", {took.carried_gbps:.3g} Gb/s over all edges" if took.carried_gbps else ""
+    report = profile.report
+    rate = f", {profile.carried_gbps:.3g} Gb/s over all edges" if profile.carried_gbps else ""
     against = [
         f"{times(over)} x {what} of {duration(of_s)}"
         for over, what, of_s in (
-            (took.over_estimate, "its estimate", report.estimate_s),
-            (took.over_bound, "the bound", report.lower_bound_s),
+            (profile.over_estimate, "its estimate", report.estimate_s),
+            (profile.over_bound, "the bound", report.lower_bound_s),
         )
         if over is not None
     ]
     if report.naive_s:
         against.append(f"straight from the trainer {duration(report.naive_s)}")
     told = f"; {', '.join(against)}" if against else ""
-    return f"transfer: {duration(took.transfer_s)}, {percent(took.transfer_share)} of the whole{rate}{told}"
+    return f"transfer: {duration(profile.transfer_s)}, {percent(profile.transfer_share)} of the whole{rate}{told}"
 
 
-def path_text(took: SyncProfile) -> str:
+def path_text(profile: SyncProfile) -> str:
     """`gather 500 ms, phase A 2 s, install 1 s`: one after the other; trifles are left out."""
     told: list[tuple[SyncPhase | None, float]] = []
-    for stretch in took.path:
-        if stretch.phase in BESIDE or stretch.seconds < PATH_SHARE * took.whole_s:
+    for stretch in profile.path:
+        if stretch.phase in BESIDE or stretch.seconds < PATH_SHARE * profile.whole_s:
             continue
         if told and told[-1][0] is stretch.phase:
             told[-1] = stretch.phase, told[-1][1] + stretch.seconds
@@ -302,7 +302,7 @@ def advice_lines(profiles: Sequence[SyncProfile]) -> list[str]:
     told = sorted(found.values(), key=lambda each: -sum(one.seconds for one in each))
     return [
         f"[yellow]advice[/yellow]{f' ({len(each)} of {len(profiles)})' if len(profiles) > 1 else ''}:"
-        f" {escape(each[0].words)}"
+        f" {escape(each[0].text)}"
         for each in told
     ]
 

@@ -132,7 +132,7 @@ ocs:
 # Packets follow circuits where `routers` has every ToR, else its router must follow links by itself, within `route_s`:
 # {tor: train0/r0, driver: iproute, options: {prefix: [ssh, tor1]}, address: 192.0.2.1, prefixes: [10.0.1.0/24],
 #  interfaces: [swp1, swp2, swp3, swp4], packet_side: {interface: eth0, address: 198.51.100.1}}
-# and beside `routers`, rerouting: {link_up_s: 2.0, neighbour_s: 1.0, settle_s: 0.002, look_again_s: 5.0,
+# and beside `routers`, rerouting: {link_up_s: 2.0, neighbour_s: 1.0, settle_s: 0.002, poll_s: 5.0,
 #  packet_hops: null}
 fabric: null
 

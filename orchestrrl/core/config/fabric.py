@@ -32,7 +32,7 @@ class ReroutingSettings(Section):
     link_up_s: NonNegativeFloat = 2.0  # how long light is waited for, once switches are done
     neighbour_s: NonNegativeFloat = 1.0  # and then for the ToR at the far end to answer
     settle_s: NonNegativeFloat = 0.002  # for packets that are under way on a circuit whose routes have gone
-    look_again_s: PositiveFloat = 5.0  # between two looks for links that went dark, and routers that failed
+    poll_s: PositiveFloat = 5.0  # between two looks for links that went dark, and routers that failed
     # As how many circuits in a row the packet side counts; null: packets take it only where no circuits lead.
     packet_hops: PositiveInt | None = None
 

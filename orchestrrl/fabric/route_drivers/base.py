@@ -49,7 +49,7 @@ class LinkWait:
 
     up: frozenset[str]
     down: frozenset[str]
-    took_s: float
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class RouterWire(Protocol):
         """Something about some interface has changed. Asked for only where `link_events` is declared."""
         ...
 
-    async def look_for(self, hops: Collection[NextHop]) -> None:
+    async def probe_neighbours(self, hops: Collection[NextHop]) -> None:
         """Forget the neighbours on these interfaces and start to look for these gateways there; waits for nobody."""
         ...
 

@@ -19,7 +19,7 @@ class CommandOutput:
     err: str
 
     @property
-    def words(self) -> str:
+    def error_text(self) -> str:
         """What was said about what went wrong, in one line."""
         said = " | ".join(line.strip() for line in (self.err or self.out).splitlines() if line.strip())
         return said or f"exit status {self.status}"
@@ -42,7 +42,7 @@ class RouterShell:
             await _end(process)
         answer = CommandOutput(process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
         if answer.status == SSH_FAILED and self.is_remote:
-            text = f"{' '.join(self.prefix)}: {answer.words}"
+            text = f"{' '.join(self.prefix)}: {answer.error_text}"
             raise OutcomeUnknown(text) if is_setter else Retryable(text, RETRY_S)
         return answer
 

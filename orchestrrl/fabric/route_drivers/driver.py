@@ -33,12 +33,12 @@ class RouterTimeouts:
     install_s: float = 1.0  # from a change that a router has taken until it forwards by it
     poll_s: float = 0.02
     # The first question may be lost while a link comes up, and a kernel asks again only after a second.
-    ask_again_s: float = 0.1
+    probe_s: float = 0.1
     # Where the router reports changes by itself, looking is for reports that went missing.
     poll_with_events_s: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("command_s", "lock_s", "install_s", "poll_s", "ask_again_s", "poll_with_events_s"):
+        for name in ("command_s", "lock_s", "install_s", "poll_s", "probe_s", "poll_with_events_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -93,25 +93,25 @@ class RouterDriver:
                 changed.clear()
                 links = await self.links()
                 up = frozenset(interface for interface in interfaces if links.get(interface))
-                took_s = self._clock.now_s() - began_s
-                if len(up) == len(set(interfaces)) or took_s >= limit_s:
-                    return LinkWait(up, frozenset(interfaces) - up, took_s)
+                elapsed_s = self._clock.now_s() - began_s
+                if len(up) == len(set(interfaces)) or elapsed_s >= limit_s:
+                    return LinkWait(up, frozenset(interfaces) - up, elapsed_s)
                 with suppress(TimeoutError):
-                    await within(self._clock, min(self._pause_s, limit_s - took_s), changed.wait())
+                    await within(self._clock, min(self._pause_s, limit_s - elapsed_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
         wanted = frozenset(hops)
         if not wanted:
             return wanted
         until_s = self._clock.now_s() + limit_s
-        ask_s = self._clock.now_s()
+        probe_s = self._clock.now_s()
         found: frozenset[NextHop] = frozenset()
         while True:
-            if self._clock.now_s() >= ask_s:
+            if self._clock.now_s() >= probe_s:
                 silent = {hop.interface for hop in wanted - found}
                 again = frozenset(hop for hop in wanted if hop.interface in silent)
-                await self._command("look for neighbours", self._wire.look_for(again))
-                ask_s = self._clock.now_s() + self._limits.ask_again_s
+                await self._command("look for neighbours", self._wire.probe_neighbours(again))
+                probe_s = self._clock.now_s() + self._limits.probe_s
             found = await self._command("neighbours", self._wire.found(wanted))
             left_s = until_s - self._clock.now_s()
             if found == wanted or left_s <= 0:

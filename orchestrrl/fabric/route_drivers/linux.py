@@ -25,7 +25,7 @@ class LinuxHost:
         async for _ in self.shell.lines("ip", "-oneline", "monitor", "link"):
             yield
 
-    async def look_for(self, hops: Collection[NextHop]) -> None:
+    async def probe_neighbours(self, hops: Collection[NextHop]) -> None:
         # `use` has the kernel ask for the neighbour at once, as a packet for it would.
         await self.batch(
             [f"neigh flush dev {interface}" for interface in sorted({hop.interface for hop in hops})]
@@ -44,7 +44,7 @@ class LinuxHost:
     async def show(self, *command: str) -> list[Any]:
         answer = await self.shell.run("ip", "-json", *command)
         if answer.status:
-            raise Permanent(f"ip {' '.join(command)}: {answer.words}")
+            raise Permanent(f"ip {' '.join(command)}: {answer.error_text}")
         return rows_of(answer, command)
 
     async def batch(self, lines: list[str], *options: str) -> None:
@@ -52,7 +52,7 @@ class LinuxHost:
         text = "".join(f"{line}\n" for line in lines)
         answer = await self.shell.run("ip", *options, "-force", "-batch", "-", stdin=text, is_setter=True)
         if answer.status:
-            raise Permanent(answer.words)
+            raise Permanent(answer.error_text)
 
 
 def _is_up(link: dict[str, Any]) -> bool:

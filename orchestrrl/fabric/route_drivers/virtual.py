@@ -134,7 +134,7 @@ class VirtualRouterWire:
             self._device.changed.clear()
             yield
 
-    async def look_for(self, hops: Collection[NextHop]) -> None:
+    async def probe_neighbours(self, hops: Collection[NextHop]) -> None:
         self._check()
 
     async def found(self, hops: Collection[NextHop]) -> frozenset[NextHop]:

@@ -95,7 +95,7 @@ class KubernetesDeployer:
                 made, pods = await self._view.find(name_of(self._fleet, engine))
                 if made is None and not pods:
                     return
-                await self._ask_to_go(made, pods, asked)
+                await self._request_deletion(made, pods, asked)
             if self._clock.now_s() > deadline_s:
                 found = read_life(made, pods, await self._view.answering(pods))
                 raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
@@ -137,7 +137,7 @@ class KubernetesDeployer:
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
-        clash = _clash(spec.engine, spec.gpus, _held(everyone))
+        clash = _clash(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         if clash is not None:
             raise clash
         kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
@@ -175,7 +175,7 @@ class KubernetesDeployer:
             if made is None or deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
             # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
-            clash = None if uids(made) else _clash(engine, identity_of(made)[2], _held(everyone))
+            clash = None if uids(made) else _clash(engine, identity_of(made)[2], _gpus_by_engine(everyone))
             if clash is not None:
                 return clash
             refused = cannot_be_made(made)
@@ -221,7 +221,7 @@ class KubernetesDeployer:
 
     # Stopping.
 
-    async def _ask_to_go(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
+    async def _request_deletion(self, made: Object | None, pods: Sequence[Object], asked: set[str]) -> None:
         """The workload, and its pods with it; pods alone where it is gone. What is going is not asked again."""
         goes = [(self._path_of(made), made)] if made is not None else []
         if made is None:
@@ -291,7 +291,7 @@ def _clash(engine: EngineId, gpus: Sequence[GpuId], held: Mapping[EngineId, Sequ
     return Permanent(f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}") if taken else None
 
 
-def _held(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
+def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
     """Who has which GPUs."""
     identities = [identity_of(made or pods[0]) for made, pods in everyone.values()]
     return {engine: gpus for engine, _, gpus in identities}

@@ -142,7 +142,7 @@ class KubernetesApi:
 
 def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
     """What an answer other than 2xx means. The Status object in it has the server's words."""
-    message, reason = _words(content)
+    message, reason = _message_and_reason(content)
     said = f"{method} {path} was answered with {status}: {message}"
     if status == 404:
         return ResourceNotFound(message)
@@ -160,7 +160,7 @@ def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], co
     return Permanent(f"{said} ({reason})" if reason else said)
 
 
-def _words(content: bytes) -> tuple[str, str]:
+def _message_and_reason(content: bytes) -> tuple[str, str]:
     try:
         said = json.loads(content)
     except ValueError:

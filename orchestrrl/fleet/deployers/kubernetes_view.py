@@ -49,7 +49,7 @@ class FleetView:
         """By name, as they were at some moment since the call. A pod may be there without its workload."""
         if self._next is None:
             self._next = asyncio.create_task(self._list_after(self._under_way))
-            self._next.add_done_callback(_heard)
+            self._next.add_done_callback(_retrieve_exception)
         return dict(await asyncio.shield(self._next))
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
@@ -102,7 +102,7 @@ class FleetView:
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def _heard(task: asyncio.Task[dict[str, Found]]) -> None:
+def _retrieve_exception(task: asyncio.Task[dict[str, Found]]) -> None:
     """Everybody who waited for it may have been cancelled: then nobody is left to hear of its failure."""
     if not task.cancelled():
         task.exception()

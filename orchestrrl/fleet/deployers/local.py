@@ -157,12 +157,12 @@ class LocalDeployer:
         self.check(spec)
         try:
             with self._records.alone():
-                seen = self._look()
+                seen = self._scan()
                 held = seen.get(spec.engine)
                 if held is not None and self._stopping[spec.engine]:
                     raise Retryable(f"engine {spec.engine} is being stopped", LATER_S)
                 if held is not None and not held.cut_short:
-                    return self._held(held, spec)
+                    return self._existing_instance(held, spec)
                 self._check_gpus(spec, seen)
                 if held is not None:
                     self._clear(held)
@@ -175,7 +175,7 @@ class LocalDeployer:
         if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
             raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
 
-    def _held(self, held: _Seen, spec: EngineSpec) -> DeployedInstance:
+    def _existing_instance(self, held: _Seen, spec: EngineSpec) -> DeployedInstance:
         """The engine that is there already, if it is as wanted."""
         if held.record is None or held.record.spec != spec:
             there = self._deployed(held)
@@ -206,7 +206,7 @@ class LocalDeployer:
             for each in found:
                 each.signal(signal.SIGKILL)
             time.sleep(POLL_S)
-            found = self._look_for(held.engine)
+            found = self._processes_of(held.engine)
             if found and time.monotonic() > deadline_s:
                 raise Retryable(f"engine {held.engine}: what is left of it does not end on SIGKILL", FORCE_S)
 
@@ -238,12 +238,12 @@ class LocalDeployer:
                 for line in lines:
                     spawned.append(spawn(line.argv, line.environment, self._fleet, record, log, holder.fileno()))
             except OSError as error:
-                self._clear(_Seen(spec.engine, record, self._look_for(spec.engine)))
+                self._clear(_Seen(spec.engine, record, self._processes_of(spec.engine)))
                 self._records.remove(spec.engine)
                 raise Permanent(f"engine {spec.engine}: {lines[0].argv[0]}: {error.strerror}") from error
         noted = replace(record, state=RecordState.STARTED, leaders=tuple(spawned))
         self._records.write(noted)
-        return _Seen(spec.engine, noted, self._look_for(spec.engine))
+        return _Seen(spec.engine, noted, self._processes_of(spec.engine))
 
     def _note(self, record: EngineRecord, found: Sequence[FoundProcess]) -> _Seen:
         """A start that was cut short when all of it was there is a start."""
@@ -262,7 +262,7 @@ class LocalDeployer:
     def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
         """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
         with self._records.alone():
-            held = self._look().get(engine)
+            held = self._scan().get(engine)
             if held is None:
                 return ()
             if not held.found:
@@ -284,16 +284,16 @@ class LocalDeployer:
         record = self._records.read_one(engine)
         if record is None or record.state is not RecordState.STARTED:
             return None
-        return _told(record) if all(map(is_alive, record.leaders)) else None
+        return _instance_of(record) if all(map(is_alive, record.leaders)) else None
 
     def _list(self) -> tuple[DeployedInstance, ...]:
         with self._records.alone():
-            seen = self._look()
+            seen = self._scan()
         return tuple(self._deployed(seen[engine]) for engine in sorted(seen))
 
     def _lend(self, engine: EngineId, lent: bool) -> None:
         with self._records.alone():
-            seen = self._look()
+            seen = self._scan()
             held = seen.get(engine)
             if held is None or held.record is None:
                 raise Permanent(f"there is no engine {engine} that could lend its GPUs")
@@ -306,7 +306,7 @@ class LocalDeployer:
         if not self.can_scale:
             raise Permanent(f"engine {spec.engine} has the GPUs that it was started with")
         with self._records.alone():
-            seen = self._look()
+            seen = self._scan()
             held = seen.get(spec.engine)
             if held is None or held.record is None or held.cut_short:
                 raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
@@ -320,10 +320,10 @@ class LocalDeployer:
         """Whose processes are whose. The folder tells apart what two people called the same."""
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
-    def _look_for(self, engine: EngineId) -> tuple[FoundProcess, ...]:
+    def _processes_of(self, engine: EngineId) -> tuple[FoundProcess, ...]:
         return tuple(find_processes(self._fleet, self._logs).get(engine, ()))
 
-    def _look(self) -> dict[EngineId, _Seen]:
+    def _scan(self) -> dict[EngineId, _Seen]:
         records, found = self._records.read(), find_processes(self._fleet, self._logs)
         seen = {}
         for engine in sorted({*records, *found}):
@@ -338,7 +338,7 @@ class LocalDeployer:
             detail = f"its record was lost; {self._logs.tail(seen.engine)}"
             life = EngineLife.ALIVE if alive else EngineLife.ENDED
             return DeployedInstance(seen.engine, ConfigurationId(""), (), life=life, detail=detail)
-        return _told(record) if alive else _told(record, EngineLife.ENDED, self._obituary(seen, record))
+        return _instance_of(record) if alive else _instance_of(record, EngineLife.ENDED, self._obituary(seen, record))
 
     def _obituary(self, seen: _Seen, record: EngineRecord) -> str:
         living = {found.process.pid for found in seen.leaders}
@@ -354,7 +354,7 @@ class LocalDeployer:
         return f"{', '.join(ends)}; {self._logs.tail(seen.engine)}"
 
 
-def _told(record: EngineRecord, life: EngineLife = EngineLife.ALIVE, detail: str = "") -> DeployedInstance:
+def _instance_of(record: EngineRecord, life: EngineLife = EngineLife.ALIVE, detail: str = "") -> DeployedInstance:
     return DeployedInstance(
         engine=record.spec.engine,
         configuration=record.spec.configuration,

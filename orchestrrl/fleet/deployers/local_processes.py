@@ -74,7 +74,7 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
     engines: dict[EngineId, list[FoundProcess]] = {}
     for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            found = _look_at(psutil.Process(pid), fleet, logs) if pid != os.getpid() else None
+            found = _inspect(psutil.Process(pid), fleet, logs) if pid != os.getpid() else None
             if found is not None:
                 engines.setdefault(found[0], []).append(found[1])
     return engines
@@ -133,7 +133,7 @@ def _bound(host: str, port: int, reuse: bool) -> tuple[socket.socket, int]:
     return holder, holder.getsockname()[1]
 
 
-def _look_at(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[EngineId, FoundProcess] | None:
+def _inspect(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[EngineId, FoundProcess] | None:
     record = _marked(process, fleet)
     engine = record.spec.engine if record is not None else _writes_to(process.pid, logs)
     if engine is None or process.status() == psutil.STATUS_ZOMBIE:

@@ -131,7 +131,7 @@ class RayDeployer:
     async def _start(self, spec: EngineSpec, lines: tuple[CommandLine, ...]) -> DeployedInstance:
         host = self._launch.host
         held = await self._driver.call(
-            "hold",
+            "claim",
             # Where there is no room, what was taken is given back, which has its own limits.
             self._options.start_within_s + self._stop_limit_s,
             engine=spec.engine,
@@ -169,7 +169,7 @@ class RayDeployer:
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         try:
-            found = await self._driver.call("look", self._poll_limit_s, engine=engine)
+            found = await self._driver.call("state_of", self._poll_limit_s, engine=engine)
         except (RayConnectionLost, Retryable) as error:
             if engine in self._seen:
                 return replace(self._seen[engine], life=EngineLife.UNKNOWN, detail=str(error))

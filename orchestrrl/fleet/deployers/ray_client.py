@@ -50,7 +50,7 @@ class RayDriver:
         async with self._connecting:
             if self._process is None or self._process.returncode is not None:
                 await self._connect()
-        return await self._ask(name, limit_s, arguments)
+        return await self._exchange(name, limit_s, arguments)
 
     async def close(self) -> None:
         """End the driver; Ray's actors go on."""
@@ -84,11 +84,11 @@ class RayDriver:
                 raise Permanent(f"{self._python} cannot be run: {error}") from error
         self._reader = asyncio.create_task(self._read(self._process))
         try:
-            await self._ask("open", self._connect_within_s, {"settings": dict(self._settings)})
+            await self._exchange("open", self._connect_within_s, {"settings": dict(self._settings)})
         except RayConnectionLost as error:
             raise Retryable(f"no connection to Ray: {error}; see {self._log_path}", RETRY_AFTER_S) from error
 
-    async def _ask(self, name: str, limit_s: float, arguments: Mapping[str, Any]) -> Any:
+    async def _exchange(self, name: str, limit_s: float, arguments: Mapping[str, Any]) -> Any:
         process, number = self._process, next(self._numbers)
         if process is None or process.stdin is None:
             raise RayConnectionLost("the driver was closed")

@@ -60,13 +60,15 @@ class RayCluster:
 
     # Start, in two calls: a place first, with which the command lines can be made.
 
-    def hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
+    def claim(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
         """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
         the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
         with self._turns[engine]:
-            return self._hold(engine, spec, gpus, parts, host, ports)
+            return self._claim_new(engine, spec, gpus, parts, host, ports)
 
-    def _hold(self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]) -> Json:
+    def _claim_new(
+        self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]
+    ) -> Json:
         with self._claiming:
             records = self._records()
             if engine in records:
@@ -123,7 +125,7 @@ class RayCluster:
             records.setdefault(engine, None)
         return self._states(records)
 
-    def look(self, engine: str) -> Json | None:
+    def state_of(self, engine: str) -> Json | None:
         return next((state for state in self.list_engines() if state["engine"] == engine), None)
 
     def _states(self, records: Mapping[str, Json | None]) -> list[Json]:

@@ -61,7 +61,7 @@ class PlaceKeeper:
             stderr=subprocess.DEVNULL,
             env={**inherited, **environment},
         )
-        self._tell(json.dumps({"argv": list(argv), "log": log}))
+        self._send_line(json.dumps({"argv": list(argv), "log": log}))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -74,7 +74,7 @@ class PlaceKeeper:
     def end(self, grace_s: float) -> bool:
         """End the process, by force after the grace. True: nothing is left of it."""
         if self._reader is not None:
-            self._tell(f"end {grace_s}")
+            self._send_line(f"end {grace_s}")
             self._reader.join(grace_s + 10.0)
         # What its supervisor told of is gone with it. Without a status it was killed itself.
         whole = self._status is not None
@@ -101,7 +101,7 @@ class PlaceKeeper:
             raise OSError(f"none of the ports {ports[0][0]} to {ports[-1][0]} of {host} is free")
         return int(self._port_holder.getsockname()[1])
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         assert self._supervisor is not None
         assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: the reader knows

@@ -44,11 +44,11 @@ def main() -> None:
             )
         except OSError as error:
             log.write(f"{error}\n".encode())
-            _say({"status": NOT_STARTED})
+            _report({"status": NOT_STARTED})
             return
-    _say({"pid": first.pid})
+    _report({"pid": first.pid})
     threading.Thread(target=_listen, args=(first.pid,), daemon=True).start()
-    _say({"status": _outlive(first.pid)})
+    _report({"status": _outlive(first.pid)})
     os._exit(0)  # without waiting for whoever listens
 
 
@@ -92,7 +92,7 @@ def _children() -> list[int]:
     return found
 
 
-def _say(what: dict[str, int]) -> None:
+def _report(what: dict[str, int]) -> None:
     with contextlib.suppress(OSError):  # nobody listens any more
         sys.stdout.write(json.dumps(what) + "\n")
         sys.stdout.flush()

@@ -43,12 +43,12 @@ class VllmArgument:
     path: str  # where it stands, e.g. `fleet.launch.arguments[2]`
     flag: str  # its long name; what stands behind a dot is left out
     value: str
-    words: tuple[str, ...]  # as given
+    arguments: tuple[str, ...]  # as given
 
     @property
     def key(self) -> str:
         """The flag, with what stands behind a dot."""
-        return self.flag + "".join(self.words[0].partition("=")[0].partition(".")[1:])
+        return self.flag + "".join(self.arguments[0].partition("=")[0].partition(".")[1:])
 
     @property
     def dotted(self) -> bool:
@@ -57,18 +57,18 @@ class VllmArgument:
 
     @property
     def text(self) -> str:
-        return shlex.join(self.words)
+        return shlex.join(self.arguments)
 
 
-def read_arguments(path: str, words: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
+def read_arguments(path: str, arguments: Sequence[str]) -> tuple[list[VllmArgument], list[str]]:
     """The arguments in a list of words, and faults: words in front of the first flag belong to none."""
-    starts = [place for place, word in enumerate(words) if _is_flag(word)]
+    starts = [place for place, word in enumerate(arguments) if _is_flag(word)]
     faults = [
         f"{path}[{place}]: must begin with a flag such as --max-model-len, got {word!r}"
-        for place, word in enumerate(words[: starts[0] if starts else len(words)])
+        for place, word in enumerate(arguments[: starts[0] if starts else len(arguments)])
     ]
-    spans = pairwise([*starts, len(words)])
-    return [_argument(f"{path}[{start}]", tuple(words[start:end])) for start, end in spans], faults
+    spans = pairwise([*starts, len(arguments)])
+    return [_argument(f"{path}[{start}]", tuple(arguments[start:end])) for start, end in spans], faults
 
 
 def replaced(earlier: Sequence[VllmArgument], later: Sequence[VllmArgument]) -> list[VllmArgument]:
@@ -101,7 +101,7 @@ class OwnedFlags:
         taken = {argument.flag for argument in own}
         ours = {**self.values, **{flag: value for flag, value in usual.items() if flag not in taken}}
         words = [word for flag, value in ours.items() for word in (flag, value) if word != SET]
-        return [*words, *(word for argument in own for word in argument.words)], faults
+        return [*words, *(word for argument in own for word in argument.arguments)], faults
 
     def _decided(self, flag: str) -> str:
         value = {**self.elsewhere, **self.values}.get(flag)
@@ -125,13 +125,13 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word.startswith("-") and not _NUMBER.fullmatch(word)
 
 
-def _argument(path: str, words: tuple[str, ...]) -> VllmArgument:
-    name, equals, value = words[0].partition("=")
+def _argument(path: str, arguments: tuple[str, ...]) -> VllmArgument:
+    name, equals, value = arguments[0].partition("=")
     attached = _ATTACHED.fullmatch(name)
     if attached is not None:
         name, value = attached.groups()
     elif not equals:
-        value = " ".join(words[1:])
+        value = " ".join(arguments[1:])
     name = SHORT.get(name, name).partition(".")[0]
     flag = "--" + name.removeprefix("--").replace("_", "-") if name.startswith("--") else name
-    return VllmArgument(path, flag, value, words)
+    return VllmArgument(path, flag, value, arguments)

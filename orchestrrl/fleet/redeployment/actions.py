@@ -63,7 +63,7 @@ class ActionControl(emptying.MoveControl, Protocol):
 class RedeployActions:
     """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
 
-    plane: ActionControl
+    control_plane: ActionControl
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]
     configurations: Mapping[ConfigurationId, Configuration]
@@ -76,15 +76,15 @@ class RedeployActions:
     offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
     loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with what all have to serve
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
-    _asks_emptied: bool = False
+    _fetches_reference: bool = False
     _emptying: Emptying = field(init=False)
 
     def __post_init__(self) -> None:
-        self._emptying = Emptying(self.plane, self.redeployment, self.configurations, self.tally)
+        self._emptying = Emptying(self.control_plane, self.redeployment, self.configurations, self.tally)
 
     @property
     def _clock(self) -> Clock:
-        return self.plane.clock
+        return self.control_plane.clock
 
     def _spec(self, engine: EngineId) -> EngineSpec:
         """As it is wanted in the direction that is gone."""
@@ -106,7 +106,7 @@ class RedeployActions:
                 case _:
                     return ""
         if step.kind in (StepKind.STOP, StepKind.SLEEP):
-            await self._ask_the_emptied(step.engine)
+            await self._fetch_reference(step.engine)
         return await self._of_engine(step.kind, step.engine)
 
     async def back(self, step: RedeployStep) -> str:
@@ -128,7 +128,7 @@ class RedeployActions:
             if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
                 continue
             with _warning(spec.engine):
-                metrics = await self._asking(spec.engine, lambda engine: engine.metrics())
+                metrics = await self._with_client(spec.engine, lambda engine: engine.metrics())
                 known = self.configurations.get(spec.configuration)
                 full = metrics.waiting > 0 or (known is not None and metrics.running >= known.max_sequences)
                 found.append((full, metrics.running + metrics.waiting, spec.engine))
@@ -139,17 +139,17 @@ class RedeployActions:
         return None
 
     async def _excerpt(self, engine: EngineId) -> AnswerExcerpt:
-        return await self._asking(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
+        return await self._with_client(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
 
-    async def _ask_the_emptied(self, engine: EngineId) -> None:
+    async def _fetch_reference(self, engine: EngineId) -> None:
         """Of engines that stop side by side one is enough."""
-        if self.redeployment.reference is not None or self._asks_emptied or engine not in self.running:
+        if self.redeployment.reference is not None or self._fetches_reference or engine not in self.running:
             return
-        self._asks_emptied = True
+        self._fetches_reference = True
         with _warning(engine):
             reference = await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine))
             self.redeployment = replace(self.redeployment, reference=reference)
-        self._asks_emptied = False
+        self._fetches_reference = False
 
     def expect(self, engines: Iterable[EngineId]) -> None:
         """Of this redeployment's engines, these are to serve soon: gateways send them nothing before they are admitted,
@@ -157,22 +157,22 @@ class RedeployActions:
         limits = self.redeployment.limits
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
-        self.plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
-        self.plane.engines_deployed()
+        self.control_plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
+        self.control_plane.engines_deployed()
 
     def let_be(self) -> None:
         """Nobody is fenced or expected any longer: requests go to whatever serves."""
-        self.plane.routes.draining.difference_update(
+        self.control_plane.routes.draining.difference_update(
             spec.engine for spec in (*self.redeployment.old, *self.redeployment.new)
         )
         self._expect_nobody()
-        self.plane.engines_deployed()
+        self.control_plane.engines_deployed()
 
     def _expect_nobody(self) -> None:
         for spec in (*self.redeployment.old, *self.redeployment.new):
-            self.plane.routes.expected.pop(spec.engine, None)
+            self.control_plane.routes.expected.pop(spec.engine, None)
 
-    async def look(self) -> set[EngineId]:
+    async def scan(self) -> set[EngineId]:
         """What is there now, of all that the deployer has."""
         found = {deployed.engine: deployed for deployed in await self.deployer.list_engines()}
         self.running.clear()
@@ -186,8 +186,8 @@ class RedeployActions:
 
     def _fence(self, step: RedeployStep) -> str:
         leaving = [spec.engine for spec in (*self.redeployment.leaving, *(new for _, new in self.redeployment.scaled))]
-        self.plane.routes.draining.update(leaving)
-        self.plane.engines_deployed()
+        self.control_plane.routes.draining.update(leaving)
+        self.control_plane.engines_deployed()
         return f"{len(leaving)} engines take nothing new"
 
     async def _check_there(self, engines: Sequence[EngineId]) -> None:
@@ -199,12 +199,12 @@ class RedeployActions:
 
     async def _admit(self, engines: Sequence[EngineId], serving: Sequence[EngineSpec]) -> str:
         """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
-        circuits = await self.plane.circuits_follow(serving)
+        circuits = await self.control_plane.circuits_follow(serving)
         for engine in engines:
-            self.plane.state.add_engine(self.facts(self.running[engine]))
+            self.control_plane.state.add_engine(self.facts(self.running[engine]))
         try:
             # Of the others nobody knows more than before.
-            self.plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
+            self.control_plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
         finally:  # what cannot be written down keeps no request from those who serve
             self.let_be()
         return f"requests go to {len(engines)} engines{f'; {circuits}' if circuits else ''}"
@@ -212,7 +212,7 @@ class RedeployActions:
     @property
     def _weights(self) -> ServedWeights:
         """On the way back the fleet's, which may be others than when it began."""
-        return self.plane.current_weights() if self.going_back else self.redeployment.weights
+        return self.control_plane.current_weights() if self.going_back else self.redeployment.weights
 
     @property
     def _reference(self) -> AnswerExcerpt | None:
@@ -221,7 +221,7 @@ class RedeployActions:
 
     def _check_weights(self) -> None:
         """Requests would stand still at engines that come with yesterday's weights."""
-        began, now = self.redeployment.weights, self.plane.current_weights()
+        began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
@@ -256,11 +256,11 @@ class RedeployActions:
             case StepKind.READY:
                 return await self._until_ready(engine)
             case StepKind.LOAD:
-                return await self._asking(engine, lambda client: self._load(engine, client))
+                return await self._with_client(engine, lambda client: self._load(engine, client))
             case StepKind.WARM_UP:
-                return await self._asking(engine, self._warm_up)
+                return await self._with_client(engine, self._warm_up)
             case StepKind.VERIFY:
-                return await self._asking(engine, lambda client: self._verify(engine, client))
+                return await self._with_client(engine, lambda client: self._verify(engine, client))
             case _:
                 raise AssertionError(f"{kind} is of the whole fleet")
 
@@ -284,7 +284,7 @@ class RedeployActions:
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""
         try:
-            metrics = await self._asking(engine, lambda client: client.metrics())
+            metrics = await self._with_client(engine, lambda client: client.metrics())
         except OrchestrRLError as error:
             # One that has ended is as good as stopped: gateways take their requests back from it.
             told = await self.deployer.status(engine)
@@ -294,23 +294,23 @@ class RedeployActions:
 
     async def _stop(self, engine: EngineId) -> str:
         held = self.running.pop(engine, None)
-        self.plane.engines_deployed()  # nobody is to watch it go
+        self.control_plane.engines_deployed()  # nobody is to watch it go
         try:
             await self.deployer.stop(engine)
         except BaseException:
             if held is not None:
                 self.running[engine] = held
             raise
-        self.plane.engine_stopped(engine)
-        self.plane.engines_deployed()
+        self.control_plane.engine_stopped(engine)
+        self.control_plane.engines_deployed()
         return ""
 
     async def _sleep(self, engine: EngineId) -> str:
-        await self._asking(engine, self._put_to_sleep)
+        await self._with_client(engine, self._put_to_sleep)
         await self.deployer.lend(engine, True)
         self.running[engine] = replace(self.running[engine], lent=True)
-        self.plane.engine_stopped(engine)
-        self.plane.engines_deployed()
+        self.control_plane.engine_stopped(engine)
+        self.control_plane.engines_deployed()
         return ""
 
     @staticmethod
@@ -324,7 +324,7 @@ class RedeployActions:
                 await client.wake()
 
         await self.deployer.lend(engine, False)
-        await self._asking(engine, wake)
+        await self._with_client(engine, wake)
         self.running[engine] = replace(self.running[engine], lent=False)
         return ""
 
@@ -354,12 +354,12 @@ class RedeployActions:
 
         if len(spec.gpus) > len(self.running[spec.engine].gpus):
             self.running[spec.engine] = await self.deployer.scale(spec)
-            said = await self._asking(spec.engine, scale)
+            said = await self._with_client(spec.engine, scale)
         else:
-            said = await self._asking(spec.engine, scale)
+            said = await self._with_client(spec.engine, scale)
             self.running[spec.engine] = await self.deployer.scale(spec)
         scaled = self.running.pop(spec.engine)
-        self.plane.engines_deployed()  # its watch begins anew: it has other seats now
+        self.control_plane.engines_deployed()  # its watch begins anew: it has other seats now
         self.running[spec.engine] = scaled
         return said
 
@@ -375,11 +375,11 @@ class RedeployActions:
             self.running[engine] = deployed
             if deployed.url:
                 try:
-                    took_s = await self._asking(engine, _first_token)
+                    elapsed_s = await self._with_client(engine, _first_token)
                 except OrchestrRLError as error:
                     self.waits_for[engine] = str(error)
                 else:
-                    return f"a token in {took_s:.3g} s"
+                    return f"a token in {elapsed_s:.3g} s"
             await self._clock.sleep(POLL_S)
 
     async def _load(self, engine: EngineId, client: ManagedEngine) -> str:
@@ -436,7 +436,7 @@ class RedeployActions:
             faults += writing_fault(reference, written, self.tolerance)
         return faults
 
-    async def _asking(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
+    async def _with_client(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
         client = self.connect(self.running[engine].url)
         try:
             return await ask(client)

@@ -93,13 +93,13 @@ class RedeploymentBook:
                 self.note_stopped(engine, done=done, detail=told.detail)
             elif told.step.kind is StepKind.VERIFY or not done:
                 body: dict[str, object] = {"done": done, "detail": told.detail}
-                took_s = run.took_s(engine)
-                if done and took_s is not None and engine in specs and usual(run, engine):
+                elapsed_s = run.elapsed_s(engine)
+                if done and elapsed_s is not None and engine in specs and usual(run, engine):
                     spec = specs[engine]
                     known = run.acts.configurations.get(spec.configuration)
-                    expected_s = took_s if known is None else known.switch_s
+                    expected_s = elapsed_s if known is None else known.switch_s
                     body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
-                    body |= {"took_s": took_s, "expected_s": expected_s}
+                    body |= {"elapsed_s": elapsed_s, "expected_s": expected_s}
                 self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STARTED, engine, body)
 
     def note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
@@ -118,13 +118,15 @@ def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId],
     """What configurations take to come up, for who estimates it."""
     known = run.acts.configurations  # those of the daemon that began it: the next may have others
     return tuple(
-        EngineStart(spec.configuration, took_s, known[spec.configuration].switch_s)
+        EngineStart(spec.configuration, elapsed_s, known[spec.configuration].switch_s)
         for spec in run.redeployment.coming
-        if spec.configuration in known and usual(run, spec.engine) and (took_s := run.took_s(spec.engine)) is not None
+        if spec.configuration in known
+        and usual(run, spec.engine)
+        and (elapsed_s := run.elapsed_s(spec.engine)) is not None
     )
 
 
-def in_words(report: RedeploymentReport) -> str:
+def summary_text(report: RedeploymentReport) -> str:
     done = [told for told in report.steps if told.state is RedeployStepState.DONE]
     stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in done)
     started = sum(told.step.kind is StepKind.VERIFY for told in done)

@@ -30,11 +30,11 @@ class AnswerTolerance:
         return 10 * self.mean_nats
 
 
-def layout_fault(said: ReportedLayout, wanted: Parallelism) -> list[str]:
+def layout_fault(reported: ReportedLayout, wanted: Parallelism) -> list[str]:
     """What the engine says of itself against what it was started for. What it does not say is not held against it."""
-    pairs = [("TP", said.tp, wanted.tp), ("PP", said.pp, wanted.pp), ("DP", said.dp, wanted.dp)]
+    pairs = [("TP", reported.tp, wanted.tp), ("PP", reported.pp, wanted.pp), ("DP", reported.dp, wanted.dp)]
     if not wanted.afd:
-        pairs.append(("EP", said.ep, wanted.ep > 1))
+        pairs.append(("EP", reported.ep, wanted.ep > 1))
     wrong = [f"{name} {got} instead of {want}" for name, got, want in pairs if got is not None and got != want]
     return [f"is laid out otherwise: {', '.join(wrong)}"] if wrong else []
 

@@ -20,7 +20,7 @@ from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLi
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment import actions
 from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
-from orchestrrl.fleet.redeployment.book import RedeploymentBook, in_words, starts_of
+from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.records import OpenRedeployment, RecordedFleet, read_fleet, read_open
@@ -75,7 +75,7 @@ class RedeploymentController:
 
     def __init__(
         self,
-        plane: FleetControl,
+        control_plane: FleetControl,
         deployer: Deployer,
         connect: Callable[[str], ManagedEngine],
         configurations: Mapping[ConfigurationId, Configuration],
@@ -86,7 +86,7 @@ class RedeploymentController:
         policy: RedeployPolicy | None = None,
     ) -> None:
         self.policy = policy or RedeployPolicy()
-        self._plane = plane
+        self._control_plane = control_plane
         self._deployer = deployer
         self._connect = connect
         self.configurations = configurations
@@ -94,12 +94,12 @@ class RedeploymentController:
         self._gpus_count = gpus_count
         self._per_node = per_node
         self._running: dict[EngineId, DeployedInstance] = {}
-        self._fleet = read_fleet(plane.journal)  # None: nothing has been redeployed here
+        self._fleet = read_fleet(control_plane.journal)  # None: nothing has been redeployed here
         self._run: RedeploymentRun | None = None
         self._task: asyncio.Task[RedeploymentOutcome] | None = None
         self._starting = False
         self._book = RedeploymentBook(
-            plane.journal, plane.clock, lambda: None if self._run is None else self._run.report()
+            control_plane.journal, control_plane.clock, lambda: None if self._run is None else self._run.report()
         )
 
     # --- the engines that there are
@@ -110,8 +110,8 @@ class RedeploymentController:
 
     async def recover(self) -> None:
         """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
-        await self._look()
-        opened = read_open(self._plane.journal)
+        await self._scan()
+        opened = read_open(self._control_plane.journal)
         ours = (
             self._ours()
             if opened is None
@@ -127,20 +127,20 @@ class RedeploymentController:
         self._adopt()
         acts = self._acts(opened.redeployment)
         self._run = run = RedeploymentRun(
-            opened.redeployment, acts, self._plane.journal, self._plane.clock, self._changed
+            opened.redeployment, acts, self._control_plane.journal, self._control_plane.clock, self._changed
         )
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenRedeployment) -> None:
         """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
-        while self._plane.redeployment_hold():
-            await self._plane.clock.sleep(POLL_S)
+        while self._control_plane.redeployment_hold():
+            await self._control_plane.clock.sleep(POLL_S)
         await run.resume(opened.steps)
 
     async def maintain(self) -> None:
         """Notice engines that end by themselves; until cancelled."""
         while True:
-            await self._plane.clock.sleep(TEND_S)
+            await self._control_plane.clock.sleep(TEND_S)
             if self.busy:
                 continue
             before, run = dict(self._running), self._run
@@ -171,11 +171,11 @@ class RedeploymentController:
         if self.busy:  # it is the business of a redeployment that has begun meanwhile
             return
         self._running.pop(deployed.engine, None)
-        self._plane.engine_stopped(deployed.engine)
+        self._control_plane.engine_stopped(deployed.engine)
         self._book.note_stopped(deployed.engine, done=True, detail=deployed.detail)
-        self._plane.engines_deployed()
+        self._control_plane.engines_deployed()
 
-    async def _look(self) -> None:
+    async def _scan(self) -> None:
         self._take_stock(await self._deployer.list_engines())
 
     def _take_stock(self, found: Iterable[DeployedInstance]) -> None:
@@ -193,7 +193,7 @@ class RedeploymentController:
                 await self._deployer.stop(engine)
             except OrchestrRLError as error:  # the others have to be served all the same
                 logger.error("engine %s does not end: %s", engine, error)
-                self._plane.routes.draining.add(engine)
+                self._control_plane.routes.draining.add(engine)
                 self._book.note_stopped(engine, done=False, detail=str(error))
                 continue
             del self._running[engine]
@@ -208,15 +208,17 @@ class RedeploymentController:
         acts = self._acts(None)
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
-                self._plane.state.add_engine(acts.facts(deployed))
+                self._control_plane.state.add_engine(acts.facts(deployed))
                 if deployed.configuration not in self.configurations:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
                     )
-        self._plane.engines_deployed()
+        self._control_plane.engines_deployed()
 
     def _standing(self) -> StandingEngine:
-        drained = {view.id for view in self._plane.state.engines(self._plane.clock.now_s()) if view.draining}
+        drained = {
+            view.id for view in self._control_plane.state.engines(self._control_plane.clock.now_s()) if view.draining
+        }
         specs = {spec.engine: spec for spec in self._ours() or ()}
         serving: list[EngineSpec] = []
         asleep: list[EngineSpec] = []
@@ -229,7 +231,7 @@ class RedeploymentController:
         owned = set(self._running)
         others = {
             gpu: view.id
-            for view in self._plane.state.engines(self._plane.clock.now_s())
+            for view in self._control_plane.state.engines(self._control_plane.clock.now_s())
             if view.id not in owned
             for gpu in view.gpus
         }
@@ -247,7 +249,7 @@ class RedeploymentController:
 
     def _serves(self, deployed: DeployedInstance) -> bool:
         """It lives, and no operator has removed it, who wants no requests there."""
-        return deployed.life is EngineLife.ALIVE and not self._plane.state.barred(deployed.engine)
+        return deployed.life is EngineLife.ALIVE and not self._control_plane.state.barred(deployed.engine)
 
     def _spec_of(self, deployed: DeployedInstance) -> EngineSpec:
         """Of an engine whose record was lost: as it would be started now."""
@@ -276,7 +278,7 @@ class RedeploymentController:
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
-            wanted = self._wanted(self._plane.plan_named(wish.plan), standing)
+            wanted = self._wanted(self._control_plane.plan_named(wish.plan), standing)
         else:
             wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
         redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
@@ -295,7 +297,7 @@ class RedeploymentController:
     def _redeployment(
         self, id: RedeploymentId, plan: PlanId, reason: str, standing: StandingEngine, wanted: TargetEngine
     ) -> Redeployment:
-        weights = self._plane.current_weights()
+        weights = self._control_plane.current_weights()
         coming = {spec.engine for spec in wanted.new} - {spec.engine for spec in standing.serving}
         woken = {spec.engine for spec in standing.asleep} & coming
         if coming - woken and weights.version is not None and not weights.source:
@@ -307,7 +309,7 @@ class RedeploymentController:
             id=id,
             plan=plan,
             reason=reason,
-            created_s=self._plane.clock.now_s(),
+            created_s=self._control_plane.clock.now_s(),
             old=standing.serving,
             new=wanted.new,
             asleep=standing.asleep,
@@ -338,7 +340,7 @@ class RedeploymentController:
     def _offers(self, engine: EngineId) -> EngineCapabilities | None:
         """As it was last reported; right after a redeployment, as it told then."""
         verified = None if self._run is None else self._run.acts.offers.get(engine)
-        return self._plane.state.capabilities(engine) or verified
+        return self._control_plane.state.capabilities(engine) or verified
 
     def _elastic(self) -> frozenset[EngineId]:
         if not self._deployer.can_scale:
@@ -372,7 +374,7 @@ class RedeploymentController:
         self._check_free()
         self._starting = True
         try:
-            await self._look()
+            await self._scan()
             standing = self._standing()
             id = self._next_id()
             wanted = self._wanted(plan, standing)
@@ -386,7 +388,7 @@ class RedeploymentController:
     def begin(self, wish: RedeployRequest) -> RedeploymentId:
         """Start what `draft` shows; it then goes on by itself."""
         self._check_free()
-        if because := self._plane.redeployment_hold():
+        if because := self._control_plane.redeployment_hold():
             raise Permanent(because)
         redeployment, _ = self.draft(wish)
         if not _changes(redeployment):
@@ -402,7 +404,11 @@ class RedeploymentController:
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> None:
         """`tell` the control plane how it ends, where the caller does not."""
         self._run = run = RedeploymentRun(
-            redeployment, self._acts(redeployment), self._plane.journal, self._plane.clock, self._changed
+            redeployment,
+            self._acts(redeployment),
+            self._control_plane.journal,
+            self._control_plane.clock,
+            self._changed,
         )
         self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
         self._task.add_done_callback(_log_defect)
@@ -410,7 +416,7 @@ class RedeploymentController:
     def _acts(self, redeployment: Redeployment | None) -> RedeployActions:
         blank = Redeployment(RedeploymentId(""), PlanId(""), "", 0.0, (), ())
         return RedeployActions(
-            self._plane,
+            self._control_plane,
             self._deployer,
             self._connect,
             self.configurations,
@@ -426,7 +432,7 @@ class RedeploymentController:
             run.acts.let_be()
             raise
         try:
-            await self._look()
+            await self._scan()
         except OrchestrRLError as error:  # what the redeployment has seen is as good
             logger.warning("the deployer does not say what runs: %s", error)
         report = run.report()
@@ -438,13 +444,13 @@ class RedeploymentController:
             serving=tuple(spec for spec, deployed in there if not deployed.lent),
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
-        now_s, starts = self._plane.clock.now_s(), starts_of(run, self._as_usual)
-        outcome = RedeploymentOutcome(report.state is RedeploymentState.DONE, in_words(report), now_s, starts)
+        now_s, starts = self._control_plane.clock.now_s(), starts_of(run, self._as_usual)
+        outcome = RedeploymentOutcome(report.state is RedeploymentState.DONE, summary_text(report), now_s, starts)
         try:
             self._book.ended(report, self._fleet)
             self._book.note_engines(run, self._as_usual)
             if tell:
-                self._plane.redeployment_ended(run.redeployment.plan, outcome)
+                self._control_plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
             logger.error("the end of redeployment %s cannot be written down: %s", report.id, error)
         self._changed()

@@ -66,12 +66,12 @@ class Emptying:
 
     def __init__(
         self,
-        plane: MoveControl,
+        control_plane: MoveControl,
         redeployment: Redeployment,
         configurations: Mapping[ConfigurationId, Configuration],
         tally: MovesTally,
     ) -> None:
-        self._plane = plane
+        self._control_plane = control_plane
         self._redeployment = redeployment
         self._tally = tally
         self._coming = {spec.engine: spec.configuration for spec in redeployment.preparing}
@@ -82,28 +82,28 @@ class Emptying:
         self._given: dict[RequestId, EngineId] = {}  # as last ordered
         self._until_s: dict[RequestId, float] = {}  # not ordered again before
         self._refused: defaultdict[RequestId, set[EngineId]] = defaultdict(set)  # by whom
-        self._look: _Look | None = None
+        self._polled: _Look | None = None
 
     def here(self, engine: EngineId) -> Sequence[RequestView]:
         """What gateways have there."""
-        return self._looked().requests.get(engine, ())
+        return self._recent_snapshot().requests.get(engine, ())
 
     async def order(self, engine: EngineId) -> int:
         """Have what can leave leave, unless that was ordered of late; how many did."""
-        look, now_s = self._looked(), self._plane.clock.now_s()
+        look, now_s = self._recent_snapshot(), self._control_plane.clock.now_s()
         due = [r for r in self.here(engine) if r.movable and self._until_s.get(r.id, 0.0) <= now_s]
         moves = [move for request in due if (move := self._move(request, look)) is not None]
         if not moves:
             return 0
         self._until_s |= {move.request: now_s + TOLD_WITHIN_S for move in moves}
-        outcome = await self._plane.move_for_redeployment(moves, look.snapshot)
+        outcome = await self._control_plane.move_for_redeployment(moves, look.snapshot)
         left = 0
         for move, item in zip(moves, outcome.items, strict=True):
             if not item.done:
                 self._refused[move.request].add(move.to_engine)
                 continue
             left += 1
-            parks = move.to_engine in self._plane.routes.expected
+            parks = move.to_engine in self._control_plane.routes.expected
             (self._tally.parked if parks else self._tally.moved).add(move.request)
         return left
 
@@ -127,29 +127,31 @@ class Emptying:
         there = request.engine or EngineId("")
         return self._given.get(request.id) or self._redeployment.destinations.get(request.id) or there
 
-    def _looked(self) -> _Look:
-        now_s = self._plane.clock.now_s()
-        before = self._look
+    def _recent_snapshot(self) -> _Look:
+        now_s = self._control_plane.clock.now_s()
+        before = self._polled
         if before is not None:
             age_s, requests = now_s - before.snapshot.now_s, len(before.snapshot.requests)
             if 0 <= age_s <= LOOK_S + LOOK_S_PER_REQUEST * requests:
                 return before
-        snapshot = self._plane.state.snapshot(now_s)
+        snapshot = self._control_plane.state.snapshot(now_s)
         requests_of: defaultdict[EngineId, list[RequestView]] = defaultdict(list)
         for request in snapshot.requests:
             if request.engine is not None:
                 requests_of[request.engine].append(request)
-        takes = {view.id for view in snapshot.engines if self._takes(view)}
+        takes = {view.id for view in snapshot.engines if self._accepts_requests(view)}
         willing = {
             spec.engine: len(spec.gpus) or 1
             for spec in self._redeployment.new
             if spec.engine in self._coming or spec.engine in takes
         }
         load = Counter(map(self._headed, snapshot.requests))
-        self._look = _Look(snapshot, requests_of, willing, load)
-        return self._look
+        self._polled = _Look(snapshot, requests_of, willing, load)
+        return self._polled
 
-    def _takes(self, engine: EngineView) -> bool:
+    def _accepts_requests(self, engine: EngineView) -> bool:
         """Of one that nobody reports only its gateways know whether it is well."""
-        well = engine.health is EngineHealth.OK or not self._plane.state.reported(engine.id)
-        return well and not (engine.draining or engine.outdated) and engine.id not in self._plane.routes.draining
+        well = engine.health is EngineHealth.OK or not self._control_plane.state.reported(engine.id)
+        return (
+            well and not (engine.draining or engine.outdated) and engine.id not in self._control_plane.routes.draining
+        )

@@ -18,7 +18,7 @@ class RedeploymentMetrics:
         self._outcomes: Counter[RedeploymentState] = Counter()
         self._steps: Counter[StepKind] = Counter()
         self._failed: Counter[StepKind] = Counter()
-        self._took_s: dict[StepKind, float] = dict.fromkeys(StepKind, 0.0)
+        self._elapsed_s: dict[StepKind, float] = dict.fromkeys(StepKind, 0.0)
         self._closed_s = 0.0
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
@@ -47,7 +47,7 @@ class RedeploymentMetrics:
             "orchestrrl_redeployment_steps_failed", "Steps of redeployments that failed.", labels=["kind"]
         )
         for kind in StepKind:
-            steps.add_metric([kind], self._steps[kind], self._took_s[kind])
+            steps.add_metric([kind], self._steps[kind], self._elapsed_s[kind])
             failed.add_metric([kind], self._failed[kind])
         yield from (steps, failed)
 
@@ -55,8 +55,8 @@ class RedeploymentMetrics:
         self._outcomes[report.state] += 1
         self._closed_s += report.closed_s or 0.0
         for told in report.steps:
-            if told.state is RedeployStepState.DONE and told.took_s is not None:
+            if told.state is RedeployStepState.DONE and told.elapsed_s is not None:
                 self._steps[told.step.kind] += 1
-                self._took_s[told.step.kind] += told.took_s
+                self._elapsed_s[told.step.kind] += told.elapsed_s
             elif told.state is RedeployStepState.FAILED:
                 self._failed[told.step.kind] += 1

@@ -11,7 +11,7 @@ class EngineStart:
     its configuration had said."""
 
     configuration: ConfigurationId
-    took_s: float
+    elapsed_s: float
     expected_s: float
 
 

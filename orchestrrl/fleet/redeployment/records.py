@@ -95,7 +95,7 @@ def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
     StepKind(body["kind"]), RedeployStepState(body["state"])
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])
-    missing = {"engine", "number", "direction", "detail", "began_s", "took_s"} - body.keys()
+    missing = {"engine", "number", "direction", "detail", "began_s", "elapsed_s"} - body.keys()
     if missing:
         raise ValueError(f"has no {min(missing)}")
     return body

@@ -118,7 +118,7 @@ class RedeploymentRun:
             closed_s=self._closed_s,
         )
 
-    def took_s(self, engine: EngineId) -> float | None:
+    def elapsed_s(self, engine: EngineId) -> float | None:
         """Seconds from when what was in its way began to leave until it was verified; None: it was not."""
         verified_s, began_s = None, []
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
@@ -131,8 +131,8 @@ class RedeploymentRun:
                 began_s.append(told.began_s)
             if step.engine == engine and step.kind in _TAKES_GPUS:
                 began_s.append(told.began_s)
-            if step.engine == engine and step.kind is StepKind.VERIFY and told.took_s is not None:
-                verified_s = told.began_s + told.took_s
+            if step.engine == engine and step.kind is StepKind.VERIFY and told.elapsed_s is not None:
+                verified_s = told.began_s + told.elapsed_s
         return None if verified_s is None or not began_s else verified_s - min(began_s)
 
     def call_off(self, because: str) -> None:
@@ -206,7 +206,7 @@ class RedeploymentRun:
         if failure is not None:
             logger.warning("redeployment %s goes back: %s", self.redeployment.id, failure)
             self._detail = str(failure)
-            self._told()
+            self._notify()
             amiss = await self._back()
         state = RedeploymentState.DONE
         if failure is not None:
@@ -223,7 +223,7 @@ class RedeploymentRun:
             if told.state is RedeployStepState.PENDING:
                 self._steps[key] = replace(told, state=RedeployStepState.SKIPPED)
         self.acts.going_back = True
-        present = await self._look()
+        present = await self._scan()
         asleep = {engine for engine in present if self.acts.running[engine].lent}
         old = {spec.engine for spec in self.redeployment.leaving}
         asleep |= present & self._dozing & old
@@ -238,18 +238,18 @@ class RedeploymentRun:
         self._list_steps(StepDirection.BACK)
         brought_up = {step.engine for step in steps_in(self._stages[StepDirection.BACK]) if step.kind is StepKind.READY}
         self.acts.expect(engine for engine in brought_up if engine is not None)
-        self._told()
+        self._notify()
         amiss: list[str] = []
         for stage in self._stages[StepDirection.BACK]:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
             amiss += [outcome for outcome in outcomes if outcome]
         return list(dict.fromkeys(amiss))
 
-    async def _look(self) -> set[EngineId]:
+    async def _scan(self) -> set[EngineId]:
         """What is there. Without that nothing can be undone, so a deployer that does not answer is asked again."""
         while True:
             try:
-                return await self.acts.look()
+                return await self.acts.scan()
             except OrchestrRLError as error:
                 logger.error(
                     "redeployment %s cannot go back: the deployer does not say what there is: %s",
@@ -259,7 +259,7 @@ class RedeploymentRun:
                 await self._clock.sleep(POLL_AGAIN_S)
 
     async def _as_before(self) -> bool:
-        await self._look()
+        await self._scan()
         serving = {engine for engine, up in self.acts.running.items() if up.life is EngineLife.ALIVE and not up.lent}
         return serving == {spec.engine for spec in self.redeployment.old}
 
@@ -358,21 +358,21 @@ class RedeploymentRun:
 
     # --- written down
 
-    def _write(self, told: StepReport) -> None:
-        step = told.step
-        self._steps[told.direction, step.number] = told
-        self._note(step.kind, step.engine, told.state)
+    def _write(self, report: StepReport) -> None:
+        step = report.step
+        self._steps[report.direction, step.number] = report
+        self._note(step.kind, step.engine, report.state)
         body: dict[str, Any] = {
-            "id": f"{self.redeployment.id}/{told.direction}/{step.number}",
-            "direction": told.direction,
+            "id": f"{self.redeployment.id}/{report.direction}/{step.number}",
+            "direction": report.direction,
             "number": step.number,
             "kind": step.kind,
             "engine": step.engine,
-            "state": told.state,
-            "detail": told.detail,
-            "began_s": told.began_s,
-            "took_s": told.took_s,
-            "valid_until_s": (told.began_s or 0.0) + step.within_s,
+            "state": report.state,
+            "detail": report.detail,
+            "began_s": report.began_s,
+            "elapsed_s": report.elapsed_s,
+            "valid_until_s": (report.began_s or 0.0) + step.within_s,
         }
         if self.redeployment.reference is None and self.acts.redeployment.reference is not None:
             self.redeployment = self.acts.redeployment
@@ -380,14 +380,19 @@ class RedeploymentRun:
         try:
             self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_STEP, self.redeployment.id, body)
         except OrchestrRLError as error:
-            if told.direction is StepDirection.FORWARD:
+            if report.direction is StepDirection.FORWARD:
                 raise
             # A full disk must not keep the fleet from being whole again.
             logger.error("redeployment %s: %s", self.redeployment.id, error)
         logger.info(
-            "redeployment %s: %s %s %s %s", self.redeployment.id, step.kind, step.engine or "", told.state, told.detail
+            "redeployment %s: %s %s %s %s",
+            self.redeployment.id,
+            step.kind,
+            step.engine or "",
+            report.state,
+            report.detail,
         )
-        self._told()
+        self._notify()
 
     def _note(self, kind: StepKind, engine: EngineId | None, state: RedeployStepState) -> None:
         """Whose processes may be there now, and neither serve nor stay."""
@@ -426,7 +431,7 @@ class RedeploymentRun:
                 continue
             state = RedeployStepState(body["state"])
             self._steps[StepDirection.FORWARD, step.number] = StepReport(
-                step, StepDirection.FORWARD, state, body["detail"], body["began_s"], body["took_s"]
+                step, StepDirection.FORWARD, state, body["detail"], body["began_s"], body["elapsed_s"]
             )
             if step.kind is StepKind.FENCE and self._fenced_s is None:
                 self._fenced_s = body["began_s"]
@@ -443,5 +448,5 @@ class RedeploymentRun:
         for step in steps_in(self._stages[direction]):
             self._steps[direction, step.number] = StepReport(step, direction)
 
-    def _told(self) -> None:
+    def _notify(self) -> None:
         self._changed()

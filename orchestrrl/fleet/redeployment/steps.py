@@ -191,7 +191,7 @@ class StepReport:
     state: RedeployStepState = RedeployStepState.PENDING
     detail: str = ""
     began_s: float | None = None
-    took_s: float | None = None
+    elapsed_s: float | None = None
 
 
 class RedeploymentState(StrEnum):
@@ -222,7 +222,7 @@ class RedeploymentReport:
     closed_s: float | None = None
 
     @property
-    def took_s(self) -> float | None:
+    def elapsed_s(self) -> float | None:
         return None if self.ended_s is None else self.ended_s - self.created_s
 
 

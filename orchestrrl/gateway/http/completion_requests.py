@@ -13,7 +13,7 @@ from orchestrrl.gateway.http.field_types import InvalidRequest, raise_faults, sh
 from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
-from orchestrrl.gateway.moves.movable import asked_tokens, immovable_because, relayed_because
+from orchestrrl.gateway.moves.movable import immovable_because, max_answer_tokens, relayed_because
 from planner.model import RequestId
 
 MAX_ANSWERS = 4096  # of one body
@@ -84,7 +84,7 @@ def read_completion_request(
     lag = body.get("max_version_lag")
     stale = OnStale(body.get("on_stale") or on_stale)
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
-    max_tokens = asked_tokens(endpoint, body)
+    max_tokens = max_answer_tokens(endpoint, body)
     relayed = relayed_because(endpoint, body)
     pinned = next((f"{name}: names a rank of one engine" for name, _ in headers if name.lower() == _RANK_HEADER), "")
     because = immovable_because(endpoint, body) or pinned

@@ -98,7 +98,7 @@ class PauseEndpoints:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.daemon: Daemon | None = None
-        self._told_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
+        self._set_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
         self.alone = True  # False, without a daemon: others serve the same port, and nobody could order them
 
     def routes(self) -> list[web.RouteDef]:
@@ -128,10 +128,10 @@ class PauseEndpoints:
 
         return handle
 
-    async def _answer(self, asked: RequestBody | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
+    async def _answer(self, body: RequestBody | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
         try:
             if self.daemon is not None:
-                return web.json_response(self._with_urls(await self.daemon(asked)))
+                return web.json_response(self._with_urls(await self.daemon(body)))
             if not self.alone:
                 raise PauseRefusal(
                     503, "other processes serve this port: give them a daemon, which can order all of them"
@@ -153,42 +153,42 @@ class PauseEndpoints:
 
     # --- a gateway that is alone -------------------------------------------------------------------------------------
 
-    async def _pause(self, asked: PauseBody) -> Mapping[str, Any]:
+    async def _pause(self, body: PauseBody) -> Mapping[str, Any]:
         now_s = self._gateway.clock.now_s()
         order = CloseBarrier(
             lease=uuid.uuid4().hex[:16],
-            holder=asked.holder,
-            mode=asked.mode,
-            frozen=asked.frozen,
-            lease_until_s=now_s + asked.lease_s,
-            quiet_by_s=now_s + asked.within_s,
+            holder=body.holder,
+            mode=body.mode,
+            frozen=body.frozen,
+            lease_until_s=now_s + body.lease_s,
+            quiet_by_s=now_s + body.within_s,
         )
         return await self._shown(await self._gateway.barrier.close(order))
 
-    async def _renew(self, asked: RenewBody) -> Mapping[str, Any]:
-        self._gateway.barrier.renew(asked.lease_id, self._gateway.clock.now_s() + asked.lease_s)
+    async def _renew(self, body: RenewBody) -> Mapping[str, Any]:
+        self._gateway.barrier.renew(body.lease_id, self._gateway.clock.now_s() + body.lease_s)
         return await self._shown()
 
-    async def _resume(self, asked: ResumeBody) -> Mapping[str, Any]:
-        without = tuple(EngineId(engine) for engine in asked.without_engines)
-        items = await self._gateway.barrier.open(OpenBarrier(asked.lease_id, asked.policy_version, without))
-        self._remember(asked.policy_version, asked.weights_source)
+    async def _resume(self, body: ResumeBody) -> Mapping[str, Any]:
+        without = tuple(EngineId(engine) for engine in body.without_engines)
+        items = await self._gateway.barrier.open(OpenBarrier(body.lease_id, body.policy_version, without))
+        self._remember(body.policy_version, body.weights_source)
         return await self._shown(items)
 
-    async def _set_version(self, asked: SetVersionBody) -> Mapping[str, Any]:
-        await self._gateway.barrier.set_version(tuple(map(EngineId, asked.engines)), asked.policy_version)
-        self._remember(asked.policy_version, asked.weights_source)
+    async def _set_version(self, body: SetVersionBody) -> Mapping[str, Any]:
+        await self._gateway.barrier.set_version(tuple(map(EngineId, body.engines)), body.policy_version)
+        self._remember(body.policy_version, body.weights_source)
         return await self._shown()
 
     def _remember(self, version: int | None, source: str) -> None:
         """Where weights are is remembered of the newest alone, until they are others."""
         newest = self._gateway.barrier.report().policy_version
-        known_version, known = self._told_source
+        known_version, known = self._set_source
         told = source if version in (None, newest) else ""
-        self._told_source = (newest, told or (known if newest == known_version else ""))
+        self._set_source = (newest, told or (known if newest == known_version else ""))
 
-    async def _cancel(self, asked: CancelBody) -> Mapping[str, Any]:
-        cancelled = self._gateway.cancel(map(RequestId, asked.requests), asked.groups, asked.reason)
+    async def _cancel(self, body: CancelBody) -> Mapping[str, Any]:
+        cancelled = self._gateway.cancel(map(RequestId, body.requests), body.groups, body.reason)
         return {"cancelled_ids": list(cancelled)}
 
     async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
@@ -204,7 +204,7 @@ class PauseEndpoints:
             "frozen": None if closed is None else closed.frozen,
             "lease_until_unix_s": None if closed is None else closed.lease_until_s,
             "policy_version": report.policy_version,
-            "weights_source": self._told_source[1],
+            "weights_source": self._set_source[1],
             "requests": {"running": report.running, "frozen": report.frozen, "held": report.held},
             "engines": [
                 {

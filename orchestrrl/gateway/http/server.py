@@ -233,7 +233,7 @@ class GatewayServer:
             _refuse(connection, job)
             return
         try:
-            if job.ask.streaming:
+            if job.request.streaming:
                 await _stream_at(connection, job)
                 return
             await job.run()
@@ -256,7 +256,7 @@ class GatewayServer:
         try:
             async with job:
                 held = True
-                if job.ask.streaming:
+                if job.request.streaming:
                     return await self._stream(request, job)
                 await job.finished()
                 return _refused(request, job.failure) if job.failure is not None else web.json_response(_whole(job))
@@ -296,7 +296,7 @@ class GatewayServer:
             )
         except InvalidRequest as fault:
             return failure_of(str(fault), 400, fault.param)
-        return self._gateway.job(ask, _named(body, headers) if name else None)
+        return self._gateway.request_group(ask, _named(body, headers) if name else None)
 
     async def _stream(self, request: web.Request, job: RequestGroup) -> web.StreamResponse:
         """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
@@ -306,7 +306,7 @@ class GatewayServer:
             return _refused(request, job.failure)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await answer.prepare(request)
-        writers = [ChunkWriter(job.ask.form, index, record) for index, record in enumerate(job.records)]
+        writers = [ChunkWriter(job.request.form, index, record) for index, record in enumerate(job.records)]
         open_answers = list(zip(job.records, writers, strict=True))
         while open_answers and job.failure is None:
             data = b"".join(_news(record, writer) for record, writer in open_answers)
@@ -415,7 +415,7 @@ class GatewayServer:
         return web.json_response({"items": items})
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        if self.elsewhere is not None and not self._gateway.knows(move.request):
+        if self.elsewhere is not None and not self._gateway.has_request(move.request):
             return await self.elsewhere(move.request, move.to_engine)
         (result,) = await self._gateway.move((move,))
         return result
@@ -458,7 +458,7 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
 
 
 def _whole(job: RequestGroup) -> dict[str, Any]:
-    return response(job.ask.form, job.records, job.ask.answers_per_prompt)
+    return response(job.request.form, job.records, job.request.answers_per_prompt)
 
 
 async def _stream_at(connection: HttpConnection, job: RequestGroup) -> None:
@@ -472,7 +472,7 @@ async def _stream_at(connection: HttpConnection, job: RequestGroup) -> None:
         if not connection.writable or record.id in ended or record.failure is not None:
             return
         if record.id not in writers:
-            writers[record.id] = ChunkWriter(job.ask.form, indices[record.id], record)
+            writers[record.id] = ChunkWriter(job.request.form, indices[record.id], record)
         data = _news(record, writers[record.id])
         if record.finish_reason is not None:
             ended.add(record.id)
@@ -504,8 +504,8 @@ def _news(record: RequestRecord, writer: ChunkWriter) -> bytes:
 def _closing(job: RequestGroup) -> bytes:
     if job.failure is not None:
         return event(job.failure.error) + DONE
-    form = job.ask.form
-    return (usage_chunk(form, job.records, job.ask.answers_per_prompt) if form.usage else b"") + DONE
+    form = job.request.form
+    return (usage_chunk(form, job.records, job.request.answers_per_prompt) if form.usage else b"") + DONE
 
 
 def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:

@@ -55,12 +55,12 @@ class NamedRequest(NamedTuple):
 class AnswerRow(NamedTuple):
     key: int
     written_s: float
-    asked: NamedRequest | None  # with an answer's first piece
+    named_request: NamedRequest | None  # with an answer's first piece
     piece: AnswerPiece
 
 
 class StoredAnswer(NamedTuple):
-    asked: NamedRequest
+    named_request: NamedRequest
     pieces: tuple[AnswerPiece, ...]
 
 
@@ -98,7 +98,7 @@ class AnswerFile:
     def write(self, rows: Iterable[AnswerRow]) -> None:
         """All of them, or none."""
         nothing = (None, None, None)
-        values = [(row.key, row.written_s, *(row.asked or nothing), *row.piece) for row in rows]
+        values = [(row.key, row.written_s, *(row.named_request or nothing), *row.piece) for row in rows]
         self._in_transaction(lambda: self._insert(values))
 
     def _insert(self, values: Sequence[tuple[object, ...]]) -> None:

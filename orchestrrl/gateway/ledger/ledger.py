@@ -196,7 +196,7 @@ class RequestRecord:
         self.failure = failure
         self.finished_s = now_s
 
-    def hold(self) -> None:
+    def detach(self) -> None:
         """The gateway itself holds the request: it is on no engine."""
         self.engine = None
         self.relayed = False

@@ -76,7 +76,7 @@ class RecordCutter:
         "_logprobs",
         "_number",
         "_prompt_given",
-        "_prompt_told",
+        "_prompt_logged",
         "_prompt_wanted",
         "_tokens",
         "record",
@@ -95,7 +95,7 @@ class RecordCutter:
         """The next piece is a first one."""
         self._ids = self.record.generated_ids
         self._number = self._tokens = self._chars = self._logprobs = self._extras = 0
-        self._prompt_told = self._prompt_given
+        self._prompt_logged = self._prompt_given
         self._ended = False
 
     def resume(self, pieces: int) -> None:
@@ -107,7 +107,7 @@ class RecordCutter:
         self._chars = len(record.text)
         self._logprobs = len(record.logprobs or ())
         self._extras = len(record.extras)
-        self._prompt_told = True
+        self._prompt_logged = True
         self._ended = record.finish_reason is not None
 
     @property
@@ -129,9 +129,9 @@ class RecordCutter:
             return None
         text = record.text_from(self._chars) if self._chars else record.text
         prompt_ids = None
-        if not self._prompt_told and record.prompt_ids is not None and (ends is None or self._prompt_wanted):
+        if not self._prompt_logged and record.prompt_ids is not None and (ends is None or self._prompt_wanted):
             prompt_ids = array("I", record.prompt_ids).tobytes()
-            self._prompt_told = True
+            self._prompt_logged = True
         changes = record.versions.changes(self._tokens)
         more = self._more(ends, changes)
         piece = AnswerPiece(
@@ -282,5 +282,5 @@ def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
         record.usage = kept.usage
         record.finish(kept.finish_reason, kept.stop_reason, now_s)
     else:
-        record.hold()
+        record.detach()
     return True

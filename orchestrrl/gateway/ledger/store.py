@@ -92,7 +92,7 @@ class LedgerEntry:
     records: Sequence[RequestRecord]
     opened_s: float
     cutters: Sequence[RecordCutter] = ()  # once something is written, or was
-    asked: NamedRequest | None = None  # likewise
+    named_request: NamedRequest | None = None  # likewise
     queued: bool = False  # something of it may be on its way to the disk
     lost: bool = False  # something of it did not get there: set by the writer
 
@@ -103,8 +103,8 @@ class LedgerEntry:
             self.cutters = [
                 RecordCutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)
             ]
-        if self.asked is None:
-            self.asked = NamedRequest(self.name, _digest(self.endpoint, self.body), self.created_s)
+        if self.named_request is None:
+            self.named_request = NamedRequest(self.name, _digest(self.endpoint, self.body), self.created_s)
 
 
 @dataclass(slots=True)
@@ -192,14 +192,14 @@ class LedgerStore:
             return None
         try:
             stored = await self._read(key, name) if self._may_have(key) else None
-            if stored is not None and stored.asked.digest != _digest(endpoint, body):
+            if stored is not None and stored.named_request.digest != _digest(endpoint, body):
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body or credential, and that answer is kept; "
                     "take another id"
                 )
             entry = LedgerEntry(key, name, endpoint, body, created_s, records, self._clock.now_s())
             if stored is not None:
-                entry.asked, entry.created_s = stored.asked, stored.asked.created_s
+                entry.named_request, entry.created_s = stored.named_request, stored.named_request.created_s
                 entry.begin()
                 self._give_back(entry, stored)
         except BaseException:
@@ -207,13 +207,13 @@ class LedgerStore:
             raise
         self._entries[key] = entry
         if self._progress is None:
-            self._progress = asyncio.get_running_loop().call_later(PROGRESS_S, self._look)
+            self._progress = asyncio.get_running_loop().call_later(PROGRESS_S, self._collect_progress)
         return entry
 
     def leave(self, entry: LedgerEntry) -> None:
         """Its records have ended, or nobody waits for them any longer; before they are marked as such for that."""
         del self._entries[entry.key]
-        if entry.asked is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
+        if entry.named_request is None and self._clock.now_s() - entry.opened_s < self.keep.from_s:
             if self._claims is not None:
                 self._claims.free(entry.key)
             return
@@ -266,7 +266,7 @@ class LedgerStore:
 
     # --- what they add -----------------------------------------------------------------------------------------------
 
-    def _look(self, after: Sequence[LedgerEntry] = ()) -> None:
+    def _collect_progress(self, after: Sequence[LedgerEntry] = ()) -> None:
         """Take up what requests have grown by that have been here for a while. Young ones may have ended before it
         would be worth it."""
         before_s = self._clock.now_s() - PROGRESS_S
@@ -276,9 +276,9 @@ class LedgerStore:
                 self._queue(entry, leaves=False)
         loop = asyncio.get_running_loop()
         if len(entries) > ENTRIES_AT_ONCE:
-            self._progress = loop.call_later(0.0, self._look, entries[ENTRIES_AT_ONCE:])
+            self._progress = loop.call_later(0.0, self._collect_progress, entries[ENTRIES_AT_ONCE:])
         elif self._entries:
-            self._progress = loop.call_later(PROGRESS_S, self._look)
+            self._progress = loop.call_later(PROGRESS_S, self._collect_progress)
         else:
             self._progress = None
 
@@ -328,10 +328,10 @@ class LedgerStore:
                         pruned_s = now_s
                         self._prune(file)
                     if written:  # a file that can be opened may still take no more
-                        self._tell("")
+                        self._set_failing("")
             except _FAILURES as error:
                 self._lose(orders)
-                self._tell(str(error) or type(error).__name__)
+                self._set_failing(str(error) or type(error).__name__)
                 retry_s = now_s + RETRY_AFTER_S
                 if file is not None:
                     file.close()
@@ -353,7 +353,7 @@ class LedgerStore:
         try:
             self._open_for_requests()
         except _FAILURES as error:
-            self._tell(str(error))
+            self._set_failing(str(error))
 
     def _open_for_requests(self) -> None:
         if self._reader is None:
@@ -364,7 +364,7 @@ class LedgerStore:
     def _write(self, file: AnswerFile, orders: Sequence[_Order]) -> bool:
         """Whether there was anything to write."""
         rows = [
-            AnswerRow(order.entry.key, order.written_s, order.entry.asked if piece.number == 0 else None, piece)
+            AnswerRow(order.entry.key, order.written_s, order.entry.named_request if piece.number == 0 else None, piece)
             for order in orders
             if not order.entry.lost
             for piece in order.pieces
@@ -384,7 +384,7 @@ class LedgerStore:
         before_s = self._clock.now_s() - self.keep.answers_s
         self.counts.pruned += file.prune(before_s, self.keep.answers_bytes, self._claims.take, self._claims.free)
 
-    def _tell(self, failing: str) -> None:
+    def _set_failing(self, failing: str) -> None:
         """Log it when it changes."""
         if bool(failing) != bool(self.failing):
             if failing:

@@ -211,7 +211,7 @@ def _has_media(messages: object) -> bool:
     )
 
 
-def asked_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
+def max_answer_tokens(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> int | None:
     """The most tokens that the answer may have; None where the engine's context is the only limit, or what was asked
     is no such number, which is the engine's to judge."""
     asked = body.get("max_tokens")

@@ -87,7 +87,7 @@ class EngineBackends:
         """Those in the table, and those whose id names another by now."""
         return [*self._backends.values(), *self._retired]
 
-    def knows(self, backend: EngineBackend) -> bool:
+    def contains(self, backend: EngineBackend) -> bool:
         """It is one of these."""
         return self._backends.get(backend.id) is backend or any(other is backend for other in self._retired)
 
@@ -270,7 +270,7 @@ class EngineBackends:
         )
         try:
             if not backend.done():
-                record.hold()
+                record.detach()
             return await backend
         except asyncio.CancelledError:
             if backend.done() and not backend.cancelled() and backend.exception() is None:
@@ -517,7 +517,7 @@ class EngineBackends:
 
     async def _close_if_gone(self, backend: EngineBackend) -> None:
         """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
-        if not self.knows(backend):
+        if not self.contains(backend):
             await backend.engine.close()
 
     def _retire(self, backend: EngineBackend) -> None:

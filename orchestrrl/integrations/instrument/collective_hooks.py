@@ -104,8 +104,8 @@ class HookedMethod(NamedTuple):
 class CollectiveHooks:
     """`install` them when torch is there. Recording never raises into the program that is traced."""
 
-    def __init__(self, writer: Callable[[], RingWriter | None], tell: Callable[[str], None], *, ddp: bool) -> None:
-        self._writer, self._tell, self._ddp = writer, tell, ddp
+    def __init__(self, writer: Callable[[], RingWriter | None], warn: Callable[[str], None], *, ddp: bool) -> None:
+        self._writer, self._warn, self._ddp = writer, warn, ddp
         self._undo: list[tuple[Any, str, Any, bool]] = []
         self._places: dict[int, KnownGroup] = {}
         self._routes: list[dict[int, HookedMethod]] = []  # of each method, by the address of the group
@@ -133,7 +133,7 @@ class CollectiveHooks:
             if names - missing:
                 missing -= names
         if missing:
-            self._tell(f"not recorded, as this torch has no such methods: {', '.join(sorted(missing))}")
+            self._warn(f"not recorded, as this torch has no such methods: {', '.join(sorted(missing))}")
         for method in METHODS:
             if hasattr(ProcessGroup, method.name):
                 self._replace(ProcessGroup, method.name, partial(self._method, method))
@@ -158,7 +158,7 @@ class CollectiveHooks:
             if hasattr(owner, name):
                 self._replace(owner, name, partial(self._outer_method, op))
             else:
-                self._tell(f"not recorded, as it is not there: {owner.__name__}.{name}")
+                self._warn(f"not recorded, as it is not there: {owner.__name__}.{name}")
 
     def remove(self) -> None:
         for owner, name, original, own in reversed(self._undo):
@@ -190,7 +190,7 @@ class CollectiveHooks:
             self._undo.append((owner, name, vars(owner)[name] if own else original, own))
             setattr(owner, name, made)
         except (AttributeError, TypeError) as fault:
-            self._tell(f"not recorded: {name}: {fault}")
+            self._warn(f"not recorded: {name}: {fault}")
 
     # The methods of a process group.
 
@@ -227,7 +227,7 @@ class CollectiveHooks:
                 peer = ranks[args[peer_at]] if peer_at is not None and ranks and len(args) > peer_at else UNKNOWN
                 watch = None if on_device is None else self._watch(on_device, writer)
             except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
-                self._tell(f"not recorded: {method.name}: {fault!r}")
+                self._warn(f"not recorded: {method.name}: {fault!r}")
                 return original(pg, *args, **kwargs)
             if watch is not None:
                 return watch.run(
@@ -321,7 +321,7 @@ class CollectiveHooks:
                 code = writer.op(op)
                 writer.place(owner.rank, max(self._torch.distributed.get_world_size(), len(owner.ranks)))
             except Exception as fault:  # noqa: BLE001  # as above
-                self._tell(f"not recorded: {op}: {fault!r}")
+                self._warn(f"not recorded: {op}: {fault!r}")
                 return original(owner, *args, **kwargs)
             self._outer.add(thread)
             try:
@@ -379,7 +379,7 @@ class CollectiveHooks:
                 pg = _resolve_process_group(name) if isinstance(name, str) else name
                 group, n_bytes = self._place(pg, writer).id, _sum_bytes(tensors)
             except Exception as fault:  # noqa: BLE001  # as above
-                self._tell(f"not recorded: functional {op}: {fault!r}")
+                self._warn(f"not recorded: functional {op}: {fault!r}")
                 return original(*args, **kwargs)
             sequence = writer.begin(writer.op(op), group, n_bytes, ASYNCHRONOUS | WAIT_ONLY)
             try:
@@ -427,7 +427,7 @@ class CollectiveHooks:
                         _reduce_bucket.__annotations__["return"] = self._torch.futures.Future[self._torch.Tensor]
                         module.register_comm_hook(module.process_group, _reduce_bucket)
                 except Exception as fault:  # noqa: BLE001  # as above
-                    self._tell(f"not recorded: the gradients of DistributedDataParallel: {fault!r}")
+                    self._warn(f"not recorded: the gradients of DistributedDataParallel: {fault!r}")
             return original(module, *args, **kwargs)
 
         return forward
@@ -442,7 +442,7 @@ class CollectiveHooks:
     def _watch(self, device: Any, writer: RingWriter) -> DeviceWatch | None:
         cuda = self._torch.cuda
         if cuda.is_current_stream_capturing():
-            self._tell("not recorded: collectives that are captured into CUDA graphs")
+            self._warn("not recorded: collectives that are captured into CUDA graphs")
             return None
         if self._device is None or self._device.writer is not writer:
             self._device = DeviceWatch(cuda, writer)

@@ -70,7 +70,7 @@ class DeviceWatch:
             for entry in entries:
                 entry.is_over = over
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Note what has begun and ended. Returns whether anything is left to wait for."""
         with self._changed:
             entries = list(self._pending)
@@ -105,7 +105,7 @@ class DeviceWatch:
                     self._changed.wait()
                 if self._stopped:
                     return
-            self.look()
+            self.poll()
             time.sleep(PERIOD_S)
 
     def _record(self) -> Any:

@@ -228,9 +228,9 @@ class KvWorker:
             with self._beside(ready):
                 pieces = (self._pieces(cache, job.block_ids) for cache in self._caches)
                 size = self._store.write(job.entry, self._rank, job.contents, self._layout, pieces)
-            took_s = time.monotonic() - started_s
+            elapsed_s = time.monotonic() - started_s
             tokens = len(job.contents.token_ids)
-            logger.info("saved %d tokens of %s (%d bytes, %.4f s)", tokens, job.request_id, size, took_s)
+            logger.info("saved %d tokens of %s (%d bytes, %.4f s)", tokens, job.request_id, size, elapsed_s)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request is recomputed and the blocks are freed
             logger.warning("entry %s of %s is not saved: %r", job.entry, job.request_id, error)
         if job.block_ids:
@@ -245,8 +245,8 @@ class KvWorker:
                 pieces = (self._pieces(cache, job.block_ids, fill=True) for cache in self._caches)
                 size = self._store.read(job.entry, self._rank, job.identity, self._layout, wanted, pieces)
             outcome = "loaded"
-            took_s = time.monotonic() - started_s
-            logger.info("loaded %d blocks of %s (%d bytes, %.4f s)", len(wanted), job.request_id, size, took_s)
+            elapsed_s = time.monotonic() - started_s
+            logger.info("loaded %d blocks of %s (%d bytes, %.4f s)", len(wanted), job.request_id, size, elapsed_s)
         except UnusableEntry as error:
             logger.warning("%s recomputes, entry %s cannot be loaded: %s", job.request_id, job.entry, error)
         except Exception:

@@ -79,8 +79,8 @@ class _Waiting:
     entry: str
     found: KvEntryContents | None = None
     computed: int = 0  # tokens that were there already when the rest was offered
-    first_look_s: float | None = None
-    last_look_s: float = -math.inf
+    first_poll_s: float | None = None
+    last_poll_s: float = -math.inf
 
 
 def read_transfer_params(params: object) -> TransferParams | None:
@@ -153,34 +153,34 @@ class KvTransferScheduler:
         if waiting is None:
             return 0
         try:
-            if waiting.found is None and not self._look(request_id, waiting):
+            if waiting.found is None and not self._poll(request_id, waiting):
                 return None
             assert waiting.found is not None
             usable = _continued(waiting.found, token_ids)
         except UnusableEntry as error:
-            self._give_up(request_id, str(error))
+            self._expire(request_id, str(error))
             return 0
         if usable <= computed:
-            self._give_up(request_id, f"{usable} tokens of it can be used, {computed} are here already")
+            self._expire(request_id, f"{usable} tokens of it can be used, {computed} are here already")
             return 0
         waiting.computed = computed
         return usable - computed
 
-    def _look(self, request_id: str, waiting: _Waiting) -> bool:
+    def _poll(self, request_id: str, waiting: _Waiting) -> bool:
         """Look whether the entry is complete. Raises Unusable when it will not do, or does not come in time."""
         now_s = self._clock()
-        if now_s - waiting.last_look_s < POLL_PERIOD_S:
+        if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
         wish = self._wishes[request_id]
-        waiting.last_look_s = now_s
-        if waiting.first_look_s is None:
-            waiting.first_look_s = now_s
+        waiting.last_poll_s = now_s
+        if waiting.first_poll_s is None:
+            waiting.first_poll_s = now_s
         waiting.found = self._store.lookup(waiting.entry, wish.weights, self._block_tokens)
-        if waiting.found is None and now_s - waiting.first_look_s >= wish.wait_s:
+        if waiting.found is None and now_s - waiting.first_poll_s >= wish.wait_s:
             raise UnusableEntry(f"it did not come within {wish.wait_s:g} s")
         return waiting.found is not None
 
-    def _give_up(self, request_id: str, why: str) -> None:
+    def _expire(self, request_id: str, why: str) -> None:
         entry = self._waiting.pop(request_id).entry
         logger.info("%s recomputes, entry %s is not used: %s", request_id, entry, why)
         self._keeper.discard(entry)
@@ -191,7 +191,7 @@ class KvTransferScheduler:
         if waiting is None:
             return
         if not external_tokens or waiting.found is None:
-            self._give_up(request_id, "the scheduler went ahead without it")
+            self._expire(request_id, "the scheduler went ahead without it")
             return
         del self._waiting[request_id]
         self._loading.add(request_id)
@@ -224,7 +224,7 @@ class KvTransferScheduler:
         here = portable and request_id not in self._loading and request_id not in self._stale
         self._stale.discard(request_id)
         if request_id in self._waiting:
-            self._give_up(request_id, "the request is over")
+            self._expire(request_id, "the request is over")
         if wish is None or wish.save is None or not aborted:
             return False
         count = min(computed, len(token_ids), len(block_ids) * self._block_tokens) if here else 0

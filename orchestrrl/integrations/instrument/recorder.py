@@ -49,8 +49,8 @@ class Recorder:
         self._directory, self._job, self._capacity = directory, job, capacity
         self._writer: RingWriter | None = None
         self._off = False
-        self._told: set[str] = set()
-        self._hooks = CollectiveHooks(self.writer, self.tell, ddp=ddp)
+        self._warned: set[str] = set()
+        self._hooks = CollectiveHooks(self.writer, self.warn_once, ddp=ddp)
         self._awaiting = _Awaiting("torch", self._torch_is_there)
 
     def install(self) -> None:
@@ -67,7 +67,7 @@ class Recorder:
         try:
             self._hooks.install()
         except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
-            self.tell(f"not everything is recorded: {fault!r}")
+            self.warn_once(f"not everything is recorded: {fault!r}")
 
     def forked(self) -> None:
         """In the child: the parent's memory is left alone, one's own is made when something is to be noted."""
@@ -85,7 +85,7 @@ class Recorder:
                 self._writer = RingWriter(self._directory, capacity=self._capacity, job=self._job)
             except OSError as fault:
                 self._off = True
-                self.tell(f"nothing is recorded: {self._directory}: {fault}")
+                self.warn_once(f"nothing is recorded: {self._directory}: {fault}")
         return self._writer
 
     @property
@@ -97,10 +97,10 @@ class Recorder:
     def hooks(self) -> CollectiveHooks:
         return self._hooks
 
-    def tell(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
         """Once, however often it happens."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning(message)
 
 
@@ -138,7 +138,7 @@ def stop() -> None:
         stopped.stop()
 
 
-def start_if_asked() -> None:
+def start_if_enabled() -> None:
     """Record where ORCHESTRRL_RECORDER says so."""
     if os.environ.get(SWITCH, "0") not in ("", "0"):
         start()

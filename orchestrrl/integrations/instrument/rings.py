@@ -239,7 +239,7 @@ class RingWriter:
             with self._lock:
                 code = self._ops.setdefault(name, min(len(self._ops) + 1, _MOST_OPS))
                 if code == len(self._ops):
-                    self._tell({"op": code, "name": name})
+                    self._append_entry({"op": code, "name": name})
         return code
 
     def group(self, ranks: Sequence[int], name: str) -> int:
@@ -248,7 +248,7 @@ class RingWriter:
         with self._lock:
             if found not in self._groups:
                 self._groups.add(found)
-                self._tell({"group": found, "ranks": sorted(ranks), "name": name})
+                self._append_entry({"group": found, "ranks": sorted(ranks), "name": name})
         return found
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
@@ -429,7 +429,7 @@ class RingWriter:
     def _word(self, sequence: int) -> int:
         return (_PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES) >> 3
 
-    def _tell(self, entry: Mapping[str, Any]) -> None:
+    def _append_entry(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
         used = self._words[_DICTIONARY_USED]
         if used + len(line) > DICTIONARY_BYTES:
@@ -472,7 +472,7 @@ class RingReader:
         self._running: dict[int, int] = {}  # sequence -> its second word; given out before they had ended
         self._ops: dict[int, str] = {}
         self._groups: dict[int, ProcessGroup] = {}
-        self._told = 0  # bytes of the dictionary that are read
+        self._dictionary_read = 0  # bytes of the dictionary that are read
 
     def header(self) -> RingHeader:
         words = self._words
@@ -630,13 +630,13 @@ class RingReader:
     def _learn(self) -> None:
         used = self._words[_DICTIONARY_USED]
         at = self._words[_DICTIONARY]
-        for line in self._map[at + self._told : at + used].splitlines():
+        for line in self._map[at + self._dictionary_read : at + used].splitlines():
             entry = json.loads(line)
             if "op" in entry:
                 self._ops[entry["op"]] = entry["name"]
             else:
                 self._groups[entry["group"]] = ProcessGroup(entry["group"], tuple(entry["ranks"]), entry["name"])
-        self._told = used
+        self._dictionary_read = used
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.told = LoadedReport()
+        self.report = LoadedReport()
         self._wanted = _shapes_at_start(str(self.model_config.model), self.model_config.revision)
         _add_method()
 
@@ -128,8 +128,8 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             touched = not isinstance(error, BrokenCheckpoint)
             fault = f"{type(error).__name__}: {error}" if touched else str(error)
             # Of an older version that is still whole it goes on telling.
-            known = LoadedReport() if touched or self.told.is_torn else self.told
-            self.told = LoadedReport(**{**asdict(known), "fault": fault, "is_torn": touched or self.told.is_torn})
+            known = LoadedReport() if touched or self.report.is_torn else self.report
+            self.report = LoadedReport(**{**asdict(known), "fault": fault, "is_torn": touched or self.report.is_torn})
             # With one worker an error is told as it should be. Of further replicas only errors are told.
             if self.parallel_config.world_size == 1 or self.parallel_config.data_parallel_size > 1:
                 raise
@@ -150,7 +150,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         if not_read_back:
             logger.info("version %d was not read back: %s", update_info.version, not_read_back)
         content = content_sum(stored, data)
-        self.told = LoadedReport(
+        self.report = LoadedReport(
             update_info.version, content, is_read_back=not not_read_back, not_read_back=not_read_back
         )
 
@@ -244,9 +244,9 @@ def _add_method() -> None:
     """A plugin runs before there are workers to add it to."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    setattr(WorkerBase, METHOD, _tell)
+    setattr(WorkerBase, METHOD, _report)
 
 
-def _tell(worker: Any) -> dict[str, Any]:
-    told: LoadedReport = worker.weight_transfer_engine.told
+def _report(worker: Any) -> dict[str, Any]:
+    told: LoadedReport = worker.weight_transfer_engine.report
     return {**asdict(told), "is_updating": bool(getattr(worker, "_weight_update_active", False))}

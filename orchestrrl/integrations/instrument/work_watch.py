@@ -76,7 +76,7 @@ class WorkWatch:
 
         return wait
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """Note what has ended. Returns how many have not."""
         pending = self._pending
         for key in list(pending):
@@ -107,7 +107,7 @@ class WorkWatch:
     def _loop(self) -> None:
         idle = 0
         while not self._stopped:
-            idle = 0 if self._pending and self.look() else idle + 1
+            idle = 0 if self._pending and self.poll() else idle + 1
             time.sleep(PERIOD_S if idle < BUSY_FOR else IDLE_PERIOD_S)
 
     def _dropped(self, key: int, reference: Any) -> None:

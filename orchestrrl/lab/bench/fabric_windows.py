@@ -60,7 +60,7 @@ class WindowsRun:
                 found.append(at_s - quiet[0])
         return found
 
-    def told(self) -> str:
+    def periods_text(self) -> str:
         """Periods by what became of them."""
         counts = Counter(str(period.code) for period in self.outcome.periods)
         return ", ".join(f"{count} {code}" for code, count in counts.most_common())
@@ -169,7 +169,7 @@ def _aim(shown: Shown, load: float) -> Figure:
         100 * ALLOWED_OUTSIDE,
         f"{len(run.commits) - len(run.outside)} of {len(run.commits)} commits inside a window by the trace of all "
         f"{RANKS} ranks ({met_ms:.1f} ms met at worst), {run.iterations} iterations, device {DEVICE_S * 1e3:.0f} ms, "
-        f"a commit takes {took_ms:.0f} ms; periods: {run.told()}; load before: {load:.1f}",
+        f"a commit takes {took_ms:.0f} ms; periods: {run.periods_text()}; load before: {load:.1f}",
     )
 
 

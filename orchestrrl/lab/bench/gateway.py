@@ -159,7 +159,7 @@ async def _measure(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, _Spent],
         for _ in range(load.lone_requests):
             for name, way in spent.items():
                 asked = request(way.served.url, max_tokens=1, stream=False)
-                way.latency_s.append((await lanes[name].lanes[0].ask(asked)).whole_s)
+                way.latency_s.append((await lanes[name].lanes[0].send(asked)).whole_s)
         for some in lanes.values():
             some.close()
         for streams in load.bursts:
@@ -178,16 +178,16 @@ async def _open(ways: GatewayWays, load: GatewayLoad) -> dict[str, Lanes]:
 async def _round(way: _Spent, lanes: Lanes, load: GatewayLoad) -> None:
     asked = request(way.served.url, max_tokens=1, stream=False)
     before_s, started_s = way.served.cpu_s(), time.perf_counter()
-    await lanes.ask_in_turn(asked, load.whole_requests)
+    await lanes.send_in_turn(asked, load.whole_requests)
     way.whole_s.append(1e3 * (way.served.cpu_s() - before_s) / load.whole_requests)
     way.wall_s.append(1e3 * (time.perf_counter() - started_s) / load.whole_requests)
     asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=False)
     before_s = way.served.cpu_s()
-    _counted(await lanes.ask_in_turn(asked, load.streams))
+    _counted(await lanes.send_in_turn(asked, load.streams))
     way.rollout_s.append(1e3 * (way.served.cpu_s() - before_s) / load.streams)
     asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
     before_s = way.served.cpu_s()
-    answers = await lanes.ask_in_turn(asked, load.streams)
+    answers = await lanes.send_in_turn(asked, load.streams)
     chunks = _counted(answers)
     way.chunks_us.append(1e6 * (way.served.cpu_s() - before_s) / chunks)
     way.tokens_per_chunk.append(STREAM_TOKENS * len(answers) / chunks)

@@ -119,7 +119,7 @@ async def _cost(
     """CPU seconds until all is written, and chunks."""
     before_s = {name: way.served.cpu_s() for name, way in spent.items()}
     asking = (
-        _ask_in_turn(lanes[name], request(way.served.url, max_tokens=tokens, stream=stream), names, count)
+        _send_in_turn(lanes[name], request(way.served.url, max_tokens=tokens, stream=stream), names, count)
         for name, way in spent.items()
     )
     answers = dict(zip(spent, await asyncio.gather(*asking), strict=True))
@@ -132,13 +132,13 @@ async def _cost(
     }
 
 
-async def _ask_in_turn(lanes: Lanes, asked: bytes, names: Iterator[str], count: int) -> list[TimedResponse]:
+async def _send_in_turn(lanes: Lanes, asked: bytes, names: Iterator[str], count: int) -> list[TimedResponse]:
     """So many, each with the next name, one after another on every connection."""
     head, rest = asked.split(b"\r\n", 1)
     left = itertools.islice(names, count)
 
     async def run(lane: ClientConnection) -> list[TimedResponse]:
-        return [await lane.ask(b"%b\r\nX-Request-Id: %b\r\n%b" % (head, name.encode(), rest)) for name in left]
+        return [await lane.send(b"%b\r\nX-Request-Id: %b\r\n%b" % (head, name.encode(), rest)) for name in left]
 
     answers = await asyncio.gather(*(run(lane) for lane in lanes.lanes))
     return [answer for some in answers for answer in some]

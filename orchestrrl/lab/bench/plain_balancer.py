@@ -20,7 +20,7 @@ class PlainBalancer:
         self._theta = problem.theta
         self._fleet = {worker.id: worker for worker in problem.workers}
         self._tokens_per_s = stand_in_tokens_per_s(problem.workers)
-        contexts = [request.context_tokens for worker in problem.workers for request in _held(worker)]
+        contexts = [request.context_tokens for worker in problem.workers for request in _requests_of(worker)]
         self._all = len(contexts), sum(contexts)
 
     def moves(self) -> list[Move]:
@@ -49,7 +49,7 @@ class PlainBalancer:
                     if request.id in moved or request.context_tokens > destination.kv_free_tokens:
                         continue
                     left, arrived = _without(source, request, state), _having(destination, request)
-                    if self._cap(arrived) < min(self._cap(destination), len(_held(arrived))):
+                    if self._cap(arrived) < min(self._cap(destination), len(_requests_of(arrived))):
                         continue
                     after = {**self._fleet, left.id: left, arrived.id: arrived}
                     if self._spread(after) < spread:
@@ -61,17 +61,19 @@ class PlainBalancer:
         return max(indices, default=0.0) - min(indices, default=0.0)
 
     def _index(self, worker: Worker) -> float:
-        return load_index(len(_held(worker)), self._cap(worker), worker.decode_tokens_per_s or self._tokens_per_s)
+        return load_index(
+            len(_requests_of(worker)), self._cap(worker), worker.decode_tokens_per_s or self._tokens_per_s
+        )
 
     def _cap(self, worker: Worker) -> int:
-        held = _held(worker)
+        held = _requests_of(worker)
         context_tokens = sum(request.context_tokens for request in held)
         return concurrency_cap(
             len(worker.running), len(held), context_tokens, worker.kv_free_tokens, worker.max_sequences, self._all
         )
 
 
-def _held(worker: Worker) -> tuple[LoadRequest, ...]:
+def _requests_of(worker: Worker) -> tuple[LoadRequest, ...]:
     return worker.running + worker.waiting
 
 

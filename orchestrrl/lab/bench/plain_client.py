@@ -41,7 +41,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[TimedResponse] | None = None
 
-    async def ask(self, request: bytes, started_s: float | None = None) -> TimedResponse:
+    async def send(self, request: bytes, started_s: float | None = None) -> TimedResponse:
         """Raises Permanent for anything but a complete answer."""
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
@@ -110,12 +110,12 @@ class Lanes:
     async def open(self, count: int) -> None:
         self.lanes += [await connected(self.url) for _ in range(count)]
 
-    async def ask_in_turn(self, request: bytes, requests: int) -> list[TimedResponse]:
+    async def send_in_turn(self, request: bytes, requests: int) -> list[TimedResponse]:
         """So many in all, one after another on every connection."""
         left = iter(range(requests))
 
         async def run(lane: ClientConnection) -> list[TimedResponse]:
-            return [await lane.ask(request) for _ in left]
+            return [await lane.send(request) for _ in left]
 
         async with asyncio.timeout(ANSWER_WITHIN_S):
             answers = await asyncio.gather(*(run(lane) for lane in self.lanes))
@@ -135,7 +135,7 @@ async def all_at_once(
         started_s = time.perf_counter()
         lane = await connected(url)
         try:
-            return await lane.ask(request, started_s)
+            return await lane.send(request, started_s)
         finally:
             lane.close()
 

@@ -123,7 +123,7 @@ def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]
         "paper": run(FastPolicy.PAPER, forecast_from(setting)),
         "packing": run(FastPolicy.PACKING, forecast_from(setting)),
         "mean": run(FastPolicy.PACKING, mean_only),
-        "oracle": min(run(FastPolicy.PACKING, told), filled),
+        "oracle": min(run(FastPolicy.PACKING, true_lengths), filled),
     }
 
 
@@ -144,7 +144,7 @@ def mean_only(state: IntervalState, snapshot: Snapshot) -> _Expected:
     return {request: max(1.0, mean_tokens - done) for request, done in state.generated.items()}, None
 
 
-def told(state: IntervalState, snapshot: Snapshot) -> _Expected:
+def true_lengths(state: IntervalState, snapshot: Snapshot) -> _Expected:
     output_tokens = {id: state.requests[id].output_tokens for id in state.generated}
     left = {id: float(output_tokens[id] - done) for id, done in state.generated.items()}
     return left, KnownLengths(output_tokens)

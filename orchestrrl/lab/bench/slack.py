@@ -103,7 +103,7 @@ def feed(learner: SlackLearner, event: TraceEvent, *, marked: bool = True) -> No
 class SlackScore:
     """`promised_s` against `quiet_s`: what part of the quiet could be used."""
 
-    asked: int = 0
+    queries: int = 0
     promised: int = 0
     broken: int = 0
     promised_s: float = 0.0
@@ -136,7 +136,7 @@ def score(
         if event.kind == "started" and opened_s < event.at_s and iteration > asked[0]:
             now_s = opened_s + at_share * (event.at_s - opened_s)
             said = learner.remaining(now_s, q)
-            result.asked += 1
+            result.queries += 1
             result.quiet_s += event.at_s - now_s
             if isinstance(said, RemainingQuiet):
                 result.promised += 1
@@ -251,7 +251,7 @@ def slack() -> list[Figure]:
                 "%",
                 "promised",
                 100 * Q,
-                f"{promised} of {sum(each.asked for each in scores)} windows promised, "
+                f"{promised} of {sum(each.queries for each in scores)} windows promised, "
                 f"{sum(each.use for each in scores) / len(scores):.0%} of their time",
             )
         )

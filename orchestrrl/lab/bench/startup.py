@@ -136,7 +136,7 @@ async def _processes_s(folder: Path) -> dict[str, float]:
                 return bool((await client.control.GetStatus(control_pb2.GetStatusRequest())).plan_id)
 
             async def peer_is_listed() -> bool:
-                return bool((await client.ask(client.weights.GetWeights, weights_pb2.GetWeightsRequest())).peers)
+                return bool((await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest())).peers)
 
             await ready(agent, agent_is_listed)
             await ready(daemon, there_is_a_plan)

@@ -131,7 +131,7 @@ async def _answers(url: str) -> bool:
     except OSError:
         return False
     try:
-        await lane.ask(request(url, max_tokens=1, stream=False))
+        await lane.send(request(url, max_tokens=1, stream=False))
     except Permanent:
         return False
     finally:

@@ -73,9 +73,9 @@ class BenchRank:
         self._transports = {name: make_transport(name, TransportOptions(HOST)) for name in TRANSPORTS}
         self.addresses = {name: transport.open() for name, transport in self._transports.items()}
         self._ended: queue.SimpleQueue[EdgeEvent] = queue.SimpleQueue()
-        self._carrier = ThreadedCarrier(_name(rank), self._transports, self._tell)
+        self._carrier = ThreadedCarrier(_name(rank), self._transports, self._on_news)
 
-    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
+    def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
         if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
             self._ended.put(news)
 

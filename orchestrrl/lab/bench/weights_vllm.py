@@ -64,7 +64,7 @@ class Program:
         self._log = log
         self._turn = asyncio.Lock()
 
-    async def ask(self, question: Mapping[str, Any]) -> Any:
+    async def request(self, question: Mapping[str, Any]) -> Any:
         """Raises Permanent where it has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -94,11 +94,11 @@ class WeightsStack:
     peers: Mapping[str, Program]  # by name
 
     async def publish(self, version: int, seed: int) -> SyncReport:
-        return SYNC.validate_python(await self.trainer.ask({"publish": version, "seed": seed}))
+        return SYNC.validate_python(await self.trainer.request({"publish": version, "seed": seed}))
 
 
 async def status_of(daemon: ControlClient) -> WeightsStatus:
-    return status_from_pb(await daemon.ask(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+    return status_from_pb(await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
 
 @contextlib.asynccontextmanager
@@ -113,7 +113,7 @@ async def weights_stack(
     versions in `memory`, or else in `folder`."""
     async with contextlib.AsyncExitStack() as undo:
         stack = await undo.enter_async_context(orchestrrl(load_scenario("vllm"), "vllm", engines, folder))
-        arguments = (str(model), stack.daemon_address, TRAINER, str(held(memory or folder, TRAINER)))
+        arguments = (str(model), stack.daemon_address, TRAINER, str(peer_folder(memory or folder, TRAINER)))
         trainer = await undo.enter_async_context(_running("trainer", PUBLISHER, arguments, folder))
         peers = await undo.enter_async_context(peers_beside(stack, engines, folder, hosts, memory))
         yield WeightsStack(stack, trainer, peers)
@@ -132,7 +132,14 @@ async def peers_beside(
     peers: dict[str, Program] = {}
     async with contextlib.AsyncExitStack() as undo:
         for name, own in {TRAINER: (), **{f"gen{index}": own for index, own in enumerate(hosts)}}.items():
-            arguments = ["--id", name, "--daemon", stack.daemon_address, "--folder", str(held(memory or folder, name))]
+            arguments = [
+                "--id",
+                name,
+                "--daemon",
+                stack.daemon_address,
+                "--folder",
+                str(peer_folder(memory or folder, name)),
+            ]
             arguments += [text for index in own for text in ("--engine", f"e{index}={engines[index].url}")]
             arguments += ["--transport", "gloo"]
             peers[name] = await undo.enter_async_context(_running(name, PEER, arguments, folder))
@@ -140,7 +147,7 @@ async def peers_beside(
         yield peers
 
 
-def held(folder: Path, peer: str) -> Path:
+def peer_folder(folder: Path, peer: str) -> Path:
     """Where a peer holds versions."""
     return folder / "held" / peer
 
@@ -176,7 +183,7 @@ async def _ready(stack: Stack, peers: Mapping[str, Program], engines: set[Engine
         while True:
             for peer in peers.values():
                 peer.check()
-            listed = await daemon.ask(daemon.control.ListWorkers, control_pb2.ListWorkersRequest())
+            listed = await daemon.call(daemon.control.ListWorkers, control_pb2.ListWorkersRequest())
             healthy = {worker.engine_id for worker in listed.workers if worker.health in HEALTHY}
             attached = {peer.id for peer in (await status_of(daemon)).peers if peer.attached}
             if engines <= healthy and set(peers) <= attached:
@@ -262,10 +269,12 @@ async def _measured(folder: Path) -> list[Figure]:
 
 async def _version(running: WeightsStack, engines: Sequence[LocalEngine], version: int, memory: Path) -> Figure:
     """By the plain way first; of it the daemon knows the version's number alone."""
-    await running.trainer.ask({"gaps": [[1, 2]], "seed": version})  # it makes the model, which is no part of either way
+    await running.trainer.request(
+        {"gaps": [[1, 2]], "seed": version}
+    )  # it makes the model, which is no part of either way
     saved = memory / f"saved-{version}"
     began_s = time.monotonic()
-    await running.trainer.ask({"save": str(saved), "seed": version})
+    await running.trainer.request({"save": str(saved), "seed": version})
     await asyncio.to_thread(
         reload_weights,
         [engine.url for engine in engines],
@@ -297,7 +306,7 @@ async def _made(model: Path, folder: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **SIZES}))
     async with _running("maker", PUBLISHER, (str(model), "127.0.0.1:1", TRAINER, str(folder)), folder) as maker:
-        await maker.ask({"save": str(model), "seed": 0})
+        await maker.request({"save": str(model), "seed": 0})
 
 
 async def _server(name: str, model: Path, folder: Path) -> LocalEngine:

@@ -70,7 +70,7 @@ class Cycle:
         after = [burst for burst in bursts if burst[0] >= usable_s]
         self._note(intent, began_s, report, before[-self._iterations :], after)
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         return {"stages": self.stages, "timeline": self._timeline()}
 
     async def _burst(self, intent: Intent) -> tuple[float, float, list[Flow]]:
@@ -149,7 +149,7 @@ async def cycle(box: Testbed, seconds: float, iterations: int, collective_s: flo
             await made.stage(intents.generation(site))
             await made.stage(intents.weights(site))
             await made.training(training, trainer)
-            return made.told()
+            return made.report()
     finally:
         trainer.close()
         await agent.stop()

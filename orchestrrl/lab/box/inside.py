@@ -58,7 +58,7 @@ SHOWS = {
 }
 
 
-def say(**what: Any) -> None:
+def report(**what: Any) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
@@ -81,11 +81,11 @@ async def main(order: dict[str, Any]) -> None:
             "switches": {switch.id: switch.protocol for switch in box.switches.values()},
         }
         for name in order["shows"]:
-            say(at=name)
+            report(at=name)
             if name != "circuits" and box.daemon is None:
                 await box.start_daemon()
             results[name] = await SHOWS[name](box, order)
-    say(results=results)
+    report(results=results)
 
 
 if __name__ == "__main__":
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     try:
         asyncio.run(main(json.loads(sys.argv[1])))
     except (OrchestrRLError, DriverError) as error:
-        say(failed=str(error))
+        report(failed=str(error))
         os._exit(1)

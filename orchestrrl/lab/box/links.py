@@ -25,7 +25,7 @@ class Links:
     """Interfaces are told by their indices."""
 
     def __init__(self, room: str) -> None:
-        self._room = room
+        self._namespace = room
         self._socket = make_socket(room, socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
         self._socket.bind((0, 0))
         self._sequence = 0
@@ -33,7 +33,7 @@ class Links:
     def index(self, name: str) -> int:
         from orchestrrl.lab.box.namespaces import within
 
-        return within(self._room, lambda: socket.if_nametoindex(name))
+        return within(self._namespace, lambda: socket.if_nametoindex(name))
 
     def join(self, index: int, bridge: int) -> None:
         self._set(index, master=bridge)
@@ -59,6 +59,6 @@ class Links:
         answer = self._socket.recv(65536)
         _, kind, _, sequence, _ = _HEADER.unpack_from(answer)
         if kind != NLMSG_ERROR or sequence != self._sequence:
-            raise Permanent(f"{self._room}: the kernel answered {kind} to {sequence}, asked was {self._sequence}")
+            raise Permanent(f"{self._namespace}: the kernel answered {kind} to {sequence}, asked was {self._sequence}")
         if code := _ERROR.unpack_from(answer, _HEADER.size)[0]:
-            raise Permanent(f"{self._room}: interface {index} cannot be changed: {os.strerror(-code)}")
+            raise Permanent(f"{self._namespace}: interface {index} cannot be changed: {os.strerror(-code)}")

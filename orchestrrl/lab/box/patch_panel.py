@@ -99,19 +99,19 @@ class PatchPanel:
             for number in pair.ports:
                 self._links[pair.switch].part(self._ports[pair.switch, number])
 
-    def _carrying(self, switch: OcsId, glass: CrossConnectModel) -> set[PortPair]:
-        lit = [circuit.cross_connect for circuit in glass.circuits() if circuit.link_up]
-        pairs, _ = site_pairs(switch, glass.facts, lit)
+    def _carrying(self, switch: OcsId, model: CrossConnectModel) -> set[PortPair]:
+        lit = [circuit.cross_connect for circuit in model.circuits() if circuit.link_up]
+        pairs, _ = site_pairs(switch, model.facts, lit)
         return {pair for pair in pairs if all((switch, number) in self._ports for number in pair.ports)}
 
-    async def _listen(self, glass: CrossConnectModel) -> None:
-        events = glass.listen()
+    async def _listen(self, model: CrossConnectModel) -> None:
+        events = model.listen()
         try:
             while True:
                 await events.get()
                 self._changed.set()
         finally:
-            glass.unlisten(events)
+            model.unlisten(events)
 
 
 def lit_ports(ends: Mapping[Port, End], joined: Iterable[PortPair]) -> frozenset[Port]:

@@ -39,7 +39,7 @@ class TestbedOrder:
     python: str = ""  # of the processes that carry; empty: this one
 
 
-async def run_box(order: TestbedOrder, tell: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+async def run_box(order: TestbedOrder, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
     log = Path(order.folder) / "box.log"
     with log.open("wb") as errors:
@@ -50,7 +50,7 @@ async def run_box(order: TestbedOrder, tell: Callable[[str], None] = lambda _: N
         async for line in process.stdout:
             last = json.loads(line)
             if "at" in last:
-                tell(last["at"])
+                warn(last["at"])
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -63,5 +63,5 @@ async def run_box(order: TestbedOrder, tell: Callable[[str], None] = lambda _: N
     raise Permanent(f"the box fell: {why}; the end of {log}:\n{tail}")
 
 
-def run(order: TestbedOrder, tell: Callable[[str], None]) -> dict[str, Any]:
-    return asyncio.run(run_box(order, tell))
+def run(order: TestbedOrder, warn: Callable[[str], None]) -> dict[str, Any]:
+    return asyncio.run(run_box(order, warn))

@@ -123,7 +123,7 @@ async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]
                         "stages": report.stages_done,
                         "circuits": len(circuits_of(box, one, other)),
                         "moves": sum(commit.moves for commit in report.commits),
-                        "took_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
+                        "elapsed_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
                         "longest_pause_s": flow.longest_pause_s(since_s, until_s),
                         "retransmitted": flow.retransmitted - before,
                         "mbps": mbps([flow], since_s, until_s),

@@ -34,7 +34,7 @@ class TestbedSwitch:
 
     id: OcsId
     protocol: str
-    glass: CrossConnectModel
+    model: CrossConnectModel
     driver: str
     options: Mapping[str, Any]
     stop: Callable[[], Awaitable[None]]
@@ -68,11 +68,11 @@ async def _start(switch: Switch, protocol: str) -> TestbedSwitch:
         async def stop() -> None:
             await server.stop(None)
 
-        return TestbedSwitch(switch.id, protocol, served.glass, GRPC, {"target": f"127.0.0.1:{port}"}, stop)
+        return TestbedSwitch(switch.id, protocol, served.model, GRPC, {"target": f"127.0.0.1:{port}"}, stop)
     front = Front(ingress_ports=ports, egress_ports=ports, reconfiguration_s=switch.device.reconfiguration_s)
     emulator = make_emulator(protocol, front)
     address = await emulator.start()
     # No protocol tells how fast mirrors are, so that a driver has to be told.
     options = {"address": address, "reconfiguration_s": switch.device.reconfiguration_s, **OPTIONS.get(protocol, {})}
     driver = protocol.partition("-")[0]
-    return TestbedSwitch(switch.id, protocol, emulator.device.glass, driver, options, emulator.stop)
+    return TestbedSwitch(switch.id, protocol, emulator.device.model, driver, options, emulator.stop)

@@ -84,7 +84,7 @@ class Testbed:
 
     def inject(self, kind: DeviceFaultKind, port: Port) -> None:
         """At both sides of a port of the site."""
-        glass = self.switches[port[0]].glass
+        glass = self.switches[port[0]].model
         sides = {port[1]}
         if glass.facts.connectivity is not Connectivity.ANY_TO_ANY:
             sides.add(port[1] + glass.facts.egress_ports.start - glass.facts.ingress_ports.start)
@@ -115,7 +115,7 @@ class Testbed:
     async def fabric(self) -> fabric_pb2.FabricStatus:
         """As `orchestrrl fabric status` has it."""
         async with ControlClient(self.address) as client:
-            return await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=1))
+            return await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=1))
 
     async def command(self, *words: str) -> str:
         """What `orchestrrl ...` prints, asked of this box's daemon. Raises Permanent where it is malformed."""
@@ -173,7 +173,7 @@ class Testbed:
             "fabric": {
                 "site": SITE_FILE,
                 "routers": routers,
-                "rerouting": {"settle_s": SETTLE_S, "look_again_s": POLL_AGAIN_S},
+                "rerouting": {"settle_s": SETTLE_S, "poll_s": POLL_AGAIN_S},
                 **fabric,
             },
             "ocs": [
@@ -189,7 +189,7 @@ async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[s
     plan = plan_of(site)
     await build(plan, rates)
     switches = {each.id: each for each in await start_switches(site, protocols)}
-    panel = PatchPanel(plan, {id: each.glass for id, each in switches.items()})
+    panel = PatchPanel(plan, {id: each.model for id, each in switches.items()})
     following = asyncio.ensure_future(panel.run())
     box = Testbed(folder, plan, rates, switches, panel)
     try:

@@ -153,7 +153,7 @@ async def weights(
             turn = number % len(ways)
             for way in (*ways[turn:], *ways[:turn]):
                 await show.go(way, number)
-        return show.told()
+        return show.report()
 
 
 class _Show:
@@ -224,7 +224,7 @@ class _Show:
         self._rows.append(row)
         await self._wiped()
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
         planned = self._planned
         receivers = [id for id, peer in self._peers.items() if peer.role is PeerRole.ENGINE]
@@ -258,7 +258,7 @@ class _Show:
         report = await self._committed(intent)
         return {
             "moves": sum(commit.moves for commit in report.commits),
-            "took_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
+            "elapsed_s": sum(commit.usable_s - commit.commanded_s for commit in report.commits),
         }
 
     async def _committed(self, intent: Intent) -> PeriodReport:

@@ -41,27 +41,27 @@ class CarrierLine:
         self.orders = self._socket.makefile("rb")
         self._turn = threading.Lock()
 
-    def tell(self, **what: Any) -> None:
+    def report(self, **what: Any) -> None:
         with self._turn:
             self._socket.sendall(json.dumps(what).encode() + b"\n")
 
     def news(self, each: EdgeEvent | ArrivedBytes) -> None:
         if isinstance(each, EdgeEvent):
-            self.tell(event=NEWS.dump_python(each, mode="json"))
+            self.report(event=NEWS.dump_python(each, mode="json"))
 
 
 def carry(path: str, me: str, address: str, name: str) -> None:
     """A host's life: until nobody gives orders any more."""
     transport = make_transport(name, TransportOptions(address))
     line = CarrierLine(path)
-    line.tell(peer=me, address=transport.open())
+    line.report(peer=me, address=transport.open())
     carrier = ThreadedCarrier(PeerId(me), {name: transport}, line.news)
     staged: TestbedMemory | None = None
     for order in line.orders:
         match json.loads(order):
             case {"open": document, "holds": holds, "seed": seed}:
                 staged = TestbedMemory(MAP.validate_python(document), holds, seed)
-                line.tell(opened=True)
+                line.report(opened=True)
             case {"carry": document}:
                 assert staged is not None, "carry before open"
                 carrier.carry(staged, CARRY.validate_python(document))
@@ -69,11 +69,11 @@ def carry(path: str, me: str, address: str, name: str) -> None:
                 assert staged is not None, "end before open"
                 carrier.end(version)
                 staged.wipe()
-                line.tell(ended=True)
+                line.report(ended=True)
             case {"sum": True}:
                 assert staged is not None, "sum before open"
                 used = resource.getrusage(resource.RUSAGE_SELF)
-                line.tell(sha256=staged.sha256(), missing=staged.missing(), cpu_s=used.ru_utime + used.ru_stime)
+                line.report(sha256=staged.sha256(), missing=staged.missing(), cpu_s=used.ru_utime + used.ru_stime)
     carrier.close()
     transport.close()
 

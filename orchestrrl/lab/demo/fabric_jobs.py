@@ -67,7 +67,7 @@ class Launcher:
     async def start(self, job: JobSpec) -> None:
         if job.stamps is not None:
             job.stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
-        await self._ask(
+        await self._request(
             start=job.name,
             ranks=RANKS,
             window_s=job.window_s,
@@ -78,19 +78,19 @@ class Launcher:
 
     async def turn(self, name: str, iterations: int) -> list[float]:
         """Seconds of each iteration: of its slowest rank."""
-        taken_s: list[float] = await self._ask(turn=name, iterations=iterations)
+        taken_s: list[float] = await self._request(turn=name, iterations=iterations)
         return taken_s
 
     async def stop(self, name: str) -> list[int | None]:
         """The ranks' exit statuses."""
-        statuses: list[int | None] = await self._ask(stop=name)
+        statuses: list[int | None] = await self._request(stop=name)
         return statuses
 
     @property
     def _log(self) -> Path:
         return self.folder / "torch.log"
 
-    async def _ask(self, **order: Any) -> Any:
+    async def _request(self, **order: Any) -> Any:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -100,7 +100,7 @@ class FabricDemoStack:
         """Return when the daemon knows that all ranks of the job are read: what they announce before may be lost."""
         async with ControlClient(self.address) as client:
             while True:
-                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest())
+                status = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest())
                 if any(each.job == job and len(each.ranks) == RANKS for host in status.hosts for each in host.jobs):
                     return
                 await asyncio.sleep(POLL_EVERY_S)
@@ -109,7 +109,7 @@ class FabricDemoStack:
         """What the daemon says when no period is under way any more."""
         async with ControlClient(self.address) as client:
             while True:
-                status = await client.ask(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
+                status = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
                 if all(period.HasField("ended_unix_s") for period in status.periods):
                     return status
                 await asyncio.sleep(POLL_EVERY_S)

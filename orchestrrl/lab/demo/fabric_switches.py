@@ -30,7 +30,7 @@ class NotingSwitch(VirtualSwitch):
 
     def __init__(self, device: str, **options: object) -> None:
         super().__init__(device, clock=MonotonicClock(), **options)  # type: ignore[arg-type]  # it checks them
-        self._happened = self.glass.listen()
+        self._happened = self.model.listen()
         self._received_s: list[float] = []
         self._set_s: list[float] = []
 

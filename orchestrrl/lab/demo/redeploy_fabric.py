@@ -44,7 +44,7 @@ class ObservedFabric:
 class Followed:
     """How circuits followed one redeployment. `said` by its step admit; seconds of the clock."""
 
-    said: str
+    text: str
     period: Mapping[str, Any]
 
     @property
@@ -53,7 +53,7 @@ class Followed:
         return int(self.period["moves"])
 
     @property
-    def took_s(self) -> float:
+    def elapsed_s(self) -> float:
         """From the announcement until all was in place and verified."""
         return float(self.period["ended_unix_s"] - self.period["announced_unix_s"])
 
@@ -106,10 +106,10 @@ async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabri
     """None: there is none."""
     if site is None:
         return None
-    message = await control.ask(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
+    message = await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
     counts: Counter[tuple[str, str, str]] = Counter()
     for switch in site.switches:  # as they are at this moment, whatever the daemon believes
-        shown = await control.ask(control.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch.id))
+        shown = await control.call(control.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch.id))
         cabling = site.core_cabling if switch.pod is None else site.agg_cabling(switch.pod)
         for each in shown.cross_connects:
             ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
@@ -123,7 +123,7 @@ def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric | None) -> 
     for step in redeployment["steps"]:
         if step["kind"] != "admit" or fabric is None or step["began_unix_s"] is None:
             continue
-        ended_s = step["began_unix_s"] + step["took_s"]
+        ended_s = step["began_unix_s"] + step["elapsed_s"]
         for period in fabric.periods:
             if step["began_unix_s"] <= period["announced_unix_s"] <= ended_s and period["ended_unix_s"] is not None:
                 return Followed(step["detail"], period)

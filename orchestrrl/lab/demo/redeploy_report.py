@@ -72,7 +72,7 @@ def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed
         "to": dict(Counter(engine["configuration"] for engine in report["new_engines"])),
         "at_s": at_s(redeployed, arm, speed),
         "redeploying": {"wall_s": redeployed.redeploying_s, "s": redeployed.redeploying_s * speed},
-        "predicted_redeploying_s": redeployed.plan["switch_cost_s"] * speed,
+        "predicted_redeploying_s": redeployed.plan["redeploy_cost_s"] * speed,
         "recompute": None if resumed is None else _resumption_json(resumed, speed),
         "circuits": None if redeployed.followed is None else _followed_json(redeployed.followed),
         "total": {"wall_s": redeployed.total_s, "s": redeployed.total_s * speed},
@@ -86,7 +86,7 @@ def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed
                 "kind": step["kind"],
                 "engine": step["engine_id"],
                 "after_wall_s": step["began_unix_s"] - report["created_unix_s"],
-                "wall_s": step["took_s"],
+                "wall_s": step["elapsed_s"],
             }
             for step in report["steps"]
             if step["began_unix_s"] is not None
@@ -101,9 +101,9 @@ def _followed_json(followed: Followed) -> dict[str, Any]:
         "code": followed.period["code"],
         "moves": followed.moves,
         "stages": followed.period["stages"],
-        "wall_s": followed.took_s,
+        "wall_s": followed.elapsed_s,
         "switches_wall_s": followed.dark_s,
-        "said": followed.said,
+        "said": followed.text,
     }
 
 
@@ -201,8 +201,8 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
     deployment = demo.scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"
     gpus_of = _gpus_of(arm)
-    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in arm.looks]
-    times = [(look.at_s - arm.began_s) * demo.scenario.speed for look in arm.looks]
+    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in arm.snapshots]
+    times = [(look.at_s - arm.began_s) * demo.scenario.speed for look in arm.snapshots]
     if len(times) > 1 and gpus_of:
         edges = [*times, 2 * times[-1] - times[-2]]
         loads = [list(gpu) for gpu in zip(*rows, strict=True)]  # [gpu, look]

@@ -95,7 +95,7 @@ class RedeployArm:
 
     began_s: float
     record: DemoStepRecord
-    looks: list[FlightSnapshot]
+    snapshots: list[FlightSnapshot]
     redeployments: list[ObservedRedeployment] = field(default_factory=list)
     failed_redeployments: list[Mapping[str, Any]] = field(default_factory=list)
     tokens_recomputed: int = 0
@@ -181,12 +181,12 @@ async def _run(
 ) -> RedeployArm:
     control = stack.control
     known = {redeployment["redeployment_id"] for redeployment in await _redeployments(control)}
-    before = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
+    before = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
     fabric_before = await fabric_now(control, stack.site)
     clients = [connect("simulated", worker.url) for worker in before.workers]
     looks: list[FlightSnapshot] = []
     try:
-        async with _looking(control, looks):
+        async with _polling(control, looks):
             record = await run_step(
                 scenario, step, lambda _: stack.gateway_url, clients, progress, hold=True, begun=begun
             )
@@ -195,7 +195,7 @@ async def _run(
         for client in clients:
             await client.close()
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
-    after = await control.ask(control.control.GetStatus, control_pb2.GetStatusRequest())
+    after = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
     arm = RedeployArm(ended_s - record.makespan_s / scenario.speed, record, looks)
     arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
     arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
@@ -204,7 +204,7 @@ async def _run(
             continue
         if redeployment["state"] == "done":
             wanted = control_pb2.GetPlanRequest(plan_id=redeployment["plan_id"])
-            message = await control.ask(control.control.GetPlan, wanted)
+            message = await control.call(control.control.GetPlan, wanted)
             plan = plain(message)
             resumed, circuits = resumption(redeployment, plan, looks), followed(redeployment, arm.fabric_after)
             arm.redeployments.append(ObservedRedeployment(redeployment, plan, resumed, circuits))
@@ -215,29 +215,29 @@ async def _run(
 
 async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
     """All of them, oldest first, with their steps."""
-    listed = await control.ask(control.control.ListRedeployments, control_pb2.ListRedeploymentsRequest())
+    listed = await control.call(control.control.ListRedeployments, control_pb2.ListRedeploymentsRequest())
     reports = []
     for redeployment in sorted(listed.redeployments, key=lambda redeployment: redeployment.created_unix_s):
         wanted = control_pb2.GetRedeploymentRequest(redeployment_id=redeployment.redeployment_id)
-        message = await control.ask(control.control.GetRedeployment, wanted)
+        message = await control.call(control.control.GetRedeployment, wanted)
         reports.append(plain(message))
     return reports
 
 
 @contextlib.asynccontextmanager
-async def _looking(control: ControlClient, looks: list[FlightSnapshot]) -> AsyncIterator[None]:
+async def _polling(control: ControlClient, snapshots: list[FlightSnapshot]) -> AsyncIterator[None]:
     """Follow the requests in flight while the body runs."""
 
-    async def look() -> None:
+    async def poll() -> None:
         while True:
             with contextlib.suppress(OrchestrRLError):  # a busy daemon answers the next time
-                listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest())
+                listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
                 at = {request.request_id: request.engine_id for request in listed.requests}
                 tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
-                looks.append(FlightSnapshot(time.time(), at, tokens))
+                snapshots.append(FlightSnapshot(time.time(), at, tokens))
             await asyncio.sleep(LOOK_S)
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(poll())
     try:
         yield
     finally:
@@ -247,23 +247,23 @@ async def _looking(control: ControlClient, looks: list[FlightSnapshot]) -> Async
 
 
 def resumption(
-    report: Mapping[str, Any], plan: Mapping[str, Any], looks: Sequence[FlightSnapshot]
+    report: Mapping[str, Any], plan: Mapping[str, Any], snapshots: Sequence[FlightSnapshot]
 ) -> Resumption | None:
     """How requests that waited went on, as far as looks show; None: none was seen to. Pure."""
-    admitted = [step["began_unix_s"] + step["took_s"] for step in report["steps"] if step["kind"] == "admit"]
+    admitted = [step["began_unix_s"] + step["elapsed_s"] for step in report["steps"] if step["kind"] == "admit"]
     fenced = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
     if not admitted or not fenced:
         return None
     left = {engine["engine_id"] for engine in report["old_engines"]}
     left -= {engine["engine_id"] for engine in report["new_engines"]}
     held: dict[str, int] = {}  # context of requests of engines that leave, when they were admitted again
-    for look in looks:
+    for look in snapshots:
         if look.at_s < fenced[0]:
             held = {request: look.context_tokens[request] for request, e in look.engine_of.items() if e in left}
         elif look.at_s < admitted[0]:
             held = {request: look.context_tokens.get(request, tokens) for request, tokens in held.items()}
     first: dict[str, float] = {}
-    for look in looks:
+    for look in snapshots:
         if look.at_s >= admitted[0]:
             for request, tokens in look.context_tokens.items():
                 if request in held and tokens > held[request]:

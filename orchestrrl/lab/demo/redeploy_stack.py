@@ -49,30 +49,30 @@ class RedeployStack:
                 report = plain(message)
             if report["state"] != "done":
                 raise Permanent(f"the fleet is not brought to {configuration}: {report['state']}, {report['detail']}")
-        await self._until_all_are_known()
+        await self._until_all_are_reported()
 
     async def pin(self) -> None:
         """The planner leaves the fleet as it is."""
-        await self.control.ask(self.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
+        await self.control.call(self.control.control.PinPlan, control_pb2.PinPlanRequest(reason="for comparison"))
 
     async def release(self) -> None:
-        await self.control.ask(self.control.control.ReleasePlan, control_pb2.ReleasePlanRequest())
+        await self.control.call(self.control.control.ReleasePlan, control_pb2.ReleasePlanRequest())
 
     async def _status(self) -> control_pb2.Status:
-        return await self.control.ask(self.control.control.GetStatus, control_pb2.GetStatusRequest())
+        return await self.control.call(self.control.control.GetStatus, control_pb2.GetStatusRequest())
 
-    async def _until_all_are_known(self) -> None:
+    async def _until_all_are_reported(self) -> None:
         deadline_s = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline_s:
             status = await self._status()
             attached = any(node.kind == "gateway" and node.attached for node in status.nodes)
-            if attached and status.workers and all(_known(worker) for worker in status.workers):
+            if attached and status.workers and all(_is_reported(worker) for worker in status.workers):
                 return
             await asyncio.sleep(LOOK_S)
         raise OutcomeUnknown(f"the daemon did not hear of every engine and the gateway in {READY_WITHIN_S:g} s")
 
 
-def _known(worker: control_pb2.Worker) -> bool:
+def _is_reported(worker: control_pb2.Worker) -> bool:
     """How it does, and what it can do: one of which nobody knows that it can sleep is stopped by a redeployment."""
     return worker.HasField("age_s") and worker.HasField("capabilities")
 

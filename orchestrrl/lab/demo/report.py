@@ -44,7 +44,7 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
 
 def sync_json(synced: SyncOutcome) -> dict[str, Any]:
     """Seconds of the clock."""
-    took = synced.took
+    took = synced.profile
     return {
         "version": took.report.version,
         "state": took.report.state,
@@ -63,7 +63,7 @@ def sync_json(synced: SyncOutcome) -> dict[str, Any]:
         "estimate_s": took.report.estimate_s,
         "phases_s": {row.phase: row.seconds for row in took.rows},
         "dominating": took.dominating,
-        "advice": [each.words for each in advice(took)],
+        "advice": [each.text for each in advice(took)],
         "faults": synced.faults,
     }
 

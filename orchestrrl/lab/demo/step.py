@@ -68,7 +68,7 @@ async def run_step(
         start = _Start(scenario.speed)
         sending = [
             asyncio.create_task(
-                _ask(session, url_of(sample), sample, scenario, start, record, progress, len(samples), spans)
+                _send(session, url_of(sample), sample, scenario, start, record, progress, len(samples), spans)
             )
             for sample in samples
         ]
@@ -99,7 +99,7 @@ class _Start:
         return (time.monotonic() - self._at_s) * self.speed
 
 
-async def _ask(
+async def _send(
     session: aiohttp.ClientSession,
     url: str,
     sample: Sample,

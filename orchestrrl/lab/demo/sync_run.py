@@ -33,7 +33,7 @@ LOOK_S = 0.05
 class SyncOutcome:
     """What came of the version that was published while requests ran."""
 
-    took: SyncProfile
+    profile: SyncProfile
     engines: int
     serve_it: int  # engines that say they have it
     requests: int
@@ -46,7 +46,7 @@ class SyncOutcome:
     @property
     def is_well(self) -> bool:
         return (
-            self.took.report.code == "done"
+            self.profile.report.code == "done"
             and self.serve_it == self.engines
             and self.answered == self.requests
             and not self.differing
@@ -138,7 +138,7 @@ async def _under_way(daemon_address: str, engines: int) -> None:
     seen: set[str] = set()
     async with ControlClient(daemon_address) as control:
         while time.monotonic() < deadline_s:
-            listed = await control.ask(control.control.ListRequests, control_pb2.ListRequestsRequest())
+            listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
             running = {each.engine_id for each in listed.requests if each.state == telemetry_pb2.REQUEST_STATE_RUNNING}
             seen |= running
             if len(seen) == engines or (seen and not listed.requests):  # over already: then between two steps
@@ -180,7 +180,7 @@ def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: Ans
     return ids
 
 
-def _continued(told: Sequence[AnswerStretch]) -> list[Sample]:
+def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
     """The stretches of the new version as requests of their own."""
     return [
         replace(
@@ -189,7 +189,7 @@ def _continued(told: Sequence[AnswerStretch]) -> list[Sample]:
             prompt_ids=each.context,
             output_tokens=len(each.ids),
         )
-        for each in told
+        for each in stretches
         if each.version == AFTER and each.ids
     ]
 
@@ -209,8 +209,8 @@ def _crossed(record: DemoStepRecord) -> int:
     return sum(len({span.version for span in spans}) > 1 for spans in record.spans.values())
 
 
-def _tokens(told: Sequence[AnswerStretch]) -> dict[int | None, int]:
+def _tokens(stretches: Sequence[AnswerStretch]) -> dict[int | None, int]:
     tokens: dict[int | None, int] = {}
-    for each in told:
+    for each in stretches:
         tokens[each.version] = tokens.get(each.version, 0) + len(each.ids)
     return tokens

@@ -99,7 +99,7 @@ async def _all_attached(daemon_address: str, peers: Mapping[str, Process]) -> No
     deadline_s = time.monotonic() + READY_WITHIN_S
     async with ControlClient(daemon_address) as control:
         while time.monotonic() < deadline_s:
-            told = await control.ask(control.weights.GetWeights, weights_pb2.GetWeightsRequest())
+            told = await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest())
             if {peer.peer_id for peer in told.peers if peer.attached} >= set(peers):
                 return
             for process in peers.values():

@@ -34,9 +34,9 @@ NAMES = {
 LONE_RADIX = 11
 
 
-def training_of(words: str) -> dict[str, Any]:
+def training_of(text: str) -> dict[str, Any]:
     """A scenario's, from such as `tp8 pp2`; a word without a number is an option that is on."""
-    names = {word.rstrip("0123456789"): word for word in words.split()}
+    names = {word.rstrip("0123456789"): word for word in text.split()}
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
 

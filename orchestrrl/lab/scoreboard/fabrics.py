@@ -34,10 +34,10 @@ def throughput(model: str, quick: bool, report: Report) -> list[ScoreboardRow]:
     for place, gpus in enumerate(scales):
         case = balanced(model, gpus, MODELS[model])
 
-        def told(what: str, done: int, total: int, place: int = place, gpus: int = gpus) -> None:
+        def on_progress(what: str, done: int, total: int, place: int = place, gpus: int = gpus) -> None:
             report(f"{gpus} GPUs, {what}", place * total + done, len(scales) * total)
 
-        found = on_fabrics(case, told)
+        found = on_fabrics(case, on_progress)
         rows += [*_throughput_rows(case, found), *_divided_rows(case, found)]
     return rows
 

@@ -44,11 +44,11 @@ def make_one(figure: ScoreboardPart, quick: bool, report: Report) -> Made:
 
 
 def _reporting(report: Report, found: Mapping[str, Made], total: int) -> Callable[[Mapping[str, Told]], None]:
-    def told(under_way: Mapping[str, Told]) -> None:
+    def on_progress(under_way: Mapping[str, Told]) -> None:
         words = "; ".join(f"{id}: {what} ({done}/{of})" for id, what, done, of in under_way.values())
         report(words, len(found), total)
 
-    return told
+    return on_progress
 
 
 def _made(

@@ -85,9 +85,11 @@ class ControlledRun:
         world = World(self.config(), self.kinds, scenario, journal_path, share_network=self.share_network)
         world.deploy(self.initial, homogeneous(self.kinds[self.initial], scenario.gpus, scenario.gpus_per_node))
         if not self.control.planning:
-            world.plane.plans.pin("this arm does not plan", 0.0)
+            world.control_plane.plans.pin("this arm does not plan", 0.0)
         if self.control.knowledge == "oracle":
-            world.know({request.id: request.output_tokens for requests in self.steps for request in requests})
+            world.set_known_lengths(
+                {request.id: request.output_tokens for requests in self.steps for request in requests}
+            )
         async with world:
             world.schedule(scenario.faults)
             busy_gpu_s = 0.0
@@ -146,7 +148,7 @@ class _Counts:
         engines = [*world.engines.values(), *world.past_engines]
         return cls(
             sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
-            world.plane.state.totals.moves_done,
+            world.control_plane.state.totals.moves_done,
             world.machines.starts_total,
             world.gateway.tokens_recomputed,
             sum(engine.scheduler.preemptions_total for engine in engines),

@@ -153,7 +153,7 @@ class VirtualEngine:
     started_s: float
     scheduler: Scheduler
     stopped_s: float | None = None
-    capabilities_told: bool = False
+    capabilities_sent: bool = False
     prompt_tokens_total: int = 0
     running_at: list[tuple[float, int]] = field(default_factory=list)  # (time, running), where it changed
 
@@ -169,7 +169,7 @@ class VirtualEngine:
 
     def restart(self, fresh: "VirtualEngine") -> None:
         """Another process answers at this address from now on."""
-        for name in ("kind", "gpus", "started_s", "scheduler", "stopped_s", "capabilities_told", "running_at"):
+        for name in ("kind", "gpus", "started_s", "scheduler", "stopped_s", "capabilities_sent", "running_at"):
             setattr(self, name, getattr(fresh, name))
 
     def advance(self, now_s: float) -> Sequence[SequenceProgress]:

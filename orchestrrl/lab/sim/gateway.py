@@ -214,7 +214,7 @@ class VirtualGateway:
         if backend is not None:
             placed(backend)
             return
-        record.hold()
+        record.detach()
         self.fleet.enqueue(record, placed, again=record.attempt > 0)
 
     def _close(self, record: CountedRecord, backend: EngineBackend | None, finished_s: float) -> None:
@@ -252,7 +252,7 @@ class VirtualGateway:
             self._send(record, target, source if computed else None)
         else:
             self.tokens_recomputed += record.context_tokens if computed else 0
-            record.hold()
+            record.detach()
             self._held[record.id] = (move.to_engine, now_s + move.hold_s)
         return OperationItemResult(move.request, True, "", self.tokens_recomputed - before)
 

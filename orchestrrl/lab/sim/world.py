@@ -106,7 +106,7 @@ class World:
         )
         self.journal = Journal(journal_path, self.clock.now_s())
         # Deciding takes no simulated time, and its measured time would differ from run to run.
-        self.plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
+        self.control_plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
         configurations = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
         layouts = config.fleet.layouts()
 
@@ -115,7 +115,7 @@ class World:
 
         self._make_spec = make_spec
         self.deployment = RedeploymentController(
-            self.plane,
+            self.control_plane,
             self.deployer,
             lambda url: VirtualManaged(url, self._answering),
             configurations,
@@ -123,7 +123,7 @@ class World:
             gpus_count=config.fleet.gpus.count if config.fleet.gpus else 0,
             per_node=self.per_node,
         )
-        self.plane.deployment = self.plane.redeployer = self.deployment
+        self.control_plane.deployment = self.control_plane.redeployer = self.deployment
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -132,16 +132,16 @@ class World:
         for placement in fleet:
             self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
 
-    def know(self, output_tokens: Mapping[RequestId, int]) -> None:
+    def set_known_lengths(self, output_tokens: Mapping[RequestId, int]) -> None:
         """Let the planner know how long every answer will be."""
-        self.plane.planning.known_output_tokens = output_tokens
+        self.control_plane.planning.known_output_tokens = output_tokens
 
     async def __aenter__(self) -> "World":
         await self.deployment.recover()
-        attachment = self.plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
+        attachment = self.control_plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
         self._tasks = [
             asyncio.create_task(work)
-            for work in (self._pump(), self._obey(attachment), run_loops(self.plane, self.clock))
+            for work in (self._pump(), self._obey(attachment), run_loops(self.control_plane, self.clock))
         ]
         await self.advance(2 * self.control.report_interval_s)
         return self
@@ -153,7 +153,7 @@ class World:
         for transfer in self._under_way:
             transfer.cancel()
         self.network.close()
-        await self.plane.close(0.0)
+        await self.control_plane.close(0.0)
         await self.deployment.close()
         self.machines.close()
         await self.gateway.fleet.close()
@@ -168,7 +168,7 @@ class World:
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
-        for error in self.plane.defects.errors:  # of moves and plans, which the loops only begin
+        for error in self.control_plane.defects.errors:  # of moves and plans, which the loops only begin
             raise error
 
     def schedule(self, faults: Sequence[GenerationFaultSection]) -> None:
@@ -297,7 +297,7 @@ class World:
     def _links_changed(self) -> None:
         """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
         now_s, left = self.clock.now_s(), self.network.left_for_moves()
-        self.plane.planning.nic_share, self.plane.planning.nic_taken_by = left.share, left.taken_by
+        self.control_plane.planning.nic_share, self.control_plane.planning.nic_taken_by = left.share, left.taken_by
         for engine in self.engines.values():
             if engine.kind.nic_gbps:
                 crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))
@@ -342,7 +342,7 @@ class World:
                 self._scrape(now_s)
             if now_s >= next_report_s:
                 next_report_s += self.control.report_interval_s
-                ack = self.plane.gateway_reported(self.gateway.report(), STREAM)
+                ack = self.control_plane.gateway_reported(self.gateway.report(), STREAM)
                 self.gateway.ledger.acknowledge(ack.sequence)
             await self.clock.sleep(min(next_scrape_s, next_report_s) - now_s)
 
@@ -354,11 +354,11 @@ class World:
             answer = engine.reading() if engine else Retryable("connection refused", 1.0)
             reading = judge(answer, 0.0, self._limits)
             agent.track, sample = fold(agent.track, reading, now_s, self._limits)
-            told = engine is None or engine.capabilities_told
+            told = engine is None or engine.capabilities_sent
             if engine is not None:
-                engine.capabilities_told = True
+                engine.capabilities_sent = True
             self._sequence += 1
-            self.plane.engine_reported(
+            self.control_plane.engine_reported(
                 EngineReport(
                     agent.node,
                     self._sequence,
@@ -375,7 +375,7 @@ class World:
     async def _obey(self, attachment: Attachment) -> None:
         """The gateway carries out what it is told."""
         async for operation in attachment.orders():
-            self.plane.result_received(self.gateway.perform(operation))
+            self.control_plane.result_received(self.gateway.perform(operation))
 
     async def _strike(self, fault: GenerationFaultSection) -> None:
         await self.clock.sleep(fault.at_s - self.clock.now_s())

@@ -16,16 +16,16 @@ class Formatter:
     """The words around one answer's tokens."""
 
     def __init__(
-        self, ask: SimulatedRequest, response_id: str, created: int, model_name: str, model: TokenModel
+        self, request: SimulatedRequest, response_id: str, created: int, model_name: str, model: TokenModel
     ) -> None:
-        self._ask = ask
+        self._request = request
         self._model = model
-        self._chat = ask.endpoint is CompletionEndpoint.CHAT
+        self._chat = request.endpoint is CompletionEndpoint.CHAT
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": created, "model": model_name}
         self._stream_head = {**self._head, "object": f"{kind}.chunk" if self._chat else kind}
-        self._prompt_ids = list(ask.prompt_ids) if ask.token_ids else None
-        self._told_prompt = False
+        self._prompt_ids = list(request.prompt_ids) if request.token_ids else None
+        self._sent_prompt = False
         self._text_offset = 0
 
     def opening(self) -> list[bytes]:
@@ -42,22 +42,22 @@ class Formatter:
         choice |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
         choice["stop_reason"] = part.stop_reason
         if not self._chat:
-            choice["prompt_token_ids"] = None if self._told_prompt else self._prompt_ids
-            self._told_prompt = True
-        choice["token_ids"] = part.token_ids if self._ask.token_ids else None
+            choice["prompt_token_ids"] = None if self._sent_prompt else self._prompt_ids
+            self._sent_prompt = True
+        choice["token_ids"] = part.token_ids if self._request.token_ids else None
         return _event({**self._stream_head, "choices": [choice]})
 
     def closing(self, completion_tokens: int) -> list[bytes]:
         """The events after the last token."""
         done = [b"data: [DONE]\n\n"]
-        if not self._ask.include_usage:
+        if not self._request.include_usage:
             return done
         return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
 
     def whole(self, part: AnswerPart) -> dict[str, Any]:
         """The answer in one piece."""
         text = self._text(part)
-        ids = part.token_ids if self._ask.token_ids else None
+        ids = part.token_ids if self._request.token_ids else None
         choice: dict[str, Any] = {"index": 0, "logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
         choice |= {"stop_reason": part.stop_reason, "token_ids": ids}
         answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
@@ -66,15 +66,15 @@ class Formatter:
             answer["prompt_token_ids"] = self._prompt_ids
         else:
             choice |= {"text": text, "prompt_token_ids": self._prompt_ids}
-        if self._ask.prompt_logprobs is not None:
-            (answer if self._chat else choice)["prompt_logprobs"] = self._prompt_logprobs(self._ask.prompt_logprobs)
+        if self._request.prompt_logprobs is not None:
+            (answer if self._chat else choice)["prompt_logprobs"] = self._prompt_logprobs(self._request.prompt_logprobs)
         return answer
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
         """Nothing for the first token. Of alternatives there is the likeliest, however many are asked for."""
-        context = self._ask.prompt_ids
+        context = self._request.prompt_ids
         rows: list[dict[str, Any] | None] = [None]
-        told = self._model.prompt_logprobs(context, self._ask.seed)
+        told = self._model.prompt_logprobs(context, self._request.seed)
         for token, (logprob, first, first_logprob) in zip(context[1:], told, strict=True):
             row = {str(token): self._ranked(token, logprob, 1 if token == first else 2)}
             if alternatives:
@@ -90,12 +90,12 @@ class Formatter:
         return self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = len(self._ask.prompt_ids)
+        prompt_tokens = len(self._request.prompt_ids)
         total = prompt_tokens + completion_tokens
         return {"prompt_tokens": prompt_tokens, "total_tokens": total, "completion_tokens": completion_tokens}
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
-        if self._ask.top_logprobs is None:
+        if self._request.top_logprobs is None:
             return None
         tokens = [self._model.detokenize([token]) for token in part.token_ids]
         tops = [self._alternatives(*pair) for pair in zip(part.token_ids, part.logprobs, strict=True)]
@@ -119,8 +119,8 @@ class Formatter:
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
         """The chosen token and its neighbours, each a little less likely."""
         words = self._model.vocab_size - FIRST_WORD
-        ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._ask.top_logprobs or 0)]
-        wanted = ids[: self._ask.top_logprobs]
+        ids = [token] + [FIRST_WORD + (token + k) % words for k in range(1, self._request.top_logprobs or 0)]
+        wanted = ids[: self._request.top_logprobs]
         return [(self._model.detokenize([other]), logprob - k) for k, other in enumerate(wanted)]
 
 

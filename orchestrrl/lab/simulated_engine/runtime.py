@@ -36,19 +36,19 @@ class AnswerEnd:
     stop_token: int | None = None
 
 
-def ending_of(ask: SimulatedRequest, generation: Generation) -> AnswerEnd:
+def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
     """Where an answer ends: not before `min_tokens`, and at once if its context was a whole answer already."""
-    natural = max(generation.answer_tokens - generation.position, ask.min_tokens + 1, 1)
-    most = ask.max_tokens if ask.ignore_eos else min(ask.max_tokens, natural)
-    if ask.stop_token_ids:
+    natural = max(generation.answer_tokens - generation.position, request.min_tokens + 1, 1)
+    most = request.max_tokens if request.ignore_eos else min(request.max_tokens, natural)
+    if request.stop_token_ids:
         ahead = copy.copy(generation)
         for count in range(1, most + 1):
             token, _ = ahead.next_token()
-            if token in ask.stop_token_ids and count > ask.min_tokens:
+            if token in request.stop_token_ids and count > request.min_tokens:
                 return AnswerEnd(count, "stop", stop_token=token)
-    if not ask.ignore_eos and natural <= ask.max_tokens:
+    if not request.ignore_eos and natural <= request.max_tokens:
         return AnswerEnd(natural, "stop", eos=True)
-    return AnswerEnd(ask.max_tokens, "length")
+    return AnswerEnd(request.max_tokens, "length")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class SimulatedAnswer:
 
     id: RequestId  # unique in the scheduler
     engine_id: str  # what clients name in /abort_requests; may be shared
-    ask: SimulatedRequest
+    request: SimulatedRequest
     generation: Generation
     ending: "AnswerEnd"
     made: int = 0
@@ -79,7 +79,7 @@ class SimulatedAnswer:
             token, logprob = next_token()
             self._token_ids.append(token)
             self._logprobs.append(logprob)
-        if self.ask.handover is not None and self.ask.handover.save is not None:
+        if self.request.handover is not None and self.request.handover.save is not None:
             self.made_ids += self._token_ids[-tokens:]
         self.made += tokens
         if self.made == self.ending.tokens:
@@ -148,14 +148,14 @@ class Runtime:
         shape = self.scheduler.shape
         return self.scheduler.kv_used_tokens / (shape.blocks * shape.block_tokens)
 
-    def submit(self, ask: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
+    def submit(self, request: SimulatedRequest, engine_id: str) -> SimulatedAnswer:
         """Queue a request."""
-        generation = self.model.begin(ask.prompt_ids, ask.seed)
+        generation = self.model.begin(request.prompt_ids, request.seed)
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
-        answer = SimulatedAnswer(request_id, engine_id, ask, generation, ending_of(ask, generation))
+        answer = SimulatedAnswer(request_id, engine_id, request, generation, ending_of(request, generation))
         self._answers[request_id] = answer
-        if self._link is not None and ask.handover is not None and ask.handover.load is not None:
-            self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, ask.handover))
+        if self._link is not None and request.handover is not None and request.handover.load is not None:
+            self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, request.handover))
         else:
             self._begin(answer)
         return answer
@@ -168,10 +168,10 @@ class Runtime:
 
     async def _load(self, link: KvLink, answer: SimulatedAnswer, wish: TransferParams) -> None:
         """Wait for the KV and for its way here; what does not come is prefilled."""
-        asked_s, found = self._clock.now_s(), link.take(wish, answer.ask.prompt_ids)
+        asked_s, found = self._clock.now_s(), link.take(wish, answer.request.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
             await self._clock.sleep(self._tick_s)
-            found = link.take(wish, answer.ask.prompt_ids)
+            found = link.take(wish, answer.request.prompt_ids)
         if found:
             await self._clock.sleep(link.transfer_s(found) / self._speed)
             answer.loaded_tokens = found
@@ -228,7 +228,7 @@ class Runtime:
         self._advance()
         self.model = model
         for answer in self._answers.values():
-            answer.generation.follow(model, answer.ask.seed)
+            answer.generation.follow(model, answer.request.seed)
 
     def reshape(self, shape: EngineShape) -> None:
         """Go on with other seats, KV and step times; what runs is prefilled again."""
@@ -251,7 +251,7 @@ class Runtime:
 
     def _enqueue(self, answer: SimulatedAnswer) -> None:
         self._advance()
-        context_tokens = len(answer.ask.prompt_ids) + answer.made
+        context_tokens = len(answer.request.prompt_ids) + answer.made
         left = answer.ending.tokens - answer.made
         loaded = answer.made == 0 and answer.loaded_tokens > 0
         self.scheduler.submit(self._virtual_s(), answer.id, context_tokens, left, prefilled=loaded)
@@ -266,7 +266,7 @@ class Runtime:
     def _hand_out(self, progress: SequenceProgress) -> None:
         answer = self._answers[progress.id]
         if answer.made == 0:
-            self.prompt_tokens_total += len(answer.ask.prompt_ids)
+            self.prompt_tokens_total += len(answer.request.prompt_ids)
             self.loaded_tokens_total += answer.loaded_tokens
         answer.make(progress.tokens)
         if answer.finished:
@@ -291,10 +291,10 @@ class Runtime:
         """Of those that are aborted, what they have in KV: nothing for those that were not running."""
         running = {sequence.id for sequence in self.scheduler.running}
         for answer in answers:
-            wish = answer.ask.handover
+            wish = answer.request.handover
             if self._link is not None and wish is not None and wish.save is not None and answer.id in self._answers:
                 there = answer.id in running and answer.made > 0
-                self._link.save(wish, [*answer.ask.prompt_ids, *answer.made_ids] if there else [])
+                self._link.save(wish, [*answer.request.prompt_ids, *answer.made_ids] if there else [])
 
     def _preempt_running(self) -> None:
         """Every running request back to the queue, before those that wait already, without its KV."""

@@ -186,12 +186,12 @@ class Scheduler:
             prefill_tokens = 0
             if self._step_s is None:
                 prefill_tokens = self._schedule()
-            steps, took_s = self._plan_steps(until_s, prefill_tokens)
+            steps, elapsed_s = self._plan_steps(until_s, prefill_tokens)
             if steps == 0:
-                self._step_s = took_s
+                self._step_s = elapsed_s
                 break
             self._step_s = None
-            self._apply(steps, took_s, made, finished_s)
+            self._apply(steps, elapsed_s, made, finished_s)
         if self.idle:
             self.now_s = max(self.now_s, until_s)
         if self.idle or self.paused:
@@ -282,9 +282,9 @@ class Scheduler:
         kv_tokens = sum([s.context_tokens for s in self.running])
         prefill_s = self.shape.prefill_s_per_token * prefill_tokens
         batch, slowdown = len(self.running), self.slowdown
-        took_s = slowdown * self.shape.steps_s(most, batch, kv_tokens) + prefill_s
-        if self.now_s + took_s <= until_s:
-            return most, took_s
+        elapsed_s = slowdown * self.shape.steps_s(most, batch, kv_tokens) + prefill_s
+        if self.now_s + elapsed_s <= until_s:
+            return most, elapsed_s
         low, low_s, high = 0, 0.0, most  # `low` steps end in time, `high` do not
         while high - low > 1:
             middle = (low + high) // 2
@@ -315,9 +315,11 @@ class Scheduler:
                 return rounds * size + step
         return rounds * size + size
 
-    def _apply(self, steps: int, took_s: float, made: dict[RequestId, int], finished_s: dict[RequestId, float]) -> None:
-        self.now_s += took_s
-        self.busy_s += took_s
+    def _apply(
+        self, steps: int, elapsed_s: float, made: dict[RequestId, int], finished_s: dict[RequestId, float]
+    ) -> None:
+        self.now_s += elapsed_s
+        self.busy_s += elapsed_s
         self.generated_tokens_total += steps * len(self.running)
         done = False
         for sequence in self.running:

@@ -126,15 +126,15 @@ class SimulatedServer:
         finally:
             self.runtime.drop(answer)
 
-    async def _stream(self, request: web.Request, answer: SimulatedAnswer, words: Formatter) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer: SimulatedAnswer, formatter: Formatter) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        opening = words.opening()
+        opening = formatter.opening()
         async for part in answer.parts():
             # vLLM leaves out the last chunk of a request that was aborted before its first token.
-            await response.write(b"".join([*opening, words.part(part) if answer.made else b""]))
+            await response.write(b"".join([*opening, formatter.part(part) if answer.made else b""]))
             opening = []
-        await response.write(b"".join(words.closing(answer.made)))
+        await response.write(b"".join(formatter.closing(answer.made)))
         await response.write_eof()
         return response
 

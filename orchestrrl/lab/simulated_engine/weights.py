@@ -90,7 +90,7 @@ class WeightsFace:
         self._clock = clock
         self._changing = changing
         self._name = UNNAMED
-        self._told = START
+        self._reported = START
         self._is_updating = False
         # Of what it began with, or loaded first.
         self._shapes = {} if options.weights is None else read_weights(options.weights).shapes
@@ -134,7 +134,9 @@ class WeightsFace:
             raise refusal("Missing 'method' in request body", kind="Bad Request")
         if method == METHOD and self._options.weight_transfer:
             workers = self._options.tensor_parallel_size * self._options.pipeline_parallel_size
-            return web.json_response({"results": [{**asdict(self._told), "is_updating": self._is_updating}] * workers})
+            return web.json_response(
+                {"results": [{**asdict(self._reported), "is_updating": self._is_updating}] * workers}
+            )
         if method != "reload_weights":
             return _failed_call("collective_rpc", f"'SimulatedWorker' object has no attribute '{method}'")
         async with self._changing:
@@ -142,7 +144,7 @@ class WeightsFace:
             try:
                 await self._load(folder, None, checked=False)
             except Permanent as error:
-                if not self._told.is_torn:
+                if not self._reported.is_torn:
                     self._tear(str(error))
                 return _failed_call("collective_rpc", str(error))
         return web.json_response({"results": [None]})
@@ -190,20 +192,20 @@ class WeightsFace:
                 raise Permanent("the engine was told to refuse it (--refuse-load)")
         except (Permanent, BrokenCheckpoint) as fault:
             if checked:
-                self._told = WorkerReport(**{**asdict(self._told), "fault": str(fault)})
+                self._reported = WorkerReport(**{**asdict(self._reported), "fault": str(fault)})
             raise Permanent(str(fault)) from fault
         await self._take_s(self._options.load_s + self._options.load_s_per_gb * weights.bytes / 1e9)
         if self._loads in faults.tear_loads:
             self._tear("the engine was told to fail at it (--tear-load)")
-            raise Permanent(self._told.fault)
+            raise Permanent(self._reported.fault)
         self._shapes = self._shapes or weights.shapes
         self._runtime.take_weights(model_of(self._options, weights.seed))
         known = {"version": version, "sum": weights.sum, "is_read_back": True} if version is not None else {}
-        self._told = WorkerReport(**{**asdict(START), **known})
+        self._reported = WorkerReport(**{**asdict(START), **known})
 
     def _tear(self, fault: str) -> None:
         self._runtime.take_weights(model_of(self._options, self._runtime.model.weights_seed ^ TORN))
-        self._told = WorkerReport(**{**asdict(START), "fault": fault, "is_torn": True})
+        self._reported = WorkerReport(**{**asdict(START), "fault": fault, "is_torn": True})
 
     async def _take_s(self, virtual_s: float) -> None:
         if virtual_s:

@@ -39,20 +39,20 @@ def mode_from_pb(message: pb.Mode.ValueType) -> Mode:
     return _MODE_FROM_PB[message]
 
 
-def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
-    now_s = plane.clock.now_s()
-    snapshot = plane.state.snapshot(now_s)
+def status_to_pb(control_plane: ControlPlane, version: str) -> pb.Status:
+    now_s = control_plane.clock.now_s()
+    snapshot = control_plane.state.snapshot(now_s)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
-    totals, latest = plane.state.totals, plane.plans.latest
-    failovers = sum(plane.state.failovers.values(), FailoverCounts())
+    totals, latest = control_plane.state.totals, control_plane.plans.latest
+    failovers = sum(control_plane.state.failovers.values(), FailoverCounts())
     return pb.Status(
         version=version,
-        mode=mode_to_pb(plane.mode),
-        generation=plane.journal.generation,
+        mode=mode_to_pb(control_plane.mode),
+        generation=control_plane.journal.generation,
         now_unix_s=now_s,
-        uptime_s=now_s - plane.started_s,
-        workers=workers_to_pb(plane, snapshot),
-        nodes=[_node_to_pb(node, now_s) for node in plane.nodes.states()],
+        uptime_s=now_s - control_plane.started_s,
+        workers=workers_to_pb(control_plane, snapshot),
+        nodes=[_node_to_pb(node, now_s) for node in control_plane.nodes.states()],
         requests_running=running,
         requests_waiting=len(snapshot.requests) - running,
         requests_finished=totals.finished,
@@ -64,23 +64,29 @@ def status_to_pb(plane: ControlPlane, version: str) -> pb.Status:
         failover_requests_recomputed=failovers.requests_recomputed,
         failover_tokens_recomputed=failovers.tokens_recomputed,
         plan_id=latest.id if latest else "",
-        plan_control=control_to_pb(plane.plans.control),
-        balance_reason=_verdict(plane.balance) if plane.balance else "no decision yet",
-        plan_calibration=_calibration_to_pb(plane.plans.calibration),
-        barrier=barrier_to_pb(plane.barrier),
-        redeployment=notable_to_pb(next(iter(plane.redeployer.history(1)), None)) if plane.redeployer else None,
-        pauses=pauses_to_pb(plane.pause_registry.pauses),
-        fabric_control=control_of_fabric_to_pb(plane.fabric.word.control) if plane.fabric else None,
-        fabric_period=period_to_pb(next(iter(plane.fabric.reports(1)), None)) if plane.fabric else None,
-        remarks=plane.node_remarks(),
-        balance_policy=plane.balance.policy.name if plane.balance else "",
-        balance_policy_reason=plane.balance.policy.reason if plane.balance else "",
-        mode_reason=plane.mode_reason,
-        defects=[_defect_to_pb(defect, plane.defects.counts[defect.part]) for defect in plane.defects.latest],
-        journal_damage=plane.journal.damage,
+        plan_control=control_to_pb(control_plane.plans.control),
+        balance_reason=_verdict(control_plane.balance) if control_plane.balance else "no decision yet",
+        plan_calibration=_calibration_to_pb(control_plane.plans.calibration),
+        barrier=barrier_to_pb(control_plane.barrier),
+        redeployment=notable_to_pb(next(iter(control_plane.redeployer.history(1)), None))
+        if control_plane.redeployer
+        else None,
+        pauses=pauses_to_pb(control_plane.pause_registry.pauses),
+        fabric_control=control_of_fabric_to_pb(control_plane.fabric.overrides.control)
+        if control_plane.fabric
+        else None,
+        fabric_period=period_to_pb(next(iter(control_plane.fabric.reports(1)), None)) if control_plane.fabric else None,
+        remarks=control_plane.node_remarks(),
+        balance_policy=control_plane.balance.policy.name if control_plane.balance else "",
+        balance_policy_reason=control_plane.balance.policy.reason if control_plane.balance else "",
+        mode_reason=control_plane.mode_reason,
+        defects=[
+            _defect_to_pb(defect, control_plane.defects.counts[defect.part]) for defect in control_plane.defects.latest
+        ],
+        journal_damage=control_plane.journal.damage,
         journal_set_aside=[
             pb.UnreadEntry(sequence=sequence, detail=detail)
-            for sequence, detail in list(plane.journal.set_aside.items())[:SET_ASIDE_SHOWN]
+            for sequence, detail in list(control_plane.journal.set_aside.items())[:SET_ASIDE_SHOWN]
         ],
     )
 
@@ -105,29 +111,31 @@ def pauses_to_pb(pauses: Mapping[PauseScope, OperatorPause]) -> list[pb.Pause]:
     ]
 
 
-def workers_to_pb(plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
+def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
     held = Counter(request.engine for request in snapshot.requests)
-    remarks = plane.remarks(engine.id for engine in snapshot.engines)
-    others = plane.state.names(snapshot.now_s).others
-    step_times = plane.planning.step_times(snapshot)
+    remarks = control_plane.remarks(engine.id for engine in snapshot.engines)
+    others = control_plane.state.names(snapshot.now_s).others
+    step_times = control_plane.planning.step_times(snapshot)
     workers = []
     for engine in snapshot.engines:
-        worker = _worker_to_pb(engine, held[engine.id], step_times[engine.id], plane)
+        worker = _worker_to_pb(engine, held[engine.id], step_times[engine.id], control_plane)
         worker.remarks.extend(remarks.get(engine.id, ()))
         worker.other_names.extend(sorted({name for _, name in others.get(engine.id, ())}))
         workers.append(worker)
     return workers
 
 
-def worker_to_pb(plane: ControlPlane, engine: EngineId) -> pb.Worker:
+def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
     """The one engine; little more than its name where it was drained and is not seen any more."""
-    snapshot = plane.state.snapshot(plane.clock.now_s())
-    found = next((worker for worker in workers_to_pb(plane, snapshot) if worker.engine_id == engine), None)
-    return found or pb.Worker(engine_id=engine, draining=engine in plane.membership_changes.membership.draining)
+    snapshot = control_plane.state.snapshot(control_plane.clock.now_s())
+    found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
+    return found or pb.Worker(engine_id=engine, draining=engine in control_plane.membership_changes.membership.draining)
 
 
-def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimeEstimates, plane: ControlPlane) -> pb.Worker:
-    capabilities = plane.state.capabilities(engine.id)
+def _worker_to_pb(
+    engine: EngineView, requests: int, step_times: StepTimeEstimates, control_plane: ControlPlane
+) -> pb.Worker:
+    capabilities = control_plane.state.capabilities(engine.id)
     return pb.Worker(
         engine_id=engine.id,
         url=engine.url,
@@ -139,7 +147,7 @@ def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimeEstimat
         kv_capacity_tokens=engine.kv_capacity_tokens,
         kv_free_tokens=engine.kv_free_tokens,
         decode_tokens_per_s=engine.decode_tokens_per_s,
-        load_index=plane.balance.load_index.get(engine.id) if plane.balance else None,
+        load_index=control_plane.balance.load_index.get(engine.id) if control_plane.balance else None,
         age_s=engine.age_s,
         preemptions_total=engine.preemptions_total,
         max_sequences=engine.max_sequences,
@@ -148,7 +156,7 @@ def _worker_to_pb(engine: EngineView, requests: int, step_times: StepTimeEstimat
         pool=engine.pool,
         policy_version=engine.policy_version,
         requests=requests,
-        reported=plane.state.reported(engine.id),
+        reported=control_plane.state.reported(engine.id),
         step_times_source=step_times.source,
         step_times_detail=step_times.detail,
     )
@@ -159,7 +167,7 @@ def _node_to_pb(node: NodeState, now_s: float) -> pb.NodeStatus:
         node_id=node.hello.node,
         kind=node.hello.kind,
         attached=node.attached,
-        age_s=now_s - node.heard_s,
+        age_s=now_s - node.last_report_s,
         url=node.hello.url,
     )
 
@@ -176,7 +184,7 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
         proposed_instances=plan.proposed_instances,
         current_makespan_s=plan.current_makespan_s,
         proposed_makespan_s=plan.proposed_makespan_s,
-        switch_cost_s=plan.switch_cost_s,
+        redeploy_cost_s=plan.redeploy_cost_s,
         lower_bound_s=plan.lower_bound_s,
         solve_s=plan.solve_s,
         alternatives=[_alternative_to_pb(alternative) for alternative in plan.alternatives],
@@ -218,7 +226,7 @@ def _alternative_to_pb(alternative: Alternative) -> pb.Alternative:
         configuration=alternative.configuration or "",
         instances=alternative.instances,
         makespan_s=alternative.makespan_s,
-        switch_cost_s=alternative.switch_cost_s,
+        redeploy_cost_s=alternative.redeploy_cost_s,
         infeasible_because=alternative.infeasible_because,
         name=alternative.name,
         decision=alternative.decision,

@@ -114,8 +114,8 @@ def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
 
 
 def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouting | None" = None) -> pb.FabricStatus:
-    control = fabric.word.control
-    pinned = fabric.word.pinned
+    control = fabric.overrides.control
+    pinned = fabric.overrides.pinned
     message = pb.FabricStatus(
         configured=True,
         control=control_of_fabric_to_pb(control),
@@ -125,7 +125,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
             pb.PeriodCount(state=state, code=code, count=count)
             for (state, code), count in sorted(fabric.counts.items())
         ],
-        masked=[*fabric.word.masked, *_broken(fabric.site_reading)],
+        masked=[*fabric.overrides.masked, *_broken(fabric.site_reading)],
         circuits=[
             pb.CircuitCount(pod=pod, a=a, b=b, count=count)
             for (pod, (a, b)), count in sorted(_circuits_of(fabric).items())
@@ -186,14 +186,14 @@ def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
 
 
 def hosts_to_pb(hub: WindowTracker, now_s: float) -> list[pb.HostTrace]:
-    return [_host_to_pb(host, now_s) for host in hub.known()]
+    return [_host_to_pb(host, now_s) for host in hub.current_hosts()]
 
 
 def _host_to_pb(host: TracedHost, now_s: float) -> pb.HostTrace:
     offset = host.clock.offset(now_s)
     words = [
         f"{job or 'trainer'}: {word.detail}"
-        for job, (_, _, word) in host.said.items()
+        for job, (_, _, word) in host.quiet_reports.items()
         if isinstance(word, Hold) and job in host.jobs  # it is asked for jobs that it has not, too
     ]
     return pb.HostTrace(

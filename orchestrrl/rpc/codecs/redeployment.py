@@ -75,8 +75,8 @@ def _taken_to_pb(taken: StepReport) -> pb.RedeployStep:
     message.detail = taken.detail
     if taken.began_s is not None:
         message.began_unix_s = taken.began_s
-    if taken.took_s is not None:
-        message.took_s = taken.took_s
+    if taken.elapsed_s is not None:
+        message.elapsed_s = taken.elapsed_s
     return message
 
 

@@ -45,7 +45,7 @@ def report_to_pb(report: SyncReport, *, edges: bool = True) -> pb.SyncReport:
         mended_edges=report.mended_edges,
         slowest=map(_edge_to_pb, report.slowest if edges else ()),
         notes=report.notes,
-        asked_json=report.asked_json,
+        trainer_step_json=report.trainer_step_json,
     )
 
 
@@ -76,7 +76,7 @@ def report_from_pb(message: pb.SyncReport) -> SyncReport:
         mended_edges=message.mended_edges,
         slowest=tuple(map(_edge_from_pb, message.slowest)),
         notes=tuple(message.notes),
-        asked_json=message.asked_json,
+        trainer_step_json=message.trainer_step_json,
     )
 
 

@@ -709,7 +709,7 @@ class Plan(_message.Message):
     PROPOSED_INSTANCES_FIELD_NUMBER: _builtins.int
     CURRENT_MAKESPAN_S_FIELD_NUMBER: _builtins.int
     PROPOSED_MAKESPAN_S_FIELD_NUMBER: _builtins.int
-    SWITCH_COST_S_FIELD_NUMBER: _builtins.int
+    REDEPLOY_COST_S_FIELD_NUMBER: _builtins.int
     LOWER_BOUND_S_FIELD_NUMBER: _builtins.int
     SOLVE_S_FIELD_NUMBER: _builtins.int
     ALTERNATIVES_FIELD_NUMBER: _builtins.int
@@ -749,7 +749,7 @@ class Plan(_message.Message):
     """Seconds are means over sampled lengths."""
     proposed_makespan_s: _builtins.float
     """Decoding alone; the end comes after the costs of switching and migration too."""
-    switch_cost_s: _builtins.float
+    redeploy_cost_s: _builtins.float
     lower_bound_s: _builtins.float
     """Proven, for the lengths as sampled."""
     solve_s: _builtins.float
@@ -810,7 +810,7 @@ class Plan(_message.Message):
         proposed_instances: _builtins.int = ...,
         current_makespan_s: _builtins.float | None = ...,
         proposed_makespan_s: _builtins.float | None = ...,
-        switch_cost_s: _builtins.float = ...,
+        redeploy_cost_s: _builtins.float = ...,
         lower_bound_s: _builtins.float = ...,
         solve_s: _builtins.float = ...,
         alternatives: _abc.Iterable[Global___Alternative] | None = ...,
@@ -838,7 +838,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_gap", b"_gap", "_predicted_s", b"_predicted_s", "_proposed_makespan_s", b"_proposed_makespan_s", "actual_makespan_s", b"actual_makespan_s", "current_makespan_s", b"current_makespan_s", "gap", b"gap", "predicted_s", b"predicted_s", "proposed_makespan_s", b"proposed_makespan_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_gap", b"_gap", "_predicted_s", b"_predicted_s", "_proposed_makespan_s", b"_proposed_makespan_s", "acted", b"acted", "acted_detail", b"acted_detail", "actual_makespan_s", b"actual_makespan_s", "alternatives", b"alternatives", "bin_tokens", b"bin_tokens", "correction", b"correction", "created_unix_s", b"created_unix_s", "current_configuration", b"current_configuration", "current_makespan_s", b"current_makespan_s", "decision", b"decision", "forecast_method", b"forecast_method", "forgone", b"forgone", "forgone_code", b"forgone_code", "gap", b"gap", "inputs_age_s", b"inputs_age_s", "instances", b"instances", "knowledge", b"knowledge", "lower_bound_s", b"lower_bound_s", "migration_cost_s", b"migration_cost_s", "moves", b"moves", "moves_count", b"moves_count", "notes", b"notes", "plan_id", b"plan_id", "predicted_s", b"predicted_s", "proposed_configuration", b"proposed_configuration", "proposed_instances", b"proposed_instances", "proposed_makespan_s", b"proposed_makespan_s", "reason", b"reason", "reason_code", b"reason_code", "remaining_counts", b"remaining_counts", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "scenarios", b"scenarios", "solve_s", b"solve_s", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s", "_current_makespan_s", b"_current_makespan_s", "_gap", b"_gap", "_predicted_s", b"_predicted_s", "_proposed_makespan_s", b"_proposed_makespan_s", "acted", b"acted", "acted_detail", b"acted_detail", "actual_makespan_s", b"actual_makespan_s", "alternatives", b"alternatives", "bin_tokens", b"bin_tokens", "correction", b"correction", "created_unix_s", b"created_unix_s", "current_configuration", b"current_configuration", "current_makespan_s", b"current_makespan_s", "decision", b"decision", "forecast_method", b"forecast_method", "forgone", b"forgone", "forgone_code", b"forgone_code", "gap", b"gap", "inputs_age_s", b"inputs_age_s", "instances", b"instances", "knowledge", b"knowledge", "lower_bound_s", b"lower_bound_s", "migration_cost_s", b"migration_cost_s", "moves", b"moves", "moves_count", b"moves_count", "notes", b"notes", "plan_id", b"plan_id", "predicted_s", b"predicted_s", "proposed_configuration", b"proposed_configuration", "proposed_instances", b"proposed_instances", "proposed_makespan_s", b"proposed_makespan_s", "reason", b"reason", "reason_code", b"reason_code", "redeploy_cost_s", b"redeploy_cost_s", "remaining_counts", b"remaining_counts", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "scenarios", b"scenarios", "solve_s", b"solve_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__actual_makespan_s: _TypeAlias = _typing.Literal["actual_makespan_s"]  # noqa: Y015
     _WhichOneofArgType__actual_makespan_s: _TypeAlias = _typing.Literal["_actual_makespan_s", b"_actual_makespan_s"]  # noqa: Y015
@@ -870,7 +870,7 @@ class Alternative(_message.Message):
     CONFIGURATION_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
     MAKESPAN_S_FIELD_NUMBER: _builtins.int
-    SWITCH_COST_S_FIELD_NUMBER: _builtins.int
+    REDEPLOY_COST_S_FIELD_NUMBER: _builtins.int
     INFEASIBLE_BECAUSE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
@@ -883,7 +883,7 @@ class Alternative(_message.Message):
     instances: _builtins.int
     makespan_s: _builtins.float
     """Decoding alone."""
-    switch_cost_s: _builtins.float
+    redeploy_cost_s: _builtins.float
     infeasible_because: _builtins.str
     """Empty when feasible."""
     name: _builtins.str
@@ -901,7 +901,7 @@ class Alternative(_message.Message):
         configuration: _builtins.str = ...,
         instances: _builtins.int = ...,
         makespan_s: _builtins.float = ...,
-        switch_cost_s: _builtins.float = ...,
+        redeploy_cost_s: _builtins.float = ...,
         infeasible_because: _builtins.str = ...,
         name: _builtins.str = ...,
         decision: _builtins.str = ...,
@@ -912,7 +912,7 @@ class Alternative(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "decision", b"decision", "high_s", b"high_s", "infeasible_because", b"infeasible_because", "instances", b"instances", "low_s", b"low_s", "makespan_s", b"makespan_s", "migration_cost_s", b"migration_cost_s", "name", b"name", "parts", b"parts", "switch_cost_s", b"switch_cost_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configuration", b"configuration", "decision", b"decision", "high_s", b"high_s", "infeasible_because", b"infeasible_because", "instances", b"instances", "low_s", b"low_s", "makespan_s", b"makespan_s", "migration_cost_s", b"migration_cost_s", "name", b"name", "parts", b"parts", "redeploy_cost_s", b"redeploy_cost_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2149,7 +2149,7 @@ class RedeployStep(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     BEGAN_UNIX_S_FIELD_NUMBER: _builtins.int
-    TOOK_S_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
     WITHIN_S_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     stage: _builtins.int
@@ -2164,7 +2164,7 @@ class RedeployStep(_message.Message):
     """pending | running | done | failed | skipped"""
     detail: _builtins.str
     began_unix_s: _builtins.float
-    took_s: _builtins.float
+    elapsed_s: _builtins.float
     within_s: _builtins.float
     """Past it the step has failed."""
     def __init__(
@@ -2178,21 +2178,21 @@ class RedeployStep(_message.Message):
         state: _builtins.str = ...,
         detail: _builtins.str = ...,
         began_unix_s: _builtins.float | None = ...,
-        took_s: _builtins.float | None = ...,
+        elapsed_s: _builtins.float | None = ...,
         within_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_took_s", b"_took_s", "began_unix_s", b"began_unix_s", "took_s", b"took_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_elapsed_s", b"_elapsed_s", "began_unix_s", b"began_unix_s", "elapsed_s", b"elapsed_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_took_s", b"_took_s", "began_unix_s", b"began_unix_s", "detail", b"detail", "direction", b"direction", "engine_id", b"engine_id", "kind", b"kind", "number", b"number", "stage", b"stage", "state", b"state", "took_s", b"took_s", "within_s", b"within_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s", "_elapsed_s", b"_elapsed_s", "began_unix_s", b"began_unix_s", "detail", b"detail", "direction", b"direction", "elapsed_s", b"elapsed_s", "engine_id", b"engine_id", "kind", b"kind", "number", b"number", "stage", b"stage", "state", b"state", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__began_unix_s: _TypeAlias = _typing.Literal["began_unix_s"]  # noqa: Y015
     _WhichOneofArgType__began_unix_s: _TypeAlias = _typing.Literal["_began_unix_s", b"_began_unix_s"]  # noqa: Y015
-    _WhichOneofReturnType__took_s: _TypeAlias = _typing.Literal["took_s"]  # noqa: Y015
-    _WhichOneofArgType__took_s: _TypeAlias = _typing.Literal["_took_s", b"_took_s"]  # noqa: Y015
+    _WhichOneofReturnType__elapsed_s: _TypeAlias = _typing.Literal["elapsed_s"]  # noqa: Y015
+    _WhichOneofArgType__elapsed_s: _TypeAlias = _typing.Literal["_elapsed_s", b"_elapsed_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__began_unix_s) -> _WhichOneofReturnType__began_unix_s | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__took_s) -> _WhichOneofReturnType__took_s | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__elapsed_s) -> _WhichOneofReturnType__elapsed_s | None: ...
 
 Global___RedeployStep: _TypeAlias = RedeployStep  # noqa: Y015
 

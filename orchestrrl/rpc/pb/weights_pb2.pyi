@@ -380,7 +380,7 @@ class SyncReport(_message.Message):
     MENDED_EDGES_FIELD_NUMBER: _builtins.int
     SLOWEST_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
-    ASKED_JSON_FIELD_NUMBER: _builtins.int
+    TRAINER_STEP_JSON_FIELD_NUMBER: _builtins.int
     sync_id: _builtins.str
     version: _builtins.int
     state: _builtins.str
@@ -404,7 +404,7 @@ class SyncReport(_message.Message):
     waves: _builtins.int
     edges: _builtins.int
     mended_edges: _builtins.int
-    asked_json: _builtins.str
+    trainer_step_json: _builtins.str
     """Of the trainer's ranks, which publish; see orchestrrl/weights/backends/base.py. Empty: nothing."""
     @_builtins.property
     def published_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -445,11 +445,11 @@ class SyncReport(_message.Message):
         mended_edges: _builtins.int = ...,
         slowest: _abc.Iterable[Global___SyncEdge] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
-        asked_json: _builtins.str = ...,
+        trainer_step_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "ended_unix_s", b"ended_unix_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "arrived_bytes", b"arrived_bytes", "asked_json", b"asked_json", "attempt", b"attempt", "backend", b"backend", "began_unix_s", b"began_unix_s", "bytes", b"bytes", "carried_bytes", b"carried_bytes", "code", b"code", "detail", b"detail", "edges", b"edges", "ended_unix_s", b"ended_unix_s", "engines", b"engines", "estimate_s", b"estimate_s", "lower_bound_s", b"lower_bound_s", "mended_edges", b"mended_edges", "naive_s", b"naive_s", "notes", b"notes", "phases", b"phases", "published_ranks", b"published_ranks", "slowest", b"slowest", "state", b"state", "sync_id", b"sync_id", "version", b"version", "waves", b"waves", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s", "arrived_bytes", b"arrived_bytes", "attempt", b"attempt", "backend", b"backend", "began_unix_s", b"began_unix_s", "bytes", b"bytes", "carried_bytes", b"carried_bytes", "code", b"code", "detail", b"detail", "edges", b"edges", "ended_unix_s", b"ended_unix_s", "engines", b"engines", "estimate_s", b"estimate_s", "lower_bound_s", b"lower_bound_s", "mended_edges", b"mended_edges", "naive_s", b"naive_s", "notes", b"notes", "phases", b"phases", "published_ranks", b"published_ranks", "slowest", b"slowest", "state", b"state", "sync_id", b"sync_id", "trainer_step_json", b"trainer_step_json", "version", b"version", "waves", b"waves", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_unix_s: _TypeAlias = _typing.Literal["ended_unix_s"]  # noqa: Y015
     _WhichOneofArgType__ended_unix_s: _TypeAlias = _typing.Literal["_ended_unix_s", b"_ended_unix_s"]  # noqa: Y015

@@ -142,7 +142,7 @@ class WeightsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RelayToBackend(self, request, context):
-        """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
+        """From a trainer rank that does what trainer_step_json of the report asks, on a backend by which trainers send themselves.
         Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -51,7 +51,7 @@ class WeightsStub:
     InstallSync: _grpc.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]
     """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
     RelayToBackend: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RelayToBackendRequest, _weights_pb2.RelayToBackendResponse]
-    """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
+    """From a trainer rank that does what trainer_step_json of the report asks, on a backend by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
     """
 
@@ -78,7 +78,7 @@ class WeightsAsyncStub(WeightsStub):
     InstallSync: _aio.UnaryUnaryMultiCallable[_weights_pb2.InstallSyncRequest, _weights_pb2.SyncReport]  # type: ignore[assignment]
     """Install what is prepared now, instead of when the pause barrier is closed next. FAILED_PRECONDITION where nothing is."""
     RelayToBackend: _aio.UnaryUnaryMultiCallable[_weights_pb2.RelayToBackendRequest, _weights_pb2.RelayToBackendResponse]  # type: ignore[assignment]
-    """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
+    """From a trainer rank that does what trainer_step_json of the report asks, on a backend by which trainers send themselves.
     Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
     """
 
@@ -156,7 +156,7 @@ class WeightsServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.RelayToBackendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.RelayToBackendResponse, _abc.Awaitable[_weights_pb2.RelayToBackendResponse]]:
-        """From a trainer rank that does what asked_json of the report asks, on a backend by which trainers send themselves.
+        """From a trainer rank that does what trainer_step_json of the report asks, on a backend by which trainers send themselves.
         Answered when what it tells has been done. FAILED_PRECONDITION where that is not asked any more.
         """
 

@@ -48,11 +48,11 @@ class TrainerStep:
 _ASKED: TypeAdapter[TrainerStep] = TypeAdapter(TrainerStep)
 
 
-def asked_text(asked: TrainerStep) -> str:
-    return _ASKED.dump_json(asked).decode()
+def trainer_step_json(step: TrainerStep) -> str:
+    return _ASKED.dump_json(step).decode()
 
 
-def asked_of(text: str) -> TrainerStep | None:
+def trainer_step_from(text: str) -> TrainerStep | None:
     """Raises Permanent for what a newer daemon says."""
     try:
         return _ASKED.validate_json(text) if text else None
@@ -81,7 +81,7 @@ class DirectSync(Protocol):
         not be."""
         ...
 
-    async def ask_trainer(self, step: str, body: Mapping[str, Any]) -> None:
+    async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
         """Until every part of the step that the trainer's first rank has to do is done. Raises OutcomeUnknown where a
         rank says that it failed, or time is over."""
         ...
@@ -106,7 +106,7 @@ class WeightSender(Protocol):
         """For a version after this one. Raises as the backend's `sender` does."""
         ...
 
-    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
+    def act(self, step: TrainerStep, report: ReportStep) -> None:
         """Raises whatever it likes where it cannot."""
         ...
 
@@ -137,7 +137,7 @@ class DirectBackend(WeightBackend, Protocol):
     """The daemon has one for as long as it lives: what trainer and engines have joined may serve many versions. After
     a sync that failed it is told so by `forget`."""
 
-    def faults(self, word: Publication) -> list[str]:
+    def faults(self, publication: Publication) -> list[str]:
         """With what a rank says, as `path: what is wrong`. Pure."""
         ...
 

@@ -46,13 +46,13 @@ class CheckpointEngineBackend:
 
     # --- in the daemon
 
-    def faults(self, word: Publication) -> list[str]:
-        faults = [f"options.{name}: is not known, got {name!r}" for name in word.options if name != "engines"]
-        named = _named(word)
+    def faults(self, publication: Publication) -> list[str]:
+        faults = [f"options.{name}: is not known, got {name!r}" for name in publication.options if name != "engines"]
+        named = _named(publication)
         if not named:
             faults.append("options.engines: must name the servers beside the ranks, in their order, got ''")
         if len(set(named)) != len(named):
-            faults.append(f"options.engines: must name each once, got {word.options['engines']!r}")
+            faults.append(f"options.engines: must name each once, got {publication.options['engines']!r}")
         return faults
 
     async def prepare(self, sync: DirectSync) -> None:
@@ -63,21 +63,21 @@ class CheckpointEngineBackend:
             if engine not in sync.engines:
                 raise Permanent(f"{engine} takes no part: ranks beside it would wait for its workers")
             try:
-                self._workers[engine] = int((await sync.at(engine, "look", {}))["workers"])
+                self._workers[engine] = int((await sync.at(engine, "inspect", {}))["workers"])
             except OrchestrRLError as error:
                 why[engine] = str(error)
         if why:
             raise EnginesFailed(why)
         if sum(self._workers.values()) != len(sync.publications):
             raise Permanent(f"{len(sync.publications)} ranks publish, and servers have {dict(self._workers)} workers")
-        await sync.ask_trainer(REGISTER, {"version": sync.version})
+        await sync.request_trainer(REGISTER, {"version": sync.version})
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
         self._became = {engine: Permanent("nothing was sent") for engine in sync.engines}
         try:
             await self._each(sync, "begin", {engine: {} for engine in sync.engines})
             self._is_open = True
-            await sync.ask_trainer(UPDATE, {"version": sync.version})
+            await sync.request_trainer(UPDATE, {"version": sync.version})
             self._is_open = False
             await self._each(sync, "end", {engine: {} for engine in sync.engines})
         except OrchestrRLError as error:
@@ -124,7 +124,7 @@ class CheckpointEngineBackend:
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         transfers, within_s = transfer_engine(engine), float(body["within_s"])
         match act:
-            case "look":
+            case "inspect":
                 return {"workers": (await transfers.ends()).workers}
             case "begin":
                 await transfers.begin()
@@ -165,22 +165,22 @@ class RankShares:
     def tensors(self) -> tuple[TensorMeta, ...]:
         return tuple(TensorMeta(name, self._dtypes[name], tuple(tensor.shape)) for name, tensor in self._all.items())
 
-    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
-        name = CHECKPOINT.format(version=asked.body["version"])
-        if asked.step == REGISTER:
+    def act(self, step: TrainerStep, report: ReportStep) -> None:
+        name = CHECKPOINT.format(version=step.body["version"])
+        if step.step == REGISTER:
             self.close()
             self._server.register_checkpoint(name, named_tensors=self._share())
             self._registered = name
             self._server.gather_metas(name)
-        elif asked.step == UPDATE:
+        elif step.step == UPDATE:
 
             def call_workers(sockets: Sequence[tuple[str, str]]) -> None:
                 if self._options.rank == 0:  # every rank is given those of all
-                    tell(TO_WORKERS, {"sockets": [list(each) for each in sockets]})
+                    report(TO_WORKERS, {"sockets": [list(each) for each in sockets]})
 
             self._server.update(name, call_workers)
         else:
-            raise Permanent(f"checkpoint_engine of this trainer knows no step {asked.step!r}")
+            raise Permanent(f"checkpoint_engine of this trainer knows no step {step.step!r}")
 
     def close(self) -> None:
         """A version's pinned memory is let go before the next one's is taken."""
@@ -198,5 +198,5 @@ class RankShares:
         return share
 
 
-def _named(word: Publication) -> list[EngineId]:
-    return [EngineId(name.strip()) for name in word.options.get("engines", "").split(",") if name.strip()]
+def _named(publication: Publication) -> list[EngineId]:
+    return [EngineId(name.strip()) for name in publication.options.get("engines", "").split(",") if name.strip()]

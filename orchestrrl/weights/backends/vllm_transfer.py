@@ -54,27 +54,29 @@ class VllmTransferBackend:
 
     # --- in the daemon
 
-    def faults(self, word: Publication) -> list[str]:
-        faults = [f"options.{name}: is not known, got {name!r}" for name in word.options if name not in KNOWN_OPTIONS]
-        if not word.options.get("backend"):
+    def faults(self, publication: Publication) -> list[str]:
+        faults = [
+            f"options.{name}: is not known, got {name!r}" for name in publication.options if name not in KNOWN_OPTIONS
+        ]
+        if not publication.options.get("backend"):
             faults.append("options.backend: must name vLLM's backend, as servers were started with, got ''")
         return faults
 
     async def prepare(self, sync: DirectSync) -> None:
         backend = sync.publications[0].options["backend"]
-        await self._look(sync, backend)
+        await self._inspect_workers(sync, backend)
         run = sync.publications[0].run.rpartition("-")[0]  # this start of the trainer
         joined = (run, backend, tuple(self._workers.items()))
         if run and self._joined == joined:
             return
         self._joined = None
-        await self._ask(sync, JOIN, {"workers": sum(self._workers.values())})
+        await self._request(sync, JOIN, {"workers": sum(self._workers.values())})
         self._joined = joined
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
         self._became = {engine: Permanent("the trainer has sent nothing") for engine in sync.engines}
         try:
-            await self._ask(sync, SEND, {})
+            await self._request(sync, SEND, {})
         except OrchestrRLError as error:
             for engine, became in self._became.items():
                 if became is None:
@@ -98,12 +100,12 @@ class VllmTransferBackend:
     def forget(self) -> None:
         self._joined = None
 
-    async def _look(self, sync: DirectSync, backend: str) -> None:
+    async def _inspect_workers(self, sync: DirectSync, backend: str) -> None:
         why: dict[EngineId, str] = {}
         self._workers = {}
         for engine in sync.engines:
             try:
-                told = await sync.at(engine, "look", {})
+                told = await sync.at(engine, "inspect", {})
             except OrchestrRLError as error:
                 why[engine] = str(error)
                 continue
@@ -113,10 +115,10 @@ class VllmTransferBackend:
         if why:
             raise EnginesFailed(why)
 
-    async def _ask(self, sync: DirectSync, step: str, body: Mapping[str, Any]) -> None:
+    async def _request(self, sync: DirectSync, step: str, body: Mapping[str, Any]) -> None:
         self._step = step
         try:
-            await sync.ask_trainer(step, body)
+            await sync.request_trainer(step, body)
         finally:
             self._step = ""
 
@@ -149,7 +151,7 @@ class VllmTransferBackend:
     async def at_engine(self, engine: Engine, act: str, version: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
         transfers, within_s = transfer_engine(engine), float(body["within_s"])
         match act:
-            case "look":
+            case "inspect":
                 ends = await transfers.ends()
                 return {"backend": ends.backend, "workers": ends.workers}
             case "join":

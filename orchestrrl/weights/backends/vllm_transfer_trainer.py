@@ -30,7 +30,7 @@ class VllmSender:
         self._metas: dict[str, TensorMeta] = {}
         self._engine: Any = None
         self._group = 0
-        self._tell: ReportStep | None = None
+        self._report_step: ReportStep | None = None
         self.use(model, options)
         self._init_class()
 
@@ -47,18 +47,18 @@ class VllmSender:
     def tensors(self) -> tuple[TensorMeta, ...]:
         return tuple(self._metas.values())
 
-    def act(self, asked: TrainerStep, tell: ReportStep) -> None:
-        self._tell = tell
-        if asked.step == JOIN:
-            self._join(int(asked.body["workers"]))
-        elif asked.step == SEND:
+    def act(self, step: TrainerStep, report: ReportStep) -> None:
+        self._report_step = report
+        if step.step == JOIN:
+            self._join(int(step.body["workers"]))
+        elif step.step == SEND:
             if self._engine is None:
                 if self._options.rank == 0:
                     raise Permanent("nothing was joined by this trainer")
                 self._join(0)  # this rank has no connection: it only gathers
             self._engine.send_weights()
         else:
-            raise Permanent(f"vllm_transfer of this trainer knows no step {asked.step!r}")
+            raise Permanent(f"vllm_transfer of this trainer knows no step {step.step!r}")
 
     def close(self) -> None:
         if self._engine is not None:
@@ -85,8 +85,8 @@ class VllmSender:
         """Servers let go when they join again."""
 
     def _call(self, call: str, body: Mapping[str, Any]) -> None:
-        assert self._tell is not None
-        self._tell(call, body)
+        assert self._report_step is not None
+        self._report_step(call, body)
 
     # --- inside
 

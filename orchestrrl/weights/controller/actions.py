@@ -101,14 +101,14 @@ class SyncActions:
         away = {
             each.engine
             for state in self.hub.peers.values()
-            if not state.attached and now_s < state.heard_s + patience_s
+            if not state.attached and now_s < state.last_report_s + patience_s
             for each in state.peer.engines
             if each.engine in known and each.engine not in attached
         }
         away |= {
             engine
             for state in self.hub.peers.values()
-            if not state.attached and now_s < state.heard_s + patience_s
+            if not state.attached and now_s < state.last_report_s + patience_s
             for engine in state.peer.ranks_of
             if engine in known
         }
@@ -146,13 +146,13 @@ class SyncActions:
 
     # --- acts
 
-    async def ask(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
+    async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
         """Raises Failed, which names the engine alone."""
         peer = self.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
         try:
-            result = await self.hub.ask(peer.id, order, within_s, self.settings.patience_s)
+            result = await self.hub.send_order(peer.id, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
             raise SyncFailed("peer_lost", str(error), [engine]) from error
         if result.outcome is not OrderOutcome.DONE:
@@ -167,11 +167,11 @@ class SyncActions:
         now_s = self.clock.now_s()
         valid_until_s = min(now_s + within_s, until_s if until_s is not None else now_s + within_s)
         order, doubt = InstallVersion(version, engine, valid_until_s, anew), self.stale.of(engine)
-        result = await self.ask(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
+        result = await self.send_order(engine, order, max(0.0, valid_until_s - now_s) + ANSWER_S, "install_failed")
         self.stale.dispel(engine, doubt)
         return result
 
-    async def look(self, engines: Iterable[EngineId]) -> None:
+    async def refresh(self, engines: Iterable[EngineId]) -> None:
         """Have engines asked what they have at this moment: one may have been started anew, seen by nobody. Of one that
         does not answer nobody knows; where its peer does not, its last word is taken to hold."""
 
@@ -180,7 +180,7 @@ class SyncActions:
             if peer is None:
                 return
             try:
-                result = await self.hub.ask(peer.id, QueryVersion(engine), LOOK_WITHIN_S, 0.0)
+                result = await self.hub.send_order(peer.id, QueryVersion(engine), LOOK_WITHIN_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("%s: what it has is not known anew: %s", engine, error)
                 return
@@ -192,7 +192,7 @@ class SyncActions:
 
         await each_done(one(engine) for engine in sorted(engines))
 
-    async def ask_anew(self, engines: Iterable[EngineId]) -> None:
+    async def reinstall_restarted(self, engines: Iterable[EngineId]) -> None:
         """Of those that were restarted: peers ask them, and bring them the fleet's version where they have lost it."""
         committed = self.book.fleet.committed
         if committed is not None and committed.is_kept:
@@ -204,13 +204,13 @@ class SyncActions:
     async def probe(self, engine: EngineId, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
         within_s = self.settings.probe_within_s
         order = ProbeWeights(engine, prompt, max_tokens, self.clock.now_s() + within_s)
-        return (await self.ask(engine, order, within_s + ANSWER_S, "verify_failed")).tokens
+        return (await self.send_order(engine, order, within_s + ANSWER_S, "verify_failed")).tokens
 
     async def rest(self, engine: EngineId, at_rest: bool, drain_s: float = 0.0, *, ends: bool = False) -> None:
         if at_rest:
             self.rested.add(engine)
         order = RestEngine(engine, at_rest, drain_s, ends)
-        await self.ask(engine, order, self.settings.fence_within_s + drain_s, "not_quiet")
+        await self.send_order(engine, order, self.settings.fence_within_s + drain_s, "not_quiet")
         if not at_rest:
             self.rested.discard(engine)
 
@@ -261,7 +261,7 @@ class SyncActions:
     async def _notify_all(self, order: Callable[[Peer], Order]) -> None:
         async def one(peer: Peer) -> None:
             try:
-                result = await self.hub.ask(peer.id, order(peer), ANSWER_S, 0.0)
+                result = await self.hub.send_order(peer.id, order(peer), ANSWER_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("%s", error)
                 return

@@ -29,7 +29,7 @@ class Advice:
     """`code` is stable: the phase, or what is slow of the transfer. `words` are for people."""
 
     code: str
-    words: str
+    text: str
     seconds: float
     share: float
 

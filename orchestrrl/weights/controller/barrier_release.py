@@ -39,7 +39,7 @@ async def resume_new(acts: SyncActions, record: SyncRecord) -> None:
     committed = acts.book.fleet.committed
     assert committed is not None
     known = acts.engines()
-    await acts.look(engine for engine in committed.has if engine in known)
+    await acts.refresh(engine for engine in committed.has if engine in known)
     for engine in acts.lacking(committed.version, committed.has):
         committed = committed.lost(engine, "was restarted")
     if committed != acts.book.fleet.committed:
@@ -92,7 +92,7 @@ async def go_back(
     lease = own_lease(acts, record.id)
     if not changed:
         if lease:
-            await acts.look(_told_of(acts))
+            await acts.refresh(_known_to_barrier(acts))
             await _resume(acts, lease, None, sorted(acts.book.fleet.quarantined), "nothing was changed")
         return
     if not is_closed(acts):
@@ -109,7 +109,7 @@ async def go_back(
         }
     else:
         bad = await _bring_back(acts, committed, [engine for engine in changed if engine not in untouched])
-    await acts.look({*_told_of(acts), *(engine for engine in changed if engine not in bad)})
+    await acts.refresh({*_known_to_barrier(acts), *(engine for engine in changed if engine not in bad)})
     if committed is not None:
         for engine in acts.lacking(committed.version, changed):
             bad.setdefault(engine, "was restarted since it got the weights from before")
@@ -119,7 +119,7 @@ async def go_back(
         record.engine(engine, state, bad.get(engine, ""))
     good = [engine for engine in changed if engine not in bad and engine in acts.engines()]
     if committed is not None:
-        _tell(acts, good, bad, committed.version)
+        _report_versions(acts, good, bad, committed.version)
     else:
         _restore_versions(acts, {engine: told[engine] for engine in good if engine in untouched and engine in told})
     without = sorted(engine for engine in acts.book.fleet.quarantined if engine in acts.engines())
@@ -129,7 +129,7 @@ async def go_back(
         await acts.try_each(good, lambda engine: acts.rest(engine, False))
 
 
-def _told_of(acts: SyncActions) -> set[EngineId]:
+def _known_to_barrier(acts: SyncActions) -> set[EngineId]:
     """Engines that get requests by what the pause barrier knows of them: one may have been started anew unseen."""
     return set(acts.engines()).intersection(acts.fence.state.versions)
 
@@ -157,7 +157,7 @@ def _stand(acts: SyncActions, changed: Collection[EngineId], bad: dict[EngineId,
         acts.book.stands(replace(fleet, committed=committed))
 
 
-def _tell(acts: SyncActions, good: Collection[EngineId], bad: Collection[EngineId], version: int) -> None:
+def _report_versions(acts: SyncActions, good: Collection[EngineId], bad: Collection[EngineId], version: int) -> None:
     """All that serve, as it is: a lease that has ended by itself has left nothing known."""
     committed = acts.book.fleet.committed
     assert committed is not None

@@ -86,7 +86,7 @@ class CarrierContext:
     async def done(self, peer: PeerId, order: Order, within_s: float, code: str) -> PeerResult:
         """Its result, once it is done. Raises Failed."""
         try:
-            result = await self.hub.ask(peer, order, within_s, self.settings.patience_s)
+            result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
             raise SyncFailed("peer_lost", str(error), engines_of(self.hub, [peer])) from error
         if result.outcome is not OrderOutcome.DONE:
@@ -166,7 +166,7 @@ class Carrying:
         self._arrived_bytes = 0
         self._moved_s = context.clock.now_s()  # when something has arrived last
 
-    def hear(self, peer: PeerId, news: Heard) -> None:
+    def on_news(self, peer: PeerId, news: Heard) -> None:
         """From the hub."""
         match news:
             case EdgeEvent() if news.version == self._planned.version:
@@ -335,7 +335,9 @@ class Carrying:
         settings = self._context.settings
         order = CarryEdges(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
         try:
-            result = await self._context.hub.ask(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
+            result = await self._context.hub.send_order(
+                peer, order, ANSWER_S + settings.patience_s, settings.patience_s
+            )
         except OrchestrRLError as error:
             logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
             return
@@ -367,19 +369,19 @@ class Carrying:
                     self._let_go(end, edge.id)
 
     def _let_go(self, peer: PeerId, edge_id: str) -> None:
-        async def tell() -> None:
+        async def send() -> None:
             try:
-                await self._context.hub.ask(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
+                await self._context.hub.send_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
             except OrchestrRLError as error:
                 logger.warning("weight sync %s: %s", self._record.id, error)
 
-        task = asyncio.ensure_future(tell())
+        task = asyncio.ensure_future(send())
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
         """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
-        self.progress.told(peer, held)
+        self.progress.on_held(peer, held)
         self._moved_s = self._context.clock.now_s()
         edges = self.progress.live_of(peer)
 
@@ -408,4 +410,4 @@ class Carrying:
 
     def _gone_s(self, peer: PeerId) -> float:
         state = self._context.hub.peers[peer]
-        return 0.0 if state.attached else self._context.clock.now_s() - state.heard_s
+        return 0.0 if state.attached else self._context.clock.now_s() - state.last_report_s

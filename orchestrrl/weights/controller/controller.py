@@ -116,7 +116,7 @@ class WeightSync:
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
-        hub.listen(self._hear)
+        hub.listen(self._on_news)
         fence.notify_restarts(self._acts.stale.restarted)
 
     # --- told by trainers
@@ -138,12 +138,12 @@ class WeightSync:
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
         return self._collector.take(publication, backend)
 
-    def _backend(self, word: Publication) -> DirectBackend | None:
+    def _backend(self, publication: Publication) -> DirectBackend | None:
         """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
-        if word.backend == TREE or word.backend not in BACKENDS:
+        if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
-            return self._backends.get(word.backend)
+            return self._backends.get(publication.backend)
         except Permanent as error:
             raise ProblemFaults([f"backend: {error}"]) from error
 
@@ -152,12 +152,12 @@ class WeightSync:
         record.ends(SyncPhase.PUBLISH)
         slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
         if slowest.began_s:
-            took_s = slowest.offload_s + slowest.gather_s
+            elapsed_s = slowest.offload_s + slowest.gather_s
             # Its host's clock is known about: all was there when it said so.
-            began_s = min(self._acts.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - took_s)
+            began_s = min(self._acts.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - elapsed_s)
             before = (
                 PhaseTime(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
-                PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + took_s),
+                PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + elapsed_s),
             )
             record.put(phases=(*before, *record.report.phases))
         if not words[0].install:
@@ -257,7 +257,7 @@ class WeightSync:
         committed = self.book.fleet.committed
         if told is not None:
             if committed is not None and committed.version == told:
-                await self._acts.look(committed.has)
+                await self._acts.refresh(committed.has)
                 return told, self._without(committed)
             self._not_on_its_way(told)
             return told, ()
@@ -266,7 +266,7 @@ class WeightSync:
         record = self._collector.records.get(committed.sync)
         # Where it was told of before, somebody has told another version since.
         if fence.state.newest is None or (record is not None and not record.report.over):
-            await self._acts.look(committed.has)
+            await self._acts.refresh(committed.has)
             return committed.version, self._without(committed)
         return None, ()
 
@@ -388,7 +388,7 @@ class WeightSync:
         while True:
             try:
                 if is_committed:
-                    await self._acts.ask_anew(engines)
+                    await self._acts.reinstall_restarted(engines)
                     await resume_new(self._acts, record)
                     await self._acts.keep()
                 elif self._is_over(left):
@@ -426,7 +426,7 @@ class WeightSync:
         if self._acts.pause_registry.hold(PauseScope.SYNC) is not None:
             return False
         try:
-            due = self._repairs.look()
+            due = self._repairs.poll()
         except OrchestrRLError as error:
             logger.error("%s", error)
             return False
@@ -457,14 +457,14 @@ class WeightSync:
             for each in work:
                 each.cancel()
 
-    def _hear(self, peer: PeerId, news: Heard) -> None:
+    def _on_news(self, peer: PeerId, news: Heard) -> None:
         carrying = self._running.carrying if self._running is not None else None
         for each in (carrying, self._repairs.carrying):
             if each is not None:
-                each.hear(peer, news)
+                each.on_news(peer, news)
         if isinstance(news, Peer):
             try:
-                self._repairs.heard(news)
+                self._repairs.on_peer(news)
             except OrchestrRLError as error:
                 logger.error("what engines of peer %s have is not written down: %s", peer, error)
         if news is None or isinstance(news, Peer):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, asked_text, make_direct
+from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, make_direct, trainer_step_json
 from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.carrying import ANSWER_S, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
@@ -53,7 +53,7 @@ class DirectTransfer:
         self._record = record
         self._backend = backend
         self._numbers = itertools.count(1)
-        self._asked: TrainerStep | None = None
+        self._trainer_step: TrainerStep | None = None
         self._ended: asyncio.Future[None] | None = None  # what is asked
         self._changes = False
         self._until_s = 0.0
@@ -98,11 +98,16 @@ class DirectTransfer:
     def broken(self) -> None:
         """The attempt has failed."""
         self._backend.forget()
-        self._stop_asking()
+        self._withdraw_request()
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raises Permanent where nothing of the kind is asked, and as the backend does."""
-        if self._asked is None or self._asked.number != number or self._ended is None or self._ended.done():
+        if (
+            self._trainer_step is None
+            or self._trainer_step.number != number
+            or self._ended is None
+            or self._ended.done()
+        ):
             raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
         if call == FAILED:
             self._ended.set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
@@ -125,19 +130,19 @@ class DirectTransfer:
         backend = self._record.report.backend
         order = BackendAct(backend, engine, act, self.version, json.dumps(dict(body)), changes, self._until_s)
         try:
-            result = await acts.hub.ask(peer.id, order, within_s + ANSWER_S, acts.settings.patience_s)
+            result = await acts.hub.send_order(peer.id, order, within_s + ANSWER_S, acts.settings.patience_s)
         except OrchestrRLError as error:
             raise OutcomeUnknown(str(error)) from error
         if result.outcome is OrderOutcome.DONE:
-            told: Mapping[str, Any] = json.loads(result.told_json or "{}")
+            told: Mapping[str, Any] = json.loads(result.result_json or "{}")
             return told
         words = f"{engine}: {act}: {result.detail}"
         raise OutcomeUnknown(words) if result.outcome is OrderOutcome.UNKNOWN else Permanent(words)
 
-    async def ask_trainer(self, step: str, body: Mapping[str, Any]) -> None:
-        self._asked = TrainerStep(next(self._numbers), step, body)
+    async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
+        self._trainer_step = TrainerStep(next(self._numbers), step, body)
         ended = self._ended = asyncio.get_running_loop().create_future()
-        self._record.put(asked_json=asked_text(self._asked))
+        self._record.put(trainer_step_json=trainer_step_json(self._trainer_step))
         within_s = max(0.0, self._until_s - self._acts.clock.now_s())
         late = asyncio.ensure_future(self._acts.clock.sleep(within_s))
         try:
@@ -147,7 +152,7 @@ class DirectTransfer:
             ended.result()
         finally:
             late.cancel()
-            self._stop_asking()
+            self._withdraw_request()
 
     # --- inside
 
@@ -156,12 +161,12 @@ class DirectTransfer:
         by_s = self._acts.clock.now_s() + self._acts.settings.install_within_s
         self._until_s = by_s if until_s is None else min(by_s, until_s)
 
-    def _stop_asking(self) -> None:
-        self._asked = None
+    def _withdraw_request(self) -> None:
+        self._trainer_step = None
         if self._ended is not None and not self._ended.done():
             self._ended.cancel()
-        if self._record.report.asked_json:
-            self._record.put(asked_json="")
+        if self._record.report.trainer_step_json:
+            self._record.put(trainer_step_json="")
 
 
 def _bytes(tensor: TensorMeta) -> int:

@@ -18,9 +18,9 @@ def notice_others(acts: SyncActions) -> bool:
     if committed is None or newest is None:
         return False
     if newest == committed.version:
-        acts.book.was_told = True
+        acts.book.was_reported = True
         return False
-    if not acts.book.was_told and newest == committed.before:
+    if not acts.book.was_reported and newest == committed.before:
         return False
     logger.warning("the fleet has version %d by another way: version %d is no longer its", newest, committed.version)
     acts.book.stands(FleetWeights())

@@ -57,7 +57,7 @@ class Installing:
         acts.book.step(record.id, "install", engines)  # from here on they may have it
         attempt.changed.update(engines)
         if not lease:  # if it is opened before we are done, nothing goes there
-            attempt.told = {e: v for e, v in acts.fence.state.versions.items() if e in targets}
+            attempt.reported = {e: v for e, v in acts.fence.state.versions.items() if e in targets}
             acts.fence.forget(engines, "are being given other weights")
         with record.phase(SyncPhase.INSTALL):
             if not lease and borrowed is None:
@@ -146,10 +146,10 @@ class Installing:
         answers: dict[EngineId, tuple[int, ...]] = {}
         if prompt and may_probe:
 
-            async def ask(engine: EngineId) -> None:
+            async def probe(engine: EngineId) -> None:
                 answers[engine] = await self._acts.probe(engine, prompt, max_tokens)
 
-            if failed := self._of_the_fleet(await self._acts.try_each(results, ask)):
+            if failed := self._of_the_fleet(await self._acts.try_each(results, probe)):
                 raise SyncFailed("verify_failed", results_by_engine(failed), failed)
             expected = self._publications[0].expected
             if expected:

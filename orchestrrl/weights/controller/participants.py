@@ -22,7 +22,7 @@ class SyncAttempt:
     failed: Collection[EngineId] = ()  # of these, those that did not do in an attempt before
     changed: set[EngineId] = field(default_factory=set)
     untouched: set[EngineId] = field(default_factory=set)  # of those that were changed: they are as they were after all
-    told: dict[EngineId, int] = field(
+    reported: dict[EngineId, int] = field(
         default_factory=dict
     )  # what the pause barrier had of these before it forgot it for this
 

@@ -36,7 +36,7 @@ class PeerState:
 
     peer: Peer
     attached: bool
-    heard_s: float  # last; of one that has gone: when it went
+    last_report_s: float  # last; of one that has gone: when it went
 
 
 @dataclass(slots=True)
@@ -80,10 +80,10 @@ class PeerStream:
         if math.isfinite(sent_s):
             self.ahead_s = sent_s - self._hub.now_s()
 
-    def told(self, news: PeerNews) -> None:
+    def on_news(self, news: PeerNews) -> None:
         """What the peer says. Of a stream that has ended nothing counts: it will say it again."""
         if not self.ended:
-            self._hub.told(self.peer, news)
+            self._hub.on_news(self.peer, news)
 
     def end(self) -> None:
         """Harmless when it has ended."""
@@ -182,10 +182,12 @@ class PeerHub:
         known.state = state
         known.stream = PeerStream(self, peer.id, known.waiting)
         self._make_way(peer)
-        self._tell(peer.id, peer)
+        self._notify(peer.id, peer)
         return known.stream
 
-    async def ask(self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None) -> PeerResult:
+    async def send_order(
+        self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
+    ) -> PeerResult:
         """The peer's answer. Raises Retryable when the order has not been given, because the peer has gone and did not
         come back in time; OutcomeUnknown when it was given and there is no answer."""
         known = self._known.get(peer)
@@ -218,7 +220,7 @@ class PeerHub:
 
     # --- called by streams
 
-    def told(self, peer: PeerId, news: PeerNews) -> None:
+    def on_news(self, peer: PeerId, news: PeerNews) -> None:
         known = self._known[peer]
         now_s = self._clock.now_s()
         if isinstance(news, PeerResult):
@@ -236,14 +238,14 @@ class PeerHub:
             self._make_way(news)
         else:
             known.state = PeerState(known.state.peer, known.state.attached, now_s)
-        self._tell(peer, news)
+        self._notify(peer, news)
 
     def ended(self, stream: PeerStream) -> None:
         known = self._known[stream.peer]
         if known.stream is stream:
             known.stream = None
             known.state = PeerState(known.state.peer, False, self._clock.now_s())
-            self._tell(stream.peer, None)
+            self._notify(stream.peer, None)
 
     # --- inside
 
@@ -252,11 +254,11 @@ class PeerHub:
         by_s = self._clock.now_s() + within_s
         while True:
             state, now_s = self._known[peer].state, self._clock.now_s()
-            gone_until_s = state.heard_s + patience_s
+            gone_until_s = state.last_report_s + patience_s
             if now_s >= by_s:
                 return f"has not answered within {within_s:g} s"
             if not state.attached and now_s >= gone_until_s:
-                return f"has been gone for {now_s - state.heard_s:.0f} s"
+                return f"has been gone for {now_s - state.last_report_s:.0f} s"
             await self._clock.sleep(min(by_s, max(gone_until_s, now_s + REATTACH_S)) - now_s)
 
     def _faults(self, peer: Peer) -> list[str]:
@@ -287,7 +289,7 @@ class PeerHub:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S
         for id, known in list(self._known.items()):
-            if not known.state.attached and not known.waiting and known.state.heard_s < gone_s:
+            if not known.state.attached and not known.waiting and known.state.last_report_s < gone_s:
                 del self._known[id]
         if len(self._known) >= self._most_peers:
             limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"
@@ -321,9 +323,9 @@ class PeerHub:
                 lost = set(before.engines) - set(left)
                 logger.warning("peer %s names engines that peer %s was told of: %s", peer.id, other, _named(lost))
                 known.state = replace(known.state, peer=replace(before, engines=left))
-                self._tell(other, known.state.peer if known.state.attached else None)
+                self._notify(other, known.state.peer if known.state.attached else None)
 
-    def _tell(self, peer: PeerId, news: Heard) -> None:
+    def _notify(self, peer: PeerId, news: Heard) -> None:
         if news is None or isinstance(news, Peer):
             self._by_engine = None
         for listener in self._listeners:

@@ -77,6 +77,6 @@ def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
     figure.savefig(target, dpi=130)
 
 
-def _label(took: SyncProfile) -> str:
-    report = took.report
+def _label(profile: SyncProfile) -> str:
+    report = profile.report
     return f"{report.version}" if report.code in ("", "done") else f"{report.version}, {report.code.replace('_', ' ')}"

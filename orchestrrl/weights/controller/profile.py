@@ -179,8 +179,8 @@ def _end_s(report: SyncReport, now_s: float | None) -> float:
     return max(known, default=report.began_s)
 
 
-def _until_s(took: PhaseTime, end_s: float) -> float:
-    return end_s if took.ended_s is None else min(took.ended_s, end_s)
+def _until_s(phase: PhaseTime, end_s: float) -> float:
+    return end_s if phase.ended_s is None else min(phase.ended_s, end_s)
 
 
 def _ran_s(phases: Sequence[PhaseTime], end_s: float) -> dict[SyncPhase, float]:

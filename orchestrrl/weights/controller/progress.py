@@ -134,7 +134,7 @@ class SyncProgress:
         self._blamed.setdefault(run.edge.dst, set()).add(run.edge.src)
         return run.edge
 
-    def told(self, peer: PeerId, held: HeldVersion | None) -> None:
+    def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
         """What a peer that has come back says that it has; None: nothing."""
         if peer not in self.missing:
             return

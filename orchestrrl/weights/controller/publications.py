@@ -46,7 +46,7 @@ class PublicationCollector:
         faults = collection.faults(publication)
         if backend is not None:
             faults += backend.faults(publication)
-        before = collection.words.get(publication.rank)
+        before = collection.by_rank.get(publication.rank)
         if before is not None and not same_publication(before, publication):
             faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
         if faults:
@@ -56,7 +56,7 @@ class PublicationCollector:
         if record is None:
             record = self._begin(collection, publication)
         collection.take(publication)
-        record.put(published=tuple(sorted(collection.words)))
+        record.put(published=tuple(sorted(collection.by_rank)))
         if collection.complete:
             self._collecting = None
             self._complete(collection, record)
@@ -73,7 +73,7 @@ class PublicationCollector:
         collection, record = self._collecting
         if self._clock.now_s() < collection.by_s:
             return
-        missing = [str(rank) for rank in range(collection.world) if rank not in collection.words]
+        missing = [str(rank) for rank in range(collection.world) if rank not in collection.by_rank]
         words = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
         self._collecting = None
         self.drop(record, SyncState.ABORTED, "trainer_lost", words)
@@ -123,22 +123,24 @@ class PublicationCollector:
 
     # --- inside
 
-    def _collection(self, word: Publication) -> tuple[PublicationSet, SyncRecord | None]:
+    def _collection(self, publication: Publication) -> tuple[PublicationSet, SyncRecord | None]:
         """Those words that it belongs to; a record where there are some."""
         if self._collecting is not None:
             collection, record = self._collecting
-            if (collection.version, collection.run) == (word.version, word.run):
+            if (collection.version, collection.run) == (publication.version, publication.run):
                 return collection, record
         by_s = self._clock.now_s() + self._settings.publish_within_s
-        return PublicationSet(word.version, word.run, word.world, by_s), None
+        return PublicationSet(publication.version, publication.run, publication.world, by_s), None
 
-    def _begin(self, collection: PublicationSet, word: Publication) -> SyncRecord:
+    def _begin(self, collection: PublicationSet, publication: Publication) -> SyncRecord:
         now_s = self._clock.now_s()
         id = f"s{self._book.generation}-{next(self._numbers)}"
-        report = SyncReport(id, word.version, SyncState.PUBLISHING, now_s, backend=word.backend, world=word.world)
+        report = SyncReport(
+            id, publication.version, SyncState.PUBLISHING, now_s, backend=publication.backend, world=publication.world
+        )
         self._book.began(report)
         if self._collecting is not None:
-            why = f"{self._collecting[1].report.version} was not complete when {word.version} came"
+            why = f"{self._collecting[1].report.version} was not complete when {publication.version} came"
             self.drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
         for old in [each.id for each in self.records.values() if each.report.over][:-REMEMBERED]:
             del self.records[old]

@@ -17,27 +17,27 @@ class PublicationSet:
     run: str
     world: int
     by_s: float  # when the last is to have come
-    words: dict[int, Publication] = field(default_factory=dict)  # by rank
+    by_rank: dict[int, Publication] = field(default_factory=dict)  # by rank
     tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the rank that told it first
 
-    def take(self, word: Publication) -> None:
+    def take(self, publication: Publication) -> None:
         """It goes together with the others."""
-        self.words[word.rank] = word
-        for tensor in word.tensors:
-            self.tensors.setdefault(tensor.name, (tensor, word.rank))
+        self.by_rank[publication.rank] = publication
+        for tensor in publication.tensors:
+            self.tensors.setdefault(tensor.name, (tensor, publication.rank))
 
-    def faults(self, word: Publication) -> list[str]:
+    def faults(self, publication: Publication) -> list[str]:
         """What is wrong with it, or does not go together with what other ranks have said. These agree among themselves:
         each is not looked at again for each of a thousand."""
-        faults = publication_faults(word)
-        other = next((each for each in self.words.values() if each.rank != word.rank), None)
+        faults = publication_faults(publication)
+        other = next((each for each in self.by_rank.values() if each.rank != publication.rank), None)
         for name in ("world", "install", "backend", "probe", "expected", "options") if other is not None else ():
-            one, two = getattr(other, name), getattr(word, name)
+            one, two = getattr(other, name), getattr(publication, name)
             if one != two:
                 faults.append(f"{name}: rank {other.rank if other else 0} has said {one!r}, got {two!r}")
-        for place, tensor in enumerate(word.tensors):
-            before, rank = self.tensors.get(tensor.name, (tensor, word.rank))
-            if before != tensor and rank != word.rank:
+        for place, tensor in enumerate(publication.tensors):
+            before, rank = self.tensors.get(tensor.name, (tensor, publication.rank))
+            if before != tensor and rank != publication.rank:
                 faults.append(
                     f"tensors[{place}]: {tensor.name} is {before.dtype} {before.shape} of rank {rank},"
                     f" got {tensor.dtype} {tensor.shape}"
@@ -46,11 +46,11 @@ class PublicationSet:
 
     @property
     def complete(self) -> bool:
-        return len(self.words) == self.world
+        return len(self.by_rank) == self.world
 
     @property
     def publications(self) -> tuple[Publication, ...]:
-        return tuple(self.words[rank] for rank in sorted(self.words))
+        return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
 
 
 def same_publication(one: Publication, other: Publication) -> bool:
@@ -58,38 +58,38 @@ def same_publication(one: Publication, other: Publication) -> bool:
     return _timeless(one) == _timeless(other)
 
 
-def publication_faults(word: Publication) -> list[str]:
+def publication_faults(publication: Publication) -> list[str]:
     """By itself."""
     faults = []
-    if word.backend not in BACKENDS:
-        faults.append(f"backend: must be one of {', '.join(BACKENDS.names())}, got {word.backend!r}")
-    if not word.tensors:
+    if publication.backend not in BACKENDS:
+        faults.append(f"backend: must be one of {', '.join(BACKENDS.names())}, got {publication.backend!r}")
+    if not publication.tensors:
         faults.append("tensors: must not be empty, got []")
     seen: set[str] = set()
-    for place, tensor in enumerate(word.tensors):
+    for place, tensor in enumerate(publication.tensors):
         if tensor.name in seen:
             faults.append(f"tensors[{place}].name: is there twice, got {tensor.name!r}")
         seen.add(tensor.name)
         if tensor.dtype not in DTYPE_BYTES:
             faults.append(f"tensors[{place}].dtype: must be one of {', '.join(DTYPE_BYTES)}, got {tensor.dtype!r}")
-    if bool(word.expected) and not word.probe:
+    if bool(publication.expected) and not publication.probe:
         faults.append("probe: must be told where expected is, got []")
     return faults
 
 
-def fingerprint(words: Sequence[Publication]) -> str:
+def fingerprint(publications: Sequence[Publication]) -> str:
     """Of what was published, and by which start of the trainer: one for each rank."""
-    return ",".join(sorted(_of_rank(word) for word in words))
+    return ",".join(sorted(_of_rank(word) for word in publications))
 
 
-def is_of(word: Publication, fingerprint: str) -> bool:
+def is_of(publication: Publication, fingerprint: str) -> bool:
     """Whether it is one of the words that this was made of."""
-    return _of_rank(word) in fingerprint.split(",")
+    return _of_rank(publication) in fingerprint.split(",")
 
 
-def _of_rank(word: Publication) -> str:
-    return f"{word.rank}:{hashlib.sha256(PUBLICATION.dump_json(_timeless(word))).hexdigest()[:32]}"
+def _of_rank(publication: Publication) -> str:
+    return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(_timeless(publication))).hexdigest()[:32]}"
 
 
-def _timeless(word: Publication) -> Publication:
-    return replace(word, began_s=0.0, offload_s=0.0, gather_s=0.0)
+def _timeless(publication: Publication) -> Publication:
+    return replace(publication, began_s=0.0, offload_s=0.0, gather_s=0.0)

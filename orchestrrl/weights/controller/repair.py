@@ -48,7 +48,7 @@ class EngineRepairs:
         self._tried: dict[EngineId, _Tried] = {}
         self._numbers = itertools.count(1)
 
-    def look(self) -> list[EngineId]:
+    def poll(self) -> list[EngineId]:
         """Tell of engines what is known now, and which are to be repaired, by id. Nothing while the pause barrier is
         closed."""
         acts = self._acts
@@ -60,7 +60,7 @@ class EngineRepairs:
         for engine, now in sorted(acts.engines().items()):
             peer = acts.peer_of(engine)
             if peer is not None and acts.installed(engine) != committed.version:
-                self._lost(engine, f"has {_words(acts.installed(engine))}")
+                self._lost(engine, f"has {_weights_text(acts.installed(engine))}")
                 if now.healthy and committed.is_kept:
                     wanting.append(engine)
             elif peer is not None and engine not in committed.has and now.healthy:
@@ -71,7 +71,7 @@ class EngineRepairs:
         self._report_again()
         return [engine for engine in wanting if self._is_due(engine)]
 
-    def heard(self, peer: Peer) -> None:
+    def on_peer(self, peer: Peer) -> None:
         """No request goes to an engine that was restarted, from the moment that its peer says so."""
         fence = self._acts.fence
         if others_weights(self._acts):
@@ -79,7 +79,7 @@ class EngineRepairs:
         for each in peer.engines:
             told = fence.state.versions.get(each.engine)
             if told is not None and told != each.installed and (each.installed is None or not is_closed(self._acts)):
-                fence.forget([each.engine], f"has {_words(each.installed)}")
+                fence.forget([each.engine], f"has {_weights_text(each.installed)}")
 
     async def one(self, engine: EngineId) -> bool:
         """Whether it has the fleet's version now."""
@@ -205,8 +205,8 @@ class EngineRepairs:
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
         edges = tuple(replace(edge, id=f"r{acts.book.generation}.{number}.{edge.id}") for edge in planned.edges)
-        took_s = {f"r{acts.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
-        planned = replace(planned, edges=edges, planned_s=took_s)
+        elapsed_s = {f"r{acts.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
+        planned = replace(planned, edges=edges, planned_s=elapsed_s)
         report = SyncReport(
             f"repair-{acts.book.generation}-{number}", committed.version, SyncState.CARRYING, acts.clock.now_s()
         )
@@ -233,7 +233,7 @@ class EngineRepairs:
             raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
         # It may have been restarted while it was looked at.
         if acts.installed(engine) != committed.version:
-            raise SyncFailed("install_failed", f"{engine} has {_words(acts.installed(engine))} after all")
+            raise SyncFailed("install_failed", f"{engine} has {_weights_text(acts.installed(engine))} after all")
         fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return False
@@ -251,5 +251,5 @@ def others_weights(acts: SyncActions) -> bool:
     return newest not in (None, acts.book.fleet.version)
 
 
-def _words(version: int | None) -> str:
+def _weights_text(version: int | None) -> str:
     return "weights that nobody knows" if version is None else f"version {version}"

@@ -135,7 +135,7 @@ class SyncReport:
     mended_edges: int = 0  # that broke, and were replaced
     slowest: tuple[EdgeTime, ...] = ()  # at most so many as are looked at
     notes: tuple[str, ...] = ()
-    asked_json: str = ""  # of the trainer, on a backend by which it sends itself (weights/backends/base.py)
+    trainer_step_json: str = ""  # of the trainer, on a backend by which it sends itself (weights/backends/base.py)
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 2**64:

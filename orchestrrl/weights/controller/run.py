@@ -189,7 +189,7 @@ class SyncRun:
     async def _back(self, attempt: SyncAttempt) -> None:
         while True:
             try:
-                return await go_back(self._acts, self.record, attempt.changed, attempt.untouched, attempt.told)
+                return await go_back(self._acts, self.record, attempt.changed, attempt.untouched, attempt.reported)
             except (OrchestrRLError, SyncFailed) as error:
                 # Nothing else may be done to engines before this is; the pause barrier's lease keeps requests from
                 # them.

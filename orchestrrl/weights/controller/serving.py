@@ -46,7 +46,9 @@ def served(
     keep_unknown: bool = False,
 ) -> AssignedEngines:
     """Who is to serve which engines. A peer that has gone for less than `patience_s` keeps its own. Pure."""
-    there = {id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.heard_s < patience_s}
+    there = {
+        id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
+    }
     wanted: dict[PeerId, dict[EngineId, str]] = {id: {} for id, state in there.items() if state.peer.serves}
     unserved: dict[EngineId, str] = {}
     several: dict[EngineId, tuple[PeerId, ...]] = {}
@@ -107,37 +109,37 @@ class PeerAssignments:
         self._engines = engines
         self._began_s = clock.now_s()
         self._now = AssignedEngines({})
-        self._said: Mapping[EngineId, tuple[PeerId, ...]] = {}
-        self._told: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
+        self._ambiguous: Mapping[EngineId, tuple[PeerId, ...]] = {}
+        self._sent: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
         self._again_s: dict[PeerId, float] = {}
-        self._telling: dict[PeerId, asyncio.Task[None]] = {}
+        self._sending: dict[PeerId, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
-        hub.listen(self._hear)
+        hub.listen(self._on_news)
 
     async def run(self) -> None:
         try:
             while True:
                 self._news.clear()
-                self.look()
+                self.update()
                 await self._turn()
         finally:
-            for task in self._telling.values():
+            for task in self._sending.values():
                 task.cancel()
-            await asyncio.gather(*self._telling.values(), return_exceptions=True)
+            await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Tell peers that are to serve others than they do."""
         now_s = self._clock.now_s()
         self._now = self._served(now_s)
-        said, self._said = self._said, self._now.several
-        for engine, could in self._said.items():
+        said, self._ambiguous = self._ambiguous, self._now.several
+        for engine, could in self._ambiguous.items():
             if said.get(engine) != could:
                 logger.warning("%s could be served by peers %s: the first by id is to", engine, ", ".join(could))
         peers = self._hub.peers
         for id, engines in self._now.wanted.items():
-            due = now_s >= self._again_s.get(id, 0.0) and id not in self._telling
-            if peers[id].attached and due and self._told.get(id) != engines:
-                self._telling[id] = asyncio.ensure_future(self._tell(id, engines))
+            due = now_s >= self._again_s.get(id, 0.0) and id not in self._sending
+            if peers[id].attached and due and self._sent.get(id) != engines:
+                self._sending[id] = asyncio.ensure_future(self._send(id, engines))
 
     def why_not(self, engine: EngineId) -> str:
         """Why no peer installs into it, and what to do about that."""
@@ -159,26 +161,26 @@ class PeerAssignments:
         keep_unknown = now_s - self._began_s < UNKNOWN_FOR_S
         return served(self._engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
 
-    async def _tell(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
+    async def _send(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
         try:
-            result = await self._hub.ask(peer, ServeEngines(engines), ANSWER_S, 0.0)
+            result = await self._hub.send_order(peer, ServeEngines(engines), ANSWER_S, 0.0)
         except OrchestrRLError as error:
             why = str(error)
         else:
             why = "" if result.outcome is OrderOutcome.DONE else result.detail
         finally:
-            self._telling.pop(peer, None)
+            self._sending.pop(peer, None)
         if why:
             self._again_s[peer] = self._clock.now_s() + AGAIN_S
             logger.warning("peer %s was not told which engines to serve: %s", peer, why)
             return
-        self._told[peer] = engines
+        self._sent[peer] = engines
         logger.info("peer %s serves %s", peer, ", ".join(sorted(engines)) or "no engine")
         self._news.set()
 
-    def _hear(self, peer: PeerId, news: Heard) -> None:
+    def _on_news(self, peer: PeerId, news: Heard) -> None:
         if news is None:  # whoever comes back is told again
-            self._told.pop(peer, None)
+            self._sent.pop(peer, None)
         self._news.set()
 
     async def _turn(self) -> None:

@@ -165,8 +165,8 @@ class SyncRecord:
     def engine(self, engine: EngineId, state: EngineSync, detail: str = "", install_s: float | None = None) -> None:
         stands = {each.engine: each for each in self.report.engines}
         before = stands.get(engine)
-        took_s = install_s if install_s is not None else before.install_s if before else 0.0
-        stands[engine] = EngineStatus(engine, state, cut(detail), took_s)
+        elapsed_s = install_s if install_s is not None else before.install_s if before else 0.0
+        stands[engine] = EngineStatus(engine, state, cut(detail), elapsed_s)
         self.put(engines=tuple(stands[each] for each in sorted(stands)))
 
     def without_engines(self, gone: Collection[EngineId]) -> None:
@@ -213,7 +213,7 @@ class WeightBook:
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
         self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
-        self.was_told = False  # the pause barrier has had the committed version as the fleet's newest
+        self.was_reported = False  # the pause barrier has had the committed version as the fleet's newest
         self.changed: Callable[[], None] = lambda: None
 
     @property
@@ -264,7 +264,7 @@ class WeightBook:
         self._write_map(committed.sync, map)
         self.stands(FleetWeights(committed))
         self.map = map
-        self.was_told = False
+        self.was_reported = False
 
     def stands(self, fleet: FleetWeights) -> None:
         """Who has what has changed."""

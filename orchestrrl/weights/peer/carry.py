@@ -68,7 +68,7 @@ class _Progress:
 
     needed_bytes: int
     received_bytes: int
-    told_s: float
+    reported_s: float
 
 
 class ThreadedCarrier:
@@ -78,13 +78,13 @@ class ThreadedCarrier:
         self,
         me: PeerId,
         transports: Mapping[str, Transport],
-        tell: Tell,
+        report: Tell,
         now_s: Callable[[], float] = time.time,
         steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._me = me
         self._transports = transports
-        self._tell = tell
+        self._report = report
         self._now_s = now_s
         self._steady_s = steady_s
         self._lock = threading.RLock()
@@ -110,7 +110,7 @@ class ThreadedCarrier:
                     told_again.append(known.outcome)
             self._begin_due(order.version)
         for outcome in told_again:
-            self._tell(outcome)
+            self._report(outcome)
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
         """Let go of these, or of all of the version's. Not from `tell`."""
@@ -186,8 +186,8 @@ class ThreadedCarrier:
             arrived = self._arrived(run.version) if run.is_receiver else None
         if is_told:
             if arrived is not None:
-                self._tell(arrived)
-            self._tell(run.outcome)
+                self._report(arrived)
+            self._report(run.outcome)
         with self._lock:
             if not self._closed:
                 self._begin_due(run.version)
@@ -269,7 +269,7 @@ class ThreadedCarrier:
             return
         run.began_s = self._now_s()
         if not run.let_go.is_set():
-            self._tell(EdgeEvent(run.version, run.edge.id, EdgeState.BEGAN, run.is_receiver, 0, run.began_s))
+            self._report(EdgeEvent(run.version, run.edge.id, EdgeState.BEGAN, run.is_receiver, 0, run.began_s))
 
     def _moved(self, run: _Run, size: int) -> None:
         run.moved_bytes += size
@@ -279,14 +279,14 @@ class ThreadedCarrier:
             if (progress := self._progress.get(run.version)) is None:
                 return
             progress.received_bytes = min(progress.needed_bytes, progress.received_bytes + size)
-            is_due = self._steady_s() - progress.told_s >= TOLD_EVERY_S and not run.let_go.is_set()
+            is_due = self._steady_s() - progress.reported_s >= TOLD_EVERY_S and not run.let_go.is_set()
             arrived = self._arrived(run.version) if is_due else None
         if arrived is not None:
-            self._tell(arrived)
+            self._report(arrived)
 
     def _arrived(self, version: int) -> ArrivedBytes | None:
         """How far the version is, under the lock; None where it has been let go of."""
         if (progress := self._progress.get(version)) is None:
             return None
-        progress.told_s = self._steady_s()
+        progress.reported_s = self._steady_s()
         return ArrivedBytes(version, progress.received_bytes, progress.needed_bytes)

@@ -32,7 +32,7 @@ class _Own:
     has: LoadedWeights | None = None
     brought: LoadedWeights | None = None  # by this process
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
-    said: str = ""  # why it could not be asked, as it was logged last
+    logged: str = ""  # why it could not be asked, as it was logged last
 
 
 class PeerEngines:
@@ -57,7 +57,7 @@ class PeerEngines:
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
-    def told(self) -> tuple[EngineAt, ...]:
+    def report(self) -> tuple[EngineAt, ...]:
         return tuple(
             EngineAt(name, own.engine.url, None if own.has is None else own.has.version, own.given)
             for name, own in sorted(self._own.items())
@@ -73,7 +73,7 @@ class PeerEngines:
                 for name, url in engines.items()
                 if name not in self._own or (name in given and given[name].engine.url != url)
             }
-            await asyncio.gather(*(self._ask(name, own) for name, own in come.items()))
+            await asyncio.gather(*(self._refresh(name, own) for name, own in come.items()))
             gone = [name for name in given if name not in engines or name in come]
             for name in gone:
                 self._close_later(self._own.pop(name))
@@ -82,14 +82,14 @@ class PeerEngines:
 
     async def watch(self, interval_s: float) -> None:
         while True:
-            await self.ask()
+            await self.refresh()
             # Those that tell no version; of the others all of it is known from that.
             await self._take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
-    async def ask(self) -> None:
+    async def refresh(self) -> None:
         """What each has. One that does not answer has what it had: if it was started anew it will say so."""
-        await asyncio.gather(*(self._ask(name, own) for name, own in self._own.items()))
+        await asyncio.gather(*(self._refresh(name, own) for name, own in self._own.items()))
 
     async def install(
         self, name: EngineId, version: int, folder: Path, by_s: float, *, is_other: bool, known_sum: str = ""
@@ -115,7 +115,7 @@ class PeerEngines:
             self._has(own, loaded)
             return loaded, f"{name} loaded version {version} in {self._clock.now_s() - began_s:.3g} s"
 
-    async def look(self, name: EngineId) -> str:
+    async def refresh_one(self, name: EngineId) -> str:
         """What it has now. Raises as the engine does, and Retryable where it does not answer soon."""
         own = self._one(name)
         async with own.at_work:
@@ -156,28 +156,28 @@ class PeerEngines:
             await own.engine.resume()
             raise Retryable(f"{name}: its requests did not end within {drain_s:g} s: it goes on", drain_s) from error
 
-    async def act(self, asked: BackendAct) -> str:
+    async def act(self, order: BackendAct) -> str:
         """What the backend's part here tells. Raises as that does, and Permanent where it is too late."""
-        own = self._one(asked.engine)
-        backend = self._backends.get(asked.backend) or make_direct(asked.backend)
-        self._backends[asked.backend] = backend
+        own = self._one(order.engine)
+        backend = self._backends.get(order.backend) or make_direct(order.backend)
+        self._backends[order.backend] = backend
         async with own.at_work:
-            self._still(asked.valid_until_s)
-            body = {**json.loads(asked.body_json), "within_s": asked.valid_until_s - self._clock.now_s()}
+            self._still(order.valid_until_s)
+            body = {**json.loads(order.body_json), "within_s": order.valid_until_s - self._clock.now_s()}
             try:
-                told = await backend.at_engine(own.engine, asked.act, asked.version, body)
+                told = await backend.at_engine(own.engine, order.act, order.version, body)
             except OutcomeUnknown:
-                if asked.changes:
+                if order.changes:
                     own.brought = None
                     self._has(own, None)
                 raise
-            if asked.changes:
+            if order.changes:
                 own.brought = None
                 try:
                     self._has(own, await self._loaded(own))
                 except OrchestrRLError as error:
                     self._has(own, None)
-                    raise OutcomeUnknown(f"{asked.act} was done, but then: {error}") from error
+                    raise OutcomeUnknown(f"{order.act} was done, but then: {error}") from error
             return json.dumps(dict(told))
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class PeerEngines:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _ask(self, name: EngineId, own: _Own) -> None:
+    async def _refresh(self, name: EngineId, own: _Own) -> None:
         if own.at_work.locked():  # in the middle of a load it has neither
             return
         async with own.at_work:
@@ -208,13 +208,13 @@ class PeerEngines:
                 async with asyncio.timeout(ASK_S):
                     has = await self._loaded(own)
                 self._has(own, has)
-                own.said = ""
+                own.logged = ""
             except (OrchestrRLError, TimeoutError) as error:
                 if not isinstance(error, Retryable | OutcomeUnknown | TimeoutError):
                     self._has(own, None)
-                if str(error) != own.said:
+                if str(error) != own.logged:
                     logger.warning("%s: does not say which weights it has: %s", name, error or "no answer")
-                    own.said = str(error)
+                    own.logged = str(error)
 
     async def take_sums(self) -> bool:
         """Whether any would have the sum of a folder taken in a load, and says so soon."""

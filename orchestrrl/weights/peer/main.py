@@ -49,7 +49,7 @@ HELP: dict[str, str] = {
     "pp_ranks": "A rank of it that is on this host.",
     "ep": "Expert parallelism.",
     "ep_ranks": "A rank of it that is on this host.",
-    "ask_engines_s": "Engines are asked so often which weights they have.",
+    "poll_engines_s": "Engines are asked so often which weights they have.",
 }
 OPTIONS = {
     "engines": "--engine",
@@ -63,12 +63,12 @@ OPTIONS = {
 NUMBERS: dict[str, type[int] | type[float]] = {
     **dict.fromkeys(("gpu", "tp", "pp", "ep", "tp_ranks", "pp_ranks", "ep_ranks"), int),
     "nic_gbps": float,
-    "ask_engines_s": float,
+    "poll_engines_s": float,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    words, verbose = _words(sys.argv[1:] if arguments is None else arguments)
+    words, verbose = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _words(arguments: list[str]) -> tuple[PeerArguments, bool]:
+def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
     parser = argparse.ArgumentParser(
         "python -m orchestrrl.weights.peer.main",
         description=__doc__,
@@ -102,7 +102,7 @@ def _words(arguments: list[str]) -> tuple[PeerArguments, bool]:
         elif name in ("id", "daemon"):
             settings |= {"required": True}
         else:
-            settings |= {"default": ASK_ENGINES_S if name == "ask_engines_s" else field.default}
+            settings |= {"default": ASK_ENGINES_S if name == "poll_engines_s" else field.default}
         parser.add_argument(OPTIONS.get(name, f"--{name.replace('_', '-')}"), **settings)
     parser.add_argument("-v", "--verbose", action="store_true", help="Log what happens, not only what goes wrong.")
     found = vars(parser.parse_args(arguments))

@@ -119,7 +119,7 @@ class PeerOrders:
             result.loaded_sum,
             result.is_read_back,
             result.tokens,
-            result.told_json,
+            result.result_json,
         )
 
     async def _act(self, id: str, order: PeerOrder) -> PeerResult:
@@ -149,7 +149,7 @@ class PeerOrders:
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)
                 return PeerResult(id, OrderOutcome.DONE, words, loaded_sum=loaded.sum, is_read_back=loaded.is_read_back)
             case QueryVersion(engine):
-                return PeerResult(id, OrderOutcome.DONE, await self._engines.look(engine))
+                return PeerResult(id, OrderOutcome.DONE, await self._engines.refresh_one(engine))
             case ProbeWeights(engine, prompt_ids, max_tokens, by_s):
                 tokens = await self._engines.go_on(engine, prompt_ids, max_tokens, by_s)
                 return PeerResult(id, OrderOutcome.DONE, tokens=tokens)
@@ -166,7 +166,7 @@ class PeerOrders:
             case BackendAct() as asked:
                 if asked.changes:  # whatever becomes of it, it has no version of this folder
                     await asyncio.to_thread(self._store.note_installed, asked.engine, "")
-                return PeerResult(id, OrderOutcome.DONE, told_json=await self._engines.act(asked))
+                return PeerResult(id, OrderOutcome.DONE, result_json=await self._engines.act(asked))
             case other:
                 assert_never(other)
 
@@ -185,13 +185,13 @@ class PeerOrders:
         await asyncio.to_thread(self._store.note_installed, engine, identity)
         return loaded, words
 
-    async def _open(self, asked: OpenVersion) -> StagedVersion:
+    async def _open(self, order: OpenVersion) -> StagedVersion:
         async with self._turn:
-            how = asked.map, asked.parts, asked.at_home
-            before = self._store.versions.get(asked.map.version)
+            how = order.map, order.parts, order.at_home
+            before = self._store.versions.get(order.map.version)
             if before is not None and not await asyncio.to_thread(before.is_same, *how):
                 # Edges of the plan before write into the same file: what is found in it by its sums has to stay.
-                await asyncio.to_thread(self._carrier.end, asked.map.version)
+                await asyncio.to_thread(self._carrier.end, order.map.version)
             return await asyncio.to_thread(self._store.open, *how)
 
     async def _keep(self, versions: tuple[int, ...], committed: int | None) -> list[int]:
@@ -205,18 +205,18 @@ class PeerOrders:
             return self._store.version(version)
 
 
-def _check_edges(staged: StagedVersion, asked: CarryEdges) -> None:
+def _check_edges(staged: StagedVersion, order: CarryEdges) -> None:
     """Raises ProblemFaults with all that cannot be; which peers and transports there are is the carrier's to say."""
     sizes = {shard.id: shard.bytes for shard in staged.map.shards}
     faults = []
-    if not 0 < asked.chunk_bytes <= MOST_BLOCK_BYTES:
-        faults.append(f"chunk_bytes: must be > 0 and <= {MOST_BLOCK_BYTES}, got {asked.chunk_bytes}")
-    if not asked.stall_s > 0:
-        faults.append(f"stall_s: must be > 0, got {asked.stall_s}")
-    for edge in asked.edges:
+    if not 0 < order.chunk_bytes <= MOST_BLOCK_BYTES:
+        faults.append(f"chunk_bytes: must be > 0 and <= {MOST_BLOCK_BYTES}, got {order.chunk_bytes}")
+    if not order.stall_s > 0:
+        faults.append(f"stall_s: must be > 0, got {order.stall_s}")
+    for edge in order.edges:
         size = sizes.get(edge.shard)
         if size is None:
-            faults.append(f"edges.{edge.id}.shard: is not one of version {asked.version} here, got {edge.shard!r}")
+            faults.append(f"edges.{edge.id}.shard: is not one of version {order.version} here, got {edge.shard!r}")
         elif edge.offset < 0 or edge.bytes < 0 or edge.offset + edge.bytes > size:
             faults.append(f"edges.{edge.id}: must be within {size} bytes, got {edge.bytes} at {edge.offset}")
         if not edge.rate_gbps >= 0:

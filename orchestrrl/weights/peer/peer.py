@@ -92,15 +92,15 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[PeerNews | None] = deque(maxlen=MOST_UNSENT)  # None: the time alone
         self._filled = asyncio.Event()
-        self._told: Peer | None = None  # as the daemon knows this peer, without what changes all the time
+        self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
         given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
-        self._engines = PeerEngines(settings.engines, settings.product, clock, self._look, given)
-        self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._tell, clock.now_s)
-        self._orders = OrderBook(PeerOrders(store, self._carrier, self._engines, clock, self._look).perform, clock)
+        self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
+        self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._on_news, clock.now_s)
+        self._orders = OrderBook(PeerOrders(store, self._carrier, self._engines, clock, self._poll).perform, clock)
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        await self._engines.ask()
+        await self._engines.refresh()
         stays = stay_connected(
             self._settings.daemon,
             self._converse,
@@ -109,7 +109,7 @@ class PeerLink:
             backoff=Backoff(),
             name=f"peer {self._settings.id}",
         )
-        await first_of(stays, self._engines.watch(self._settings.ask_engines_s), self._watch())
+        await first_of(stays, self._engines.watch(self._settings.poll_engines_s), self._watch())
 
     async def close(self) -> None:
         await stop(*self._running)
@@ -118,7 +118,7 @@ class PeerLink:
         await self._engines.close()
 
     def introduction(self) -> Peer:
-        return replace(self._as_is(), room_bytes=self._store.room_bytes)
+        return replace(self._as_is(), free_bytes=self._store.free_bytes)
 
     def _as_is(self) -> Peer:
         settings = self._settings
@@ -128,7 +128,7 @@ class PeerLink:
             settings.host,
             settings.place,
             self._addresses,
-            self._engines.told,
+            self._engines.report,
             settings.share,
             self._store.held,
             folder=str(settings.folder),
@@ -143,13 +143,13 @@ class PeerLink:
             for news in [news for news in self._unsent if isinstance(news, Peer)]:
                 self._unsent.remove(news)  # this tells it as it is now
             peer = self.introduction()
-            self._told = _lasting(peer)
+            self._reported = _lasting(peer)
             await call.write(self._message(peer))
             established()
             logger.info("peer %s: attached to %s", self._settings.id, self._settings.daemon)
             await first_of(self._receive(call), self._send(call))
         finally:
-            self._told = None
+            self._reported = None
             call.cancel()
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
@@ -180,13 +180,13 @@ class PeerLink:
             self._filled.clear()
             await self._filled.wait()
 
-    def _tell(self, news: EdgeEvent | ArrivedBytes) -> None:
+    def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(self._put, news)
 
     def _put(self, news: PeerNews) -> None:
         if isinstance(news, PeerResult | EdgeEvent):
-            self._look()  # what the daemon hears of a result, it finds in what the peer says of itself
+            self._poll()  # what the daemon hears of a result, it finds in what the peer says of itself
         last = self._unsent[-1] if self._unsent else None
         if isinstance(news, ArrivedBytes) and isinstance(last, ArrivedBytes) and last.version == news.version:
             self._unsent[-1] = news
@@ -194,13 +194,13 @@ class PeerLink:
             self._unsent.append(news)
         self._filled.set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Say what has changed of this peer."""
-        if self._told is None:
+        if self._reported is None:
             return
         lasting = _lasting(self._as_is())
-        if lasting != self._told:
-            self._told = lasting
+        if lasting != self._reported:
+            self._reported = lasting
             self._unsent.append(self.introduction())
             self._filled.set()
 
@@ -208,8 +208,8 @@ class PeerLink:
         stamped_s = self._clock.now_s()
         while True:
             await self._clock.sleep(LOOK_S)
-            self._look()
-            if self._told is not None and not self._unsent and self._clock.now_s() - stamped_s >= STAMP_S:
+            self._poll()
+            if self._reported is not None and not self._unsent and self._clock.now_s() - stamped_s >= STAMP_S:
                 stamped_s = self._clock.now_s()
                 self._unsent.append(None)
                 self._filled.set()
@@ -223,4 +223,4 @@ class PeerLink:
 def _lasting(peer: Peer) -> Peer:
     """Without what changes as bytes arrive: ranges, and room."""
     held = tuple(replace(each, missing={} if each.complete else {"": ()}) for each in peer.held)
-    return replace(peer, held=held, room_bytes=0)
+    return replace(peer, held=held, free_bytes=0)

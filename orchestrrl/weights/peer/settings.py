@@ -36,7 +36,7 @@ class PeerSettings:
     transports: tuple[str, ...]
     place: PeerLocation
     share: EngineShare
-    ask_engines_s: float
+    poll_engines_s: float
     serves: tuple[str, ...] = ()  # where engines listen that the daemon tells it of, as Peer has it
     ranks_of: tuple[EngineId, ...] = ()
 
@@ -74,61 +74,61 @@ class PeerArguments:
     pp_ranks: Sequence[int] = ()
     ep: int = 1
     ep_ranks: Sequence[int] = ()
-    ask_engines_s: float = ASK_ENGINES_S
+    poll_engines_s: float = ASK_ENGINES_S
 
 
-def settings_of(words: PeerArguments) -> PeerSettings:
+def settings_of(arguments: PeerArguments) -> PeerSettings:
     """Raises ProblemFaults."""
     faults: list[str] = []
-    engines = _engines(words, faults)
-    share = _made(lambda: _share(words), faults)
-    if not words.id or not words.id.isprintable() or "/" in words.id or words.id in (".", ".."):
-        faults.append(f"--id: must be a name without /, got {words.id!r}")
-    if not words.daemon.startswith("unix:"):
-        _made(lambda: parse_address(words.daemon), faults, "--daemon", words.daemon)
-    for name in words.transports:
+    engines = _engines(arguments, faults)
+    share = _made(lambda: _share(arguments), faults)
+    if not arguments.id or not arguments.id.isprintable() or "/" in arguments.id or arguments.id in (".", ".."):
+        faults.append(f"--id: must be a name without /, got {arguments.id!r}")
+    if not arguments.daemon.startswith("unix:"):
+        _made(lambda: parse_address(arguments.daemon), faults, "--daemon", arguments.daemon)
+    for name in arguments.transports:
         if name not in TRANSPORTS:
             faults.append(f"--transport: must be one of {', '.join(TRANSPORTS.names())}, got {name!r}")
-    if words.gpu is not None and (words.pod or words.tor):
-        faults.append(f"--gpu: says where it is, so leave out --pod and --tor, got {words.gpu}")
-    if words.gpu is not None and words.gpu < 0:
-        faults.append(f"--gpu: must be >= 0, got {words.gpu}")
-    if words.tor and not words.pod:
-        faults.append(f"--tor: needs --pod, got {words.tor!r}")
-    if not words.nic_gbps >= 0 or words.nic_gbps == float("inf"):
-        faults.append(f"--nic-gbps: must be >= 0, got {words.nic_gbps:g}")
-    if not 0 < words.ask_engines_s < float("inf"):
-        faults.append(f"--ask-engines-s: must be > 0, got {words.ask_engines_s:g}")
-    if words.folder and not Path(words.folder).is_absolute():
-        faults.append(f"--folder: must begin with /, engines and trainers are told of it, got {words.folder!r}")
-    for place, word in enumerate(words.engines_at):
+    if arguments.gpu is not None and (arguments.pod or arguments.tor):
+        faults.append(f"--gpu: says where it is, so leave out --pod and --tor, got {arguments.gpu}")
+    if arguments.gpu is not None and arguments.gpu < 0:
+        faults.append(f"--gpu: must be >= 0, got {arguments.gpu}")
+    if arguments.tor and not arguments.pod:
+        faults.append(f"--tor: needs --pod, got {arguments.tor!r}")
+    if not arguments.nic_gbps >= 0 or arguments.nic_gbps == float("inf"):
+        faults.append(f"--nic-gbps: must be >= 0, got {arguments.nic_gbps:g}")
+    if not 0 < arguments.poll_engines_s < float("inf"):
+        faults.append(f"--poll-engines-s: must be > 0, got {arguments.poll_engines_s:g}")
+    if arguments.folder and not Path(arguments.folder).is_absolute():
+        faults.append(f"--folder: must begin with /, engines and trainers are told of it, got {arguments.folder!r}")
+    for place, word in enumerate(arguments.engines_at):
         _made(lambda word=word: parse_where(word), faults, f"--engines-at[{place}]", word)  # type: ignore[misc]
-    address = _made(lambda: _address(words), faults)
-    if address is not None and not words.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
+    address = _made(lambda: _address(arguments), faults)
+    if address is not None and not arguments.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
         faults.append(f"--host: {fault}, got {address!r}")
-    for place, name in enumerate(words.ranks_of):
+    for place, name in enumerate(arguments.ranks_of):
         if not name or name in engines:
             what = "must name an engine" if not name else "is this peer's own (--engine)"
             faults.append(f"--ranks-of[{place}]: {what}, got {name!r}")
     if faults or share is None or address is None:
         raise ProblemFaults(faults)
     return PeerSettings(
-        id=PeerId(words.id),
-        daemon=words.daemon,
-        folder=Path(words.folder or f"{FOLDERS}{words.id}"),
+        id=PeerId(arguments.id),
+        daemon=arguments.daemon,
+        folder=Path(arguments.folder or f"{FOLDERS}{arguments.id}"),
         address=address,
         engines=engines,
-        product=words.product,
-        transports=tuple(dict.fromkeys(words.transports)) or PREFERRED,
-        place=PeerLocation(words.gpu, words.pod, words.tor, words.nic_gbps),
+        product=arguments.product,
+        transports=tuple(dict.fromkeys(arguments.transports)) or PREFERRED,
+        place=PeerLocation(arguments.gpu, arguments.pod, arguments.tor, arguments.nic_gbps),
         share=share,
-        ask_engines_s=words.ask_engines_s,
-        serves=(*(_names_here(words, address) if words.engines_here else ()), *words.engines_at),
-        ranks_of=tuple(dict.fromkeys(map(EngineId, words.ranks_of))),
+        poll_engines_s=arguments.poll_engines_s,
+        serves=(*(_names_here(arguments, address) if arguments.engines_here else ()), *arguments.engines_at),
+        ranks_of=tuple(dict.fromkeys(map(EngineId, arguments.ranks_of))),
     )
 
 
-def _names_here(words: PeerArguments, address: str) -> tuple[str, ...]:
+def _names_here(arguments: PeerArguments, address: str) -> tuple[str, ...]:
     """What others call this host. What listens on loopback is on the daemon's."""
     name = socket.gethostname()
     names = [address, name]
@@ -136,7 +136,7 @@ def _names_here(words: PeerArguments, address: str) -> tuple[str, ...]:
         names += [str(told[4][0]) for told in socket.getaddrinfo(name, None)]
     # A name that leads to loopback says nothing of where the daemon is.
     own = [each for each in names if host_name(each) != LOOPBACK]
-    return tuple(dict.fromkeys([*own, *([LOOPBACK] if _is_beside_daemon(words.daemon) else [])]))
+    return tuple(dict.fromkeys([*own, *([LOOPBACK] if _is_beside_daemon(arguments.daemon) else [])]))
 
 
 def _is_beside_daemon(daemon: str) -> bool:
@@ -158,9 +158,9 @@ def _way_to(host: str, port: int) -> tuple[str, str]:
         return str(probe.getsockname()[0]), str(place[0])
 
 
-def _engines(words: PeerArguments, faults: list[str]) -> dict[EngineId, str]:
+def _engines(arguments: PeerArguments, faults: list[str]) -> dict[EngineId, str]:
     found: dict[EngineId, str] = {}
-    for number, word in enumerate(words.engines):
+    for number, word in enumerate(arguments.engines):
         name, _, url = word.partition("=")
         parts = urlsplit(url)
         if not name or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -170,42 +170,42 @@ def _engines(words: PeerArguments, faults: list[str]) -> dict[EngineId, str]:
         else:
             found[EngineId(name)] = url
     try:
-        if words.engines or words.engines_here or words.engines_at:
-            ENGINES.load(words.product)
+        if arguments.engines or arguments.engines_here or arguments.engines_at:
+            ENGINES.load(arguments.product)
         else:  # a host of trainers needs no engine client, nor what one imports
-            ENGINES.check(words.product)
+            ENGINES.check(arguments.product)
     except Permanent as error:
         faults.append(f"--product: {error}")
     return found
 
 
-def _share(words: PeerArguments) -> EngineShare:
-    ranks = {name: tuple(getattr(words, f"{name}_ranks")) for name in ("tp", "pp", "ep")}
+def _share(arguments: PeerArguments) -> EngineShare:
+    ranks = {name: tuple(getattr(arguments, f"{name}_ranks")) for name in ("tp", "pp", "ep")}
     for name, chosen in ranks.items():
         if not chosen:
-            ranks[name] = tuple(range(max(1, min(getattr(words, name), 65536))))
+            ranks[name] = tuple(range(max(1, min(getattr(arguments, name), 65536))))
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"--{name}-rank: must be given once each, got {list(chosen)}")
     try:
-        return EngineShare(words.tp, ranks["tp"], words.pp, ranks["pp"], words.ep, ranks["ep"])
+        return EngineShare(arguments.tp, ranks["tp"], arguments.pp, ranks["pp"], arguments.ep, ranks["ep"])
     except ValueError as error:
         raise ValueError(f"--tp, --pp, --ep: {error}") from error
 
 
-def _address(words: PeerArguments) -> str:
+def _address(arguments: PeerArguments) -> str:
     """As given, or that of the way towards the daemon."""
-    if words.host:
-        if words.host in ("0.0.0.0", "::"):
-            raise ValueError(f"--host: must be an address that other peers reach, got {words.host!r}")
+    if arguments.host:
+        if arguments.host in ("0.0.0.0", "::"):
+            raise ValueError(f"--host: must be an address that other peers reach, got {arguments.host!r}")
         try:
-            socket.getaddrinfo(words.host, None)
+            socket.getaddrinfo(arguments.host, None)
         except OSError as error:
-            raise ValueError(f"--host: cannot be resolved ({error}), got {words.host!r}") from error
-        return words.host
-    if words.daemon.startswith("unix:"):
+            raise ValueError(f"--host: cannot be resolved ({error}), got {arguments.host!r}") from error
+        return arguments.host
+    if arguments.daemon.startswith("unix:"):
         return "127.0.0.1"
     try:
-        host, port = parse_address(words.daemon)
+        host, port = parse_address(arguments.daemon)
         return str(ipaddress.ip_address(_way_to(host, port)[0]))
     except (OSError, ValueError) as error:
         raise ValueError(f"--host: is needed, no way towards --daemon was found ({error}), got ''") from error

@@ -151,10 +151,10 @@ class StagedVersion:
             raise Permanent(f"version {self.map.version}: is not here whole: {', '.join(some)}")
         found = {name: [""] * -(-self._shards[name].map.bytes // self.map.block_bytes) for name in chosen}
 
-        def told(shard: str, offset: int, _: int, sum: str) -> None:
+        def on_block(shard: str, offset: int, _: int, sum: str) -> None:
             found[shard][offset // self.map.block_bytes] = sum
 
-        hashed = self._summing.blocks(self, [each for name in chosen for each in self._all_blocks(name)], told)
+        hashed = self._summing.blocks(self, [each for name in chosen for each in self._all_blocks(name)], on_block)
         told_sums = {name: tuple(each) for name, each in found.items()}
         for name, each in told_sums.items():
             self._shards[name].own_sums = each
@@ -170,17 +170,17 @@ class StagedVersion:
             self._copy_out_of_parts(to_copy)
         return hashed
 
-    def know(self, told: VersionMap) -> None:
+    def update_sums(self, version_map: VersionMap) -> None:
         """The sums of the same shards, as they are known now: what was there and agrees with other sums is missing."""
         unknown = []
-        for shard in told.shards:
+        for shard in version_map.shards:
             state = self._shards[shard.id]
             with state.changed:
                 if shard.sums and shard.sums != state.map.sums:
                     unknown += [] if state.map.sums else [state]
                     state.map = shard
                     state.agreed[:] = shard.sums == state.own_sums
-        self.map = replace(told, shards=tuple(self._shards[shard.id].map for shard in told.shards))
+        self.map = replace(version_map, shards=tuple(self._shards[shard.id].map for shard in version_map.shards))
         self._hash_present([state for state in self._shards.values() if state.map.sums and not state.in_parts])
         self._find(unknown)
 
@@ -317,7 +317,7 @@ class StagedVersion:
                 ):
                     wanted.append((name, offset, size))
 
-        def told(shard: str, offset: int, size: int, sum: str) -> None:
+        def on_block(shard: str, offset: int, size: int, sum: str) -> None:
             state, block = self._shards[shard], offset // self.map.block_bytes
             if sum == state.map.sums[block]:
                 with state.changed:
@@ -325,7 +325,7 @@ class StagedVersion:
                     state.agreed[block] = True
                     state.changed.notify_all()
 
-        self.found = self._summing.blocks(self, wanted, told)
+        self.found = self._summing.blocks(self, wanted, on_block)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
         """Into the file that engines load; what did not agree is left out, to be received."""
@@ -359,12 +359,12 @@ class StagedVersion:
                     if not state.agreed[block] and state.present.covers(offset, size)
                 ]
 
-        def told(shard: str, offset: int, _: int, sum: str) -> None:
+        def on_block(shard: str, offset: int, _: int, sum: str) -> None:
             state = self._shards[shard]
             with state.changed:
                 self._judge(state, offset // self.map.block_bytes, sum)
 
-        return self._summing.blocks(self, wanted, told)
+        return self._summing.blocks(self, wanted, on_block)
 
     def _judge(self, state: _Shard, block: int, sum: str) -> None:
         """With its lock held."""

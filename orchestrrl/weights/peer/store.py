@@ -74,7 +74,7 @@ class VersionStore:
         with self._changing:
             known = self.versions.get(map.version)
             if known is not None and known.is_same(map, parts, at_home):
-                known.know(map)
+                known.update_sums(map)
                 staged = known
             else:
                 folder = self.folder_of(map.version)
@@ -120,7 +120,7 @@ class VersionStore:
         return tuple(staged.held for _, staged in sorted(self.versions.copy().items()))
 
     @property
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         return disk_space.free_bytes(self.folder)
 
     def folder_of(self, version: int) -> Path:

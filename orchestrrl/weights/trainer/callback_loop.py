@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.weights.backends.base import WeightSender, asked_of
+from orchestrrl.weights.backends.base import WeightSender, trainer_step_from
 from orchestrrl.weights.controller.reports import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -26,34 +26,34 @@ class TrainerCallbackLoop:
         self._relay = relay
         self._news: queue.SimpleQueue[SyncReport | None] = queue.SimpleQueue()
 
-    def heard(self, report: SyncReport | None) -> None:
+    def on_report(self, report: SyncReport | None) -> None:
         self._news.put(report)
 
     def run(self) -> None:
         """Until it is over. What goes wrong in a step is told to the daemon, which may ask anew."""
         done: set[tuple[str, int]] = set()
         while (report := self._news.get()) is not None:
-            asked = asked_of(report.asked_json)
+            asked = trainer_step_from(report.trainer_step_json)
             if asked is None or (report.id, asked.number) in done:
                 continue
             done.add((report.id, asked.number))
             sync_id, number = report.id, asked.number
 
-            def tell(
+            def relay(
                 call: str, body: Mapping[str, Any], sync_id: str = sync_id, number: int = number
             ) -> Mapping[str, Any]:
                 told: Mapping[str, Any] = json.loads(self._relay(sync_id, number, call, json.dumps(dict(body))))
                 return told
 
             try:
-                self._sender.act(asked, tell)
+                self._sender.act(asked, relay)
             except Exception as error:  # the product's own, of any kind
                 logger.warning("version %d: %s: %s", report.version, asked.step, error, exc_info=True)
-                self._say(tell, FAILED, {"why": f"could not {asked.step}: {type(error).__name__}: {error}"})
+                self._answer(relay, FAILED, {"why": f"could not {asked.step}: {type(error).__name__}: {error}"})
             else:
-                self._say(tell, DONE, {})
+                self._answer(relay, DONE, {})
 
-    def _say(self, tell: Callable[[str, Mapping[str, Any]], Any], call: str, body: Mapping[str, Any]) -> None:
+    def _answer(self, tell: Callable[[str, Mapping[str, Any]], Any], call: str, body: Mapping[str, Any]) -> None:
         try:
             tell(call, body)
         except OrchestrRLError as error:  # that is not asked any more, or the daemon is away: the report tells

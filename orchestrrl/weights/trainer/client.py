@@ -268,10 +268,10 @@ class WeightsClient:
         number stands for one content, and what is the fleet's already is declined with another. Every rank calls it.
         Raises Retryable or OutcomeUnknown where the daemon is away for longer than the client's patience."""
 
-        def ask() -> int:
+        def fetch() -> int:
             return asyncio.run_coroutine_threadsafe(self._next_version(), self._running_loop()).result()
 
-        return self._ranks.of_the_first(ask)
+        return self._ranks.of_the_first(fetch)
 
     def close(self) -> None:
         """Leaves what is on its way to the daemon, where it goes on; handles that have no result yet get none."""
@@ -310,8 +310,8 @@ class WeightsClient:
             own = [min(pieces, key=lambda piece: piece.bytes)]
         offloaded_s, copying_s = copies.offload_s, self._clock.now_s()
         staged = stage(self.folder, version, self.rank, self.world, own, copies)
-        took_s = self._clock.now_s() - copying_s
-        offload_s = min(took_s, copies.offload_s - offloaded_s)
+        elapsed_s = self._clock.now_s() - copying_s
+        offload_s = min(elapsed_s, copies.offload_s - offloaded_s)
         publication = Publication(
             version=version,
             rank=self.rank,
@@ -323,13 +323,15 @@ class WeightsClient:
             backend=options.get("backend", "tree"),
             began_s=began_s,
             offload_s=offload_s,
-            gather_s=took_s - offload_s,
+            gather_s=elapsed_s - offload_s,
             probe=tuple(options.get("probe", ())),
             expected=tuple(options.get("expected", ())),
             options=dict(options.get("options", {})),
             run=f"{neighbours.run}-{self._times}",
         )
-        handle = self._tell(publication, lambda report: staged.hold.let_go() if report.state not in UNOPENED else None)
+        handle = self._start_following(
+            publication, lambda report: staged.hold.let_go() if report.state not in UNOPENED else None
+        )
         handle._future.add_done_callback(lambda _: staged.hold.let_go())
         return handle if wait == "staged" else handle.result()
 
@@ -365,22 +367,22 @@ class WeightsClient:
             run=f"{self._ranks.neighbours([]).run}-{self._times}",
         )
         callback_loop = TrainerCallbackLoop(sender, self._relay)
-        handle = self._tell(publication, callback_loop.heard)
-        handle._future.add_done_callback(lambda _: callback_loop.heard(None))
+        handle = self._start_following(publication, callback_loop.on_report)
+        handle._future.add_done_callback(lambda _: callback_loop.on_report(None))
         callback_loop.run()
         return handle.result()
 
     def _relay(self, sync_id: str, number: int, call: str, body_json: str) -> str:
-        async def ask() -> str:
+        async def relay() -> str:
             request = weights_pb2.RelayToBackendRequest(
                 sync_id=sync_id, rank=self.rank, number=number, call=call, body_json=body_json
             )
             async with ControlClient(self.address) as daemon:
-                return (await daemon.ask(daemon.weights.RelayToBackend, request, RELAYED_WITHIN_S)).body_json
+                return (await daemon.call(daemon.weights.RelayToBackend, request, RELAYED_WITHIN_S)).body_json
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._running_loop()).result()
+        return asyncio.run_coroutine_threadsafe(relay(), self._running_loop()).result()
 
-    def _tell(
+    def _start_following(
         self, publication: Publication, listener: Callable[[SyncReport], None] | None = None
     ) -> PublishInProgress:
         handle = PublishInProgress(publication.version)
@@ -402,7 +404,7 @@ class WeightsClient:
         while True:
             try:
                 async with ControlClient(self.address) as daemon:
-                    told = await daemon.ask(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
+                    told = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
                     status = status_from_pb(told)
                     taken = [-1 if status.committed is None else status.committed]
                     taken += [status.sync.version] if status.sync is not None else []

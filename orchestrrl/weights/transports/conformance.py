@@ -175,7 +175,7 @@ class TransportConformance:
                     continue
                 raise AssertionError("expected NotYet, nothing was raised")
             # And nothing is left of it that would be in the way.
-            self._one_word(two, "nobody")
+            self._exchange_one(two, "nobody")
 
     def test_many_links_at_once_are_each_their_own(self) -> None:
         names = [f"{number}/{'x' * number}" for number in range(6)]
@@ -257,7 +257,7 @@ class TransportConformance:
     def test_a_key_may_be_used_again(self) -> None:
         with self.two() as two:
             for _ in range(3):
-                self._one_word(two, "again")
+                self._exchange_one(two, "again")
 
     def test_links_that_are_done_make_room_for_others(self) -> None:
         with self.two() as two:
@@ -284,7 +284,7 @@ class TransportConformance:
                 (outgoing if is_sender_done else incoming).done()
                 outgoing.close()
                 incoming.close()
-                self._one_word(two, "other")
+                self._exchange_one(two, "other")
 
     def test_where_nobody_listens_the_link_is_broken(self) -> None:
         with self.two() as two:
@@ -308,7 +308,7 @@ class TransportConformance:
                 link.close()
             two.sender.close()
 
-    def _one_word(self, two: TwoPeers, key: str) -> None:
+    def _exchange_one(self, two: TwoPeers, key: str) -> None:
         outgoing, incoming = two.link(key)
         sent = two.begin(lambda: send_all(outgoing, [b"word"]))
         assert receive_all(incoming, [4]) == [b"word"]

@@ -45,23 +45,23 @@ class _Stranger:
 
     socket: socket.socket
     until_s: float
-    said: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
     def listen(self) -> str | None:
         """The key, once it is whole. Raises ValueError where this is nobody of ours."""
         wanted = GREETING.size
-        if len(self.said) >= wanted:
-            wanted += _length_of(bytes(self.said))
-        heard = self.socket.recv(wanted - len(self.said))  # not a byte that belongs to the link
+        if len(self.received) >= wanted:
+            wanted += _length_of(bytes(self.received))
+        heard = self.socket.recv(wanted - len(self.received))  # not a byte that belongs to the link
         if not heard:
             raise ValueError("it left")
-        self.said += heard
-        if len(self.said) < GREETING.size:
+        self.received += heard
+        if len(self.received) < GREETING.size:
             return None
-        length = _length_of(bytes(self.said))
-        if len(self.said) < GREETING.size + length:
+        length = _length_of(bytes(self.received))
+        if len(self.received) < GREETING.size + length:
             return None
-        return self.said[GREETING.size :].decode()
+        return self.received[GREETING.size :].decode()
 
 
 class LinkListener:
@@ -144,7 +144,7 @@ class LinkListener:
                     if ready.fileobj is self._server:
                         self._let_in(selector)
                     elif (stranger := self._strangers.get(ready.fd)) is not None:
-                        self._hear(selector, stranger)
+                        self._read_key(selector, stranger)
                 for stranger in [each for each in self._strangers.values() if each.until_s < time.monotonic()]:
                     self._show_out(selector, stranger, "it said no key in time")
             for stranger in list(self._strangers.values()):
@@ -165,7 +165,7 @@ class LinkListener:
         self._strangers[came.fileno()] = _Stranger(came, time.monotonic() + INTRODUCED_WITHIN_S)
         selector.register(came, selectors.EVENT_READ)
 
-    def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+    def _read_key(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
         try:
             key = stranger.listen()
         except BlockingIOError:

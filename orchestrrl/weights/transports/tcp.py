@@ -30,7 +30,7 @@ class TcpTransport:
             raise Permanent(f"transport tcp: unknown options {', '.join(unknown)}; known: {', '.join(sorted(OPTIONS))}")
         self._port = int(options.own.get("port", 0))
         self._buffer_bytes = int(options.own.get("buffer_bytes", BUFFER_BYTES))
-        self._is_told = "buffer_bytes" in options.own
+        self._is_configured = "buffer_bytes" in options.own
         self._listener = LinkListener(options.host, self._buffer_bytes)
 
     def open(self) -> str:
@@ -48,7 +48,7 @@ class TcpTransport:
 
     def _fitted(self, sock: socket.socket) -> socket.socket:
         with contextlib.suppress(OSError):  # the other end has gone: who uses it next is told
-            if not self._is_told and sock.getsockname()[0] == sock.getpeername()[0]:
+            if not self._is_configured and sock.getsockname()[0] == sock.getpeername()[0]:
                 widen(sock, SAME_HOST_BUFFER_BYTES)
         return sock
 

@@ -36,7 +36,7 @@ class Host:
         for rank, writer in enumerate(self.writers):
             writer.place(rank, ranks)
         self.traces = HostTraces(folder, lambda: self.now_s)
-        self.traces.look()
+        self.traces.poll()
 
     @property
     def now_s(self) -> float:
@@ -142,23 +142,23 @@ def test_lost_events_leave_the_place_unknown_until_the_next_iteration(tmp_path: 
 
 def test_processes_come_and_go(host: Host) -> None:
     assert host.traces.jobs() == {"": (0, 1)}
-    assert not host.traces.look()
+    assert not host.traces.poll()
     other = RingWriter(host.folder, job="engine", clock_ns=lambda: host.now_ns)
-    assert not host.traces.look()  # it is in no group yet
+    assert not host.traces.poll()  # it is in no group yet
     assert host.traces.jobs() == {"": (0, 1)}
     other.place(0, 1)
-    assert host.traces.look()
+    assert host.traces.poll()
     assert host.traces.jobs() == {"": (0, 1), "engine": (0,)}
     other.close()
     host.writers.pop().close()
-    assert host.traces.look()
+    assert host.traces.poll()
     assert host.traces.jobs() == {"": (0,)}
     assert len(list_rings(host.folder)) <= 3
 
 
 def test_what_is_no_ring_is_left_alone(host: Host) -> None:
     (host.folder / "strange.ring").write_bytes(b"not a ring" * 1000)
-    assert not host.traces.look()
+    assert not host.traces.poll()
     assert host.traces.jobs() == {"": (0, 1)}
 
 
@@ -166,7 +166,7 @@ def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
     host = Host(tmp_path, job="watched")
     other = RingWriter(tmp_path, job="other")
     other.place(0, 1)
-    host.traces.look()
+    host.traces.poll()
 
     def armed() -> dict[str, bool]:
         found = {}
@@ -177,7 +177,7 @@ def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
 
     host.traces.arm({"watched": frozenset({Q})})
     assert armed() == {"watched": True, "other": False}
-    host.traces.look()
+    host.traces.poll()
     assert armed() == {"watched": True, "other": False}
     host.traces.close()
     assert armed() == {"watched": False, "other": False}
@@ -266,12 +266,12 @@ def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(
     late = RingWriter(host.folder, clock_ns=lambda: host.now_ns)
     late.place(2, 3)
     late.end(late.begin(late.op("all_reduce")))
-    assert host.traces.look()
+    assert host.traces.poll()
     told.words.report_all_again()
     told.words.read()
     assert told.news() == ["unlearnt"]
     late.close()
-    assert host.traces.look()
+    assert host.traces.poll()
     told.words.report_all_again()
     told.words.read()
     assert told.news() == ["quiet"]

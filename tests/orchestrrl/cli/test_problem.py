@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument
-from orchestrrl.cli.problem import ProblemPart, infeasible, known, read_problem, unique, values_at
+from orchestrrl.cli.problem import ProblemPart, ids_exist, infeasible, read_problem, unique, values_at
 from orchestrrl.core.errors import ProblemFaults
 
 
@@ -29,7 +29,7 @@ class Tree(ProblemPart):
     leaves: list[Leaf]
 
 
-CHECKS_OF_TREE = (unique("roots[]"), unique("leaves[].id"), known("leaves[].parent", "roots[]"))
+CHECKS_OF_TREE = (unique("roots[]"), unique("leaves[].id"), ids_exist("leaves[].parent", "roots[]"))
 
 
 def faults_of_text(tmp_path: Path, text: str | bytes) -> list[str]:

@@ -34,7 +34,7 @@ def steps(draw: st.DrawFn) -> pb.RedeployStep:
     if state in STARTED:
         step.began_unix_s = 1e9 + draw(SECONDS)
         if state is not RedeployStepState.RUNNING and draw(st.booleans()):
-            step.took_s = draw(SECONDS)
+            step.elapsed_s = draw(SECONDS)
     return step
 
 
@@ -106,7 +106,7 @@ def test_the_same_report_again_is_no_news(report: dict[str, Any]) -> None:
 def test_engines_are_named_shortly_and_never_more_than_a_few() -> None:
     def named(*ids: str) -> str:
         step = {"number": 1, "stage": 1, "kind": "stop", "direction": "forward", "state": "done", "within_s": 1.0}
-        told = {**step, "detail": "", "began_unix_s": None, "took_s": None}
+        told = {**step, "detail": "", "began_unix_s": None, "elapsed_s": None}
         report = {"state": "running", "steps": [{**told, "engine_id": id} for id in ids]}
         return str(next(iter(words.plan_rows(report)))[2])
 

@@ -205,7 +205,7 @@ async def test_the_fabric_goes_on_after_a_look_that_failed(error: Exception) -> 
         raise error
 
     coordinator: Any = object.__new__(CircuitCoordinator)
-    coordinator.look, coordinator._clock, coordinator.defects = look, clock, 0
+    coordinator.scan, coordinator._clock, coordinator.defects = look, clock, 0
     coordinator._active, coordinator._queue = {}, []
     task = asyncio.create_task(coordinator.run())
     await clock.advance(25.0)

@@ -111,7 +111,7 @@ class Harness:
 
     def settle(self) -> None:
         snapshot = self.state.snapshot(self.clock.now_s())
-        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.heard_s(node)))
+        self.runner.settle(lambda node: OperationEvidence(snapshot, self.state.last_report_s(node)))
 
     def results(self) -> list[dict[str, object]]:
         assert self.journal is not None

@@ -57,7 +57,7 @@ class ImplicitWorld(World):
         config = config.model_copy(update={"fast": config.fast.model_copy(update={"policy": policy})})
         super().__init__(config, real, scenario, journal)
         bare = config.model_copy(update={"fleet": parse_config("").fleet})
-        self.plane.planning = Planning(bare, lambda *_: None, lambda: "2026-01-31")
+        self.control_plane.planning = Planning(bare, lambda *_: None, lambda: "2026-01-31")
         (name,) = real
         self.placements = homogeneous(real[name], scenario.gpus, scenario.gpus_per_node)
         self.deploy(name, self.placements)
@@ -66,7 +66,7 @@ class ImplicitWorld(World):
         await super().__aenter__()
         for placement in self.placements:
             engine = placement.engine
-            self.plane.state.add_engine(EngineFacts(engine, self.engines[engine].url, gpus=placement.gpus))
+            self.control_plane.state.add_engine(EngineFacts(engine, self.engines[engine].url, gpus=placement.gpus))
         return self
 
 

@@ -452,11 +452,11 @@ async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
     assert (plan.decision, [instance.configuration for instance in plan.instances]) == ("reconfigure", ["tp4"])
     ended = harness.entries(EntryKind.DEPLOYMENT_ENDED)[0].body
     assert (ended["done"], plane.plans.get(plan.id).acted) == (error is None, error is None)
-    assert plane.plans.last_switch_s == ended["ended_s"]
+    assert plane.plans.last_redeploy_s == ended["ended_s"]
     later = [p for p in plane.plans.newest(0) if p.created_s > ended["ended_s"]]
     assert all("cooldown" in (p.verdict.code, p.forgone.code if p.forgone else "") for p in later)
     assert later
-    assert harness.start().plans.last_switch_s == ended["ended_s"]
+    assert harness.start().plans.last_redeploy_s == ended["ended_s"]
 
 
 async def test_without_a_deployment_the_wish_for_other_engines_is_told(harness: Harness) -> None:

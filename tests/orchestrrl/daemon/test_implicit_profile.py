@@ -222,16 +222,18 @@ async def test_balancing_with_a_wrong_prior_is_no_worse_than_by_the_load_index(
     makespans_s: dict[FastPolicy, list[float]] = {FastPolicy.PACKING: [], FastPolicy.PAPER: []}
     for seed in (1, 2):
         for policy, taken_s in makespans_s.items():
-            took_s, world = await step_of(tmp_path / f"{policy}-{seed}.sqlite", facts, policy, seed)
-            taken_s.append(took_s)
-            (estimate,) = world.plane.planning.costs.estimates()
+            elapsed_s, world = await step_of(tmp_path / f"{policy}-{seed}.sqlite", facts, policy, seed)
+            taken_s.append(elapsed_s)
+            (estimate,) = world.control_plane.planning.costs.estimates()
             (kind,) = world.kinds.values()
             for sequences in (1, 8, 40):
                 assert estimate.profile.step.at(sequences, 1000 * sequences) == pytest.approx(
                     kind.profile.step.at(sequences, 1000 * sequences), rel=0.05
                 )
-            assert world.plane.balance is not None
-            assert world.plane.balance.policy.name == ("packing" if policy is FastPolicy.PACKING else "load_index")
+            assert world.control_plane.balance is not None
+            assert world.control_plane.balance.policy.name == (
+                "packing" if policy is FastPolicy.PACKING else "load_index"
+            )
             if facts is ON_H200:
                 assert estimate.factor == pytest.approx(2.0, rel=0.05)
     assert sum(makespans_s[FastPolicy.PACKING]) <= sum(makespans_s[FastPolicy.PAPER])

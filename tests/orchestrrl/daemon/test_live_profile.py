@@ -523,8 +523,8 @@ def test_moves_say_more_of_prefill_than_prompts_that_a_cache_may_have_had() -> N
 
 def test_what_starts_take_is_learnt_from_a_few_of_them() -> None:
     bench = Bench()
-    for took_s in (41.0, 44.0):
-        bench.costs.started([EngineStart(ID, took_s, GIVEN.switch_s)])
+    for elapsed_s in (41.0, 44.0):
+        bench.costs.started([EngineStart(ID, elapsed_s, GIVEN.switch_s)])
     bench.costs.started([EngineStart(ConfigurationId("tp9"), 3.0, 1.5), EngineStart(ID, 3.0, 99.0)])
     assert bench.line == GIVEN
     bench.costs.started([EngineStart(ID, 300.0, GIVEN.switch_s)])  # one had to fetch its image
@@ -587,11 +587,11 @@ async def one_step(
         fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
     world = World(scenario.daemon_config(fleet), real, scenario, journal)
     (requests,) = steps_of(scenario, 1)
-    world.know({one.id: one.output_tokens for one in requests})
+    world.set_known_lengths({one.id: one.output_tokens for one in requests})
     world.deploy(name, homogeneous(real[name], scenario.gpus, scenario.gpus_per_node))
     async with world:
         step = await world.run_step(requests)
-        page = generate_latest(_registry(world.plane)).decode()
+        page = generate_latest(_registry(world.control_plane)).decode()
         assert f'orchestrrl_profile_batches_total{{configuration="{name}",result="taken"}}' in page
         assert f'orchestrrl_profile_predicted_step_ratio{{configuration="{name}"}}' in page
     reader = JournalReader(journal)
@@ -617,10 +617,10 @@ def _registry(plane: ControlPlane) -> CollectorRegistry:
 
 async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
     world, outcomes = await one_step(parse_scenario(SCENARIO), 1.5, tmp_path / "journal.sqlite")
-    (estimate,) = world.plane.planning.costs.estimates()
+    (estimate,) = world.control_plane.planning.costs.estimates()
     assert estimate.factor == pytest.approx(1.5, rel=0.05)
-    _, first_s, took_s = outcomes[0]
-    assert took_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
+    _, first_s, elapsed_s = outcomes[0]
+    assert elapsed_s / first_s == pytest.approx(1.5, rel=0.1)  # as the profile has it
     later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if at_s > 25 and actual_s > 10]
     assert later
     assert all(predicted_s == pytest.approx(actual_s, rel=0.1) for predicted_s, actual_s in later)
@@ -646,7 +646,7 @@ async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: P
 
 async def test_engines_as_their_profile_says_are_left_as_they_are(tmp_path: Path) -> None:
     world, _ = await one_step(parse_scenario(SCENARIO), 1.0, tmp_path / "journal.sqlite")
-    (estimate,) = world.plane.planning.costs.estimates()
+    (estimate,) = world.control_plane.planning.costs.estimates()
     assert not estimate.refitted
     assert estimate.predicted_ratio == pytest.approx(1.0, abs=0.03)
     assert estimate.taken > 20
@@ -662,7 +662,7 @@ async def test_weights_that_pass_by_are_not_learnt_as_slower_engines(
     network = "network: {nic_gbps_per_node: 100, weight_gbytes: 60}\nengines:"
     told = SCENARIO.replace("engines:", network).replace("switch_s: 1.0}", "switch_s: 1.0, nic_gbps: 40}")
     world, _ = await one_step(parse_scenario(told), 1.0, tmp_path / "journal.sqlite")
-    (estimate,) = world.plane.planning.costs.estimates()
+    (estimate,) = world.control_plane.planning.costs.estimates()
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         learnt = [entry.body["step_time_factor"] for entry in reader.since(0, (EntryKind.PROFILE_REFITTED,))]
     assert estimate.taken > 5
@@ -680,7 +680,7 @@ async def test_plans_transfer_only_between_engines_that_can(tmp_path: Path, hand
         fleet["kv_transfer"] = {"inter_node_gbps_per_gpu": 200.0, "kv_bytes_per_token": 200_000.0}
     world = World(scenario.daemon_config(fleet), kinds, scenario, tmp_path / "journal.sqlite")
     (requests,) = steps_of(scenario, 1)
-    world.know({one.id: one.output_tokens for one in requests})
+    world.set_known_lengths({one.id: one.output_tokens for one in requests})
     world.deploy(name, homogeneous(kinds[name], scenario.gpus, scenario.gpus_per_node))
     async with world:
         await world.run_step(requests[:16], [EngineId("e0")] * 16)
@@ -715,7 +715,7 @@ async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journ
 
 async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) -> None:
     for engine, expected_s in (("e5", 1.5), ("e6", 1.5), ("e7", 1.5), ("e8", 2.0)):
-        body = {"done": True, "configuration": ID, "took_s": 30.0, "expected_s": expected_s}
+        body = {"done": True, "configuration": ID, "elapsed_s": 30.0, "expected_s": expected_s}
         journal.append(0.0, EntryKind.ENGINE_STARTED, engine, body)
     journal.append(0.0, EntryKind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
     plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))

@@ -27,7 +27,7 @@ PLAN = Plan(
     proposed_instances=1,
     current_makespan_s=100.0,
     proposed_makespan_s=90.0,
-    switch_cost_s=5.0,
+    redeploy_cost_s=5.0,
     migration_cost_s=1.0,
     lower_bound_s=50.0,
     solve_s=0.1,
@@ -52,7 +52,7 @@ OLD_BODY: dict[str, Any] = {
     "proposed_instances": 2,
     "current_makespan_s": 430.0,
     "proposed_makespan_s": 400.0,
-    "switch_cost_s": 2.0,
+    "redeploy_cost_s": 2.0,
     "lower_bound_s": 300.0,
     "solve_s": 0.1,
     "alternatives": [
@@ -60,7 +60,7 @@ OLD_BODY: dict[str, Any] = {
             "configuration": "tp4",
             "instances": 2,
             "makespan_s": 400.0,
-            "switch_cost_s": 2.0,
+            "redeploy_cost_s": 2.0,
             "infeasible_because": "",
         }
     ],
@@ -192,10 +192,10 @@ def test_a_corrected_prediction_is_held_against_its_outcome_uncorrected(shelf: S
 
 def test_the_last_change_of_the_deployment_is_remembered(shelf: Shelf) -> None:
     book = shelf.open()
-    assert book.last_switch_s is None
+    assert book.last_redeploy_s is None
     book.add(PLAN, "digest")
     book.deployment_ended(PLAN.id, RedeploymentOutcome(True, "2 started", 1005.0))
-    assert book.last_switch_s == shelf.open().last_switch_s == 1005.0
+    assert book.last_redeploy_s == shelf.open().last_redeploy_s == 1005.0
 
 
 def test_what_is_written_is_plain_json(shelf: Shelf) -> None:

@@ -95,7 +95,7 @@ async def test_what_a_sync_could_have_is_what_is_sound_and_free(tmp_path: Path) 
         assert network.pairs is not None
         assert network.pairs.keys() == {(gen, train) for gen in ("gen0", "gen1") for train in ("train0", "train1")}
         assert network.pairs["gen0", "train0"] == PairLink(3, 200)
-        site.word.mask(["port core0:9", "port gen0/agg0:1"], "dirty")
+        site.overrides.mask(["port core0:9", "port gen0/agg0:1"], "dirty")
         network = of(site).network()
         assert network.boundary_circuits["gen0"] == 2
         assert network.tor_circuits["gen0/r0"] == 3
@@ -183,7 +183,7 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
             case "advise":
                 site.mode = Mode.ADVISE
             case _:
-                site.word.pin([], "not today", 0.0)
+                site.overrides.pin([], "not today", 0.0)
         circuits = of(site)
         got, phases = await brought(site, circuits)
         assert phases == [SyncPhase.WINDOW]
@@ -199,8 +199,8 @@ async def test_where_nothing_may_change_the_sync_hears_what_there_is(tmp_path: P
 async def test_pins_and_masks_are_planned_around(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.pass_time(0.1)
-        site.word.pin(["core0:1-13"], "kept", 0.0)  # train0 to gen1
-        site.word.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
+        site.overrides.pin(["core0:1-13"], "kept", 0.0)  # train0 to gen1
+        site.overrides.mask(["port core0:9", "port core0:10", "port core0:11"], "dirty")  # all of gen0's that are free
         assert of(site).network().boundary_circuits["gen0"] == 0
         got, _ = await brought(site, of(site))
         assert "nothing joins gen0 and train0" in got.notes
@@ -276,7 +276,7 @@ async def test_a_daemon_that_was_killed_gives_circuits_back_after_its_restart(tm
 async def test_too_few_circuits_for_a_wave_are_told_of(tmp_path: Path) -> None:
     async with harness(tmp_path) as site:
         await site.pass_time(0.1)
-        site.word.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left to gen0
+        site.overrides.mask(["port core0:10", "port core0:11"], "dirty")  # one lane is left to gen0
         two = planned(("t0", "g0"), ("t1", "g1"))
         edges = tuple(replace(edge, rate_gbps=200.0) for edge in two.edges)
         got, _ = await brought(site, of(site), cast(PlannedSync, SimpleNamespace(edges=edges)))

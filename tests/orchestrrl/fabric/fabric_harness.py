@@ -146,7 +146,7 @@ class Agent:
     def _says(self, job: str, word: RemainingQuiet | Hold) -> None:
         self.found[job] = word
         if self.stream is not None and any(arm.job == job for arm in self.armed.values()):
-            self.stream.says(job, self.now_s, min(self.jobs.get(job, {0})), word)
+            self.stream.on_remaining_quiet(job, self.now_s, min(self.jobs.get(job, {0})), word)
 
     async def _obey(self, stream: AgentStream) -> None:
         while (order := await stream.next_order()) is not None:
@@ -154,7 +154,7 @@ class Agent:
                 case WatchWindows():
                     self.armed[order.id] = order
                     if order.job in self.found:
-                        stream.says(order.job, self.now_s, 0, self.found[order.job])
+                        stream.on_remaining_quiet(order.job, self.now_s, 0, self.found[order.job])
                 case StopWatching():
                     self.armed.pop(order.id, None)
                 case ClockPing():
@@ -225,14 +225,14 @@ class Harness:
         self.pause_registry = PauseRegistry(self.journal, self.clock)
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()
-        self.word = OperatorOverrides(self.site, self.journal, self.clock)
-        self.glass = SwitchReader(self.site, self.switches, self.clock, self.circuits.owners)
+        self.overrides = OperatorOverrides(self.site, self.journal, self.clock)
+        self.reader = SwitchReader(self.site, self.switches, self.clock, self.circuits.owners)
         self.coordinator = CircuitCoordinator(
             self.site,
-            self.glass,
+            self.reader,
             self.circuits,
             self.hub,
-            self.word,
+            self.overrides,
             self.pause_registry,
             self.journal,
             self.clock,
@@ -326,7 +326,7 @@ class Harness:
         return made
 
     def fail(self, switch: str, fault: DeviceFault) -> None:
-        self.switches[OcsId(switch)].glass.inject(fault)
+        self.switches[OcsId(switch)].model.inject(fault)
 
     # --- what is seen in it
 
@@ -335,8 +335,8 @@ class Harness:
         one way is missing raises."""
         found: set[PortPair] = set()
         for id, switch in self.switches.items():
-            facts = switch.glass.facts
-            circuits = switch.glass.circuits()
+            facts = switch.model.facts
+            circuits = switch.model.circuits()
             shown = {each.cross_connect for each in circuits if not lit or each.state is CircuitState.TUNED}
             for pair in shown:
                 whole = self._of_site(id, pair)
@@ -351,11 +351,11 @@ class Harness:
         return frozenset(
             self._of_site(id, circuit.cross_connect)
             for id, switch in self.switches.items()
-            for circuit in switch.glass.circuits()
+            for circuit in switch.model.circuits()
         )
 
     def switches_glass(self, switch: str) -> VirtualGlass:
-        return self.switches[OcsId(switch)].glass
+        return self.switches[OcsId(switch)].model
 
     def pairs(self) -> set[Pair]:
         """That light can pass between now."""
@@ -363,7 +363,7 @@ class Harness:
         return {pair for pair in ends if pair is not None}
 
     def _of_site(self, id: OcsId, pair: CrossConnect) -> PortPair:
-        facts = self.switches[id].glass.facts
+        facts = self.switches[id].model.facts
         offset = 0 if facts.connectivity is Connectivity.ANY_TO_ANY else len(facts.ingress_ports)
         one, other = sorted((pair.ingress_port, pair.egress_port - offset))
         return PortPair(id, one, other)

@@ -96,7 +96,7 @@ class FabricHarness:
         cabling = self.site.agg_cabling(self.site.tors[-1].pod)
         found: Counter[tuple[str, str]] = Counter()
         for id, switch in self.switches.items():
-            for each in switch.glass.circuits():
+            for each in switch.model.circuits():
                 pair = each.cross_connect
                 ends = cabling.ends(port_pair(id, pair.ingress_port, pair.egress_port))
                 if ends is not None and all(end in TORS for end in ends):

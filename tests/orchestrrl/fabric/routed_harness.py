@@ -53,7 +53,7 @@ class Light:
         return frozenset(
             PortPair(id, *sorted((each.cross_connect.ingress_port, each.cross_connect.egress_port)))
             for id, switch in self.harness.switches.items()
-            for each in switch.glass.circuits()
+            for each in switch.model.circuits()
             if each.state is CircuitState.TUNED
         )
 
@@ -120,7 +120,7 @@ class RoutedHarness(Harness):
 
     def following(self, unread: frozenset[OcsId] = frozenset()) -> FabricRouting:
         async def look() -> SiteReading:
-            site_reading = await self.glass.look()
+            site_reading = await self.reader.scan()
             kept = frozenset(pair for pair in site_reading.cross_connects if pair.switch not in unread)
             return replace(site_reading, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
 
@@ -133,7 +133,7 @@ class RoutedHarness(Harness):
             look,
             self.routes,
             self.clock,
-            look_again_s=POLL_AGAIN_S,
+            poll_s=POLL_AGAIN_S,
             offload=inline,
         )
 

@@ -121,7 +121,7 @@ async def test_a_refused_change_leaves_no_trace_in_the_glass(
 
 async def test_a_partial_commit_is_completed(executor: CircuitExecutor, switch: VirtualSwitch) -> None:
     for silent in (False, True):
-        switch.glass.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
+        switch.model.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
         outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)
         assert outcome.done, outcome
         assert await shown(switch) == frozenset(OLD)
@@ -132,7 +132,7 @@ async def test_what_does_not_take_is_rolled_back_as_a_whole(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch
 ) -> None:
     await connect(executor, *OLD, BYSTANDER)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 3))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 3))
     outcome = await executor.change(
         "ocs1", CircuitChange((CrossConnect(1, 18), CrossConnect(3, 17))), ChangeMode.UPDATE
     )
@@ -163,7 +163,7 @@ async def test_a_change_that_cannot_be_undone_says_what_is_where(journal: Journa
 async def test_light_that_does_not_come_is_told_but_stays_connected(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
-    switch.glass.inject(DeviceFault(DeviceFaultKind.UNPLUG, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.UNPLUG, 17))
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert outcome.done
     assert outcome.detail == "in place, but no light arrives: 1:17"
@@ -460,7 +460,7 @@ async def test_a_rollback_is_read_back_before_the_switch_is_said_to_be_as_it_was
 ) -> None:
     switch = Credulous("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert not outcome.done
     assert not outcome.rolled_back
@@ -474,7 +474,7 @@ async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
         raise DriverPermanent("write protected", device="ocs1")
 
     switch.rollback = refused  # type: ignore[method-assign]
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert (outcome.done, outcome.rolled_back) == (False, False)
     assert outcome.detail.endswith("; not rolled back: ocs1: write protected")
@@ -486,7 +486,7 @@ async def test_a_rollback_that_is_refused_ends_the_change_and_is_told(
 async def test_a_rollback_that_cannot_be_read_back_stays_open(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     with pytest.raises(DriverOutcomeUnknown, match=r"not read since.*no route to host"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
@@ -508,7 +508,7 @@ def assert_rolled_back(journal: Journal) -> None:
 async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_as_one(
     switch: VirtualSwitch, executor: CircuitExecutor, journal: Journal
 ) -> None:
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback = switch.rollback
 
     async def unread(diff: CircuitDiff) -> CommitResult:
@@ -526,11 +526,11 @@ async def test_a_rollback_whose_outcome_its_driver_could_not_read_is_journalled_
 async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: VirtualClock, journal: Journal) -> None:
     switch = LosesTheLineAfterRollback("ocs1", clock=clock, link_timeout_s=0.2)
     executor = CircuitExecutor({"ocs1": switch}, journal, clock)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     with pytest.raises(DriverOutcomeUnknown, match="not read since"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
-    switch.glass.add(OLD)
+    switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
+    switch.model.add(OLD)
     switch.is_lost = False
     await clock.sleep(1.0)
     await executor.settle()
@@ -541,7 +541,7 @@ async def test_what_was_rolled_back_and_is_there_again_is_no_rollback(clock: Vir
 async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_undone(
     switch: VirtualSwitch, executor: CircuitExecutor
 ) -> None:
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback, read = switch.rollback, switch.wire.read_circuits
     defects = iter([KeyError("circuits")] * 2)  # the driver asks again once
 
@@ -558,7 +558,7 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_a_change_from_being_u
     with pytest.raises(DriverOutcomeUnknown, match="not rolled back yet"):
         await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)
     assert len(executor.open) == 1
-    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, OLD[0].ingress_port))
     await executor.settle()
     assert executor.open == ()
 
@@ -567,12 +567,12 @@ async def test_what_others_changed_meanwhile_is_named_beside_a_rollback(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
     await connect(executor, BYSTANDER)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, OLD[0].ingress_port))
     rollback = switch.rollback
 
     async def rollback_among_others(diff: CircuitDiff) -> CommitResult:
-        switch.glass.remove([BYSTANDER])
-        switch.glass.add([CrossConnect(8, 29)])
+        switch.model.remove([BYSTANDER])
+        switch.model.add([CrossConnect(8, 29)])
         return await rollback(diff)
 
     switch.rollback = rollback_among_others  # type: ignore[method-assign]

@@ -40,7 +40,7 @@ def switch(clock: VirtualClock) -> VirtualSwitch:
 def process_of(switch: VirtualSwitch, clock: VirtualClock) -> VirtualSwitch:
     """A driver of the same device in a process that was started anew: it has forgotten all."""
     again = VirtualSwitch("ocs1", clock=clock, command_timeout_s=0.2, lock_timeout_s=0.5, link_timeout_s=0.2)
-    again.wire._glass = again.glass = switch.glass
+    again.wire._model = again.model = switch.model
     return again
 
 
@@ -60,7 +60,7 @@ def results(journal: Journal) -> list[tuple[bool, str]]:
 
 
 def shown(switch: VirtualSwitch) -> frozenset[CrossConnect]:
-    return frozenset(circuit.cross_connect for circuit in switch.glass.circuits())
+    return frozenset(circuit.cross_connect for circuit in switch.model.circuits())
 
 
 async def on_trial(executor: CircuitExecutor, revert_in_s: float = 10.0) -> None:
@@ -113,7 +113,7 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
     await clock.sleep(9.0)
     await executor.settle()
     assert caplog.messages == []
-    switch.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
     await clock.sleep(2.0)
     await executor.settle()
     (told,) = (record.message for record in caplog.records if record.name == "orchestrrl.fabric.circuit_executor")
@@ -121,7 +121,7 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
     assert "PORT 17 FAILED" in told
     with pytest.raises(CircuitConflict, match="waits to be confirmed"):
         await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
-    switch.glass.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 17))
     await clock.sleep(10.0)
     await executor.settle()
     assert shown(switch) == frozenset(OLD)
@@ -131,7 +131,7 @@ async def test_a_revert_that_fails_is_told_and_waited_for(
 async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
     executor: CircuitExecutor, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    switch.glass.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
+    switch.model.inject(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1))
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE, revert_in_s=5.0)).done
     await clock.sleep(6.0)
     assert shown(switch) == frozenset()
@@ -140,7 +140,7 @@ async def test_a_part_that_does_not_take_at_first_is_completed_on_trial(
 async def test_what_does_not_take_at_all_leaves_nothing_on_trial(
     executor: CircuitExecutor, switch: VirtualSwitch
 ) -> None:
-    switch.glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
+    switch.model.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, 1))
     outcome = await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE, revert_in_s=5.0)
     assert outcome.rolled_back
     assert (await switch.cross_connects()).unconfirmed is None
@@ -180,11 +180,11 @@ async def test_a_change_whose_driver_process_died_is_undone_by_the_daemon(
 async def test_what_a_daemon_made_is_ours_after_a_restart_and_nothing_else(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    switch.glass.add([THEIRS, CrossConnect(10, 31)])
+    switch.model.add([THEIRS, CrossConnect(10, 31)])
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.SAFE)).done
     assert (await executor.change("ocs1", CircuitChange(disconnect=OLD[1:]), ChangeMode.SAFE)).done
     assert (await executor.take_over("ocs1", [CrossConnect(10, 31)])).foreign == {THEIRS}
-    switch.glass.add([OLD[1]])  # somebody else, now that it is free
+    switch.model.add([OLD[1]])  # somebody else, now that it is free
     driver = process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
     restarted.recover()
@@ -207,7 +207,7 @@ async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
     interrupted = CircuitOperation("circuits-7-1", "ocs1", diff, clock.now_s() + VALID_S)
     journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, interrupted.id, operation_to_json(interrupted))
     for step in range(done):
-        (switch.glass.remove if step < 2 else switch.glass.add)([(*OLD, *NEW)[step]])
+        (switch.model.remove if step < 2 else switch.model.add)([(*OLD, *NEW)[step]])
     driver = process_of(switch, clock)
     restarted = CircuitExecutor({"ocs1": driver}, journal, clock)
     restarted.recover()
@@ -222,7 +222,7 @@ async def test_a_crash_between_intent_and_result_makes_no_stranger_of_ours(
 async def test_of_a_switch_that_only_we_use_every_circuit_is_ours(
     journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
-    switch.glass.add([THEIRS])
+    switch.model.add([THEIRS])
     executor = CircuitExecutor({"ocs1": switch}, journal, clock, owns_all={"ocs1"})
     assert (await executor.plan("ocs1", CircuitChange(disconnect=(THEIRS,)), ChangeMode.SAFE)).remove == (THEIRS,)
     assert (await executor.change("ocs1", CircuitChange(OLD), ChangeMode.OVERWRITE)).evicted == (THEIRS,)

@@ -109,7 +109,7 @@ async def test_a_mirror_that_sticks_is_rolled_back_told_and_gone_around(site: Ha
 
 async def test_a_switch_that_never_does_as_told_fails_the_period_and_what_was_up_is_up(site: Harness) -> None:
     await site.in_window(OVER_CORE)
-    glass = site.switches[CORE].glass
+    glass = site.switches[CORE].model
     for port in range(1, 33):
         glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
     before = {each for each in site.up() if each.switch == CORE}
@@ -196,7 +196,7 @@ async def test_a_switch_that_goes_away_while_a_period_waits_is_planned_around(si
 async def test_pairs_that_a_failure_leaves_dark_are_told(site: Harness) -> None:
     """The switch cannot be brought back either: the port fails while the change waits for a mirror."""
     await site.at_boundary(GEN)
-    glass = site.switches[OcsId("gen0/agg0")].glass
+    glass = site.switches[OcsId("gen0/agg0")].model
     for port in range(1, 13):
         glass.inject(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
     before = site.pairs()
@@ -265,7 +265,7 @@ async def test_packets_leave_before_circuits_go_and_come_when_they_are_up(routed
     report = await routed.in_window(ACROSS_RAILS)
     assert router(routed).words == ["reroute", "drain", "reroute"]
     assert router(routed).on == routed.up()
-    assert report.commits[0].took[0].route_s == pytest.approx(0.003)
+    assert report.commits[0].switch_times[0].route_s == pytest.approx(0.003)
     assert router(routed).prepared == 2
 
 
@@ -342,7 +342,7 @@ async def test_nothing_is_written_between_a_window_and_its_command(site: Harness
 
 async def test_a_prepared_change_is_committed_once(site: Harness) -> None:
     executor: CircuitExecutor = site.circuits
-    change = await site.glass.change_of(CORE, (), [PortPair(CORE, 1, 5)])
+    change = await site.reader.change_of(CORE, (), [PortPair(CORE, 1, 5)])
     operation = await executor.prepare(CORE, change, 60.0)
     outcome = _run(site, executor.commit(operation))
     assert (await outcome).done

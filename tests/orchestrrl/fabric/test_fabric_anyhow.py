@@ -112,13 +112,13 @@ class Life:
                 site.coordinator.mask(sorted(one), "")
             case "pin":
                 assert isinstance(one, set)
-                site.word.pin(sorted(one), "", 0.0)
+                site.overrides.pin(sorted(one), "", 0.0)
             case "override":
                 intent = INTENTS[str(one)]
                 if site.coordinator._book.get(intent.period, intent.job) is not None:
                     site.coordinator.override(intent.period, "", 0.0)
             case "release":
-                site.word.release("")
+                site.overrides.release("")
             case "pause":
                 site.pause_registry.pause(PauseScope(str(one)), "")
             case "resume":
@@ -187,8 +187,8 @@ class Life:
         self.site.mode = Mode.ACT
         for part in PauseScope:
             self.site.pause_registry.resume(part, "")
-        self.site.word.release("")
-        self.site.word.mask([], "")
+        self.site.overrides.release("")
+        self.site.overrides.mask([], "")
         for agent in self.site.agents:
             agent.busy()
         await self.site.pass_time(90.0)  # deadlines, and what was left out for a while

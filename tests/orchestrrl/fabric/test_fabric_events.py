@@ -101,7 +101,7 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
         await site.in_window(OVER_CORE)
         pair, core = one(site), site.switches[OcsId("core0")]
         read = core.wire.read_circuits
-        (failed, *_) = site.glass.device_pairs(pair)
+        (failed, *_) = site.reader.device_pairs(pair)
 
         async def shown() -> Sequence[DeviceCircuit]:
             return [
@@ -110,7 +110,7 @@ async def test_a_circuit_that_has_failed_carries_nothing(tmp_path: Path, connect
             ]
 
         core.wire.read_circuits = shown  # type: ignore[method-assign]
-        site_reading = await site.coordinator.look()
+        site_reading = await site.coordinator.scan()
         assert {(OcsId("core0"), port) for port in pair.ports} <= site_reading.failures.ports
 
 

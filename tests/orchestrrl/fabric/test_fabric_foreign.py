@@ -34,7 +34,7 @@ async def replaced(tmp_path: Path) -> PortPair:
 
 def patch(site: Harness, pair: PortPair) -> CrossConnect:
     device = CrossConnect(pair.port_a, pair.port_b)
-    site.switches[pair.switch].glass.add([device])
+    site.switches[pair.switch].model.add([device])
     return device
 
 

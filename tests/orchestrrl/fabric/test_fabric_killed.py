@@ -20,8 +20,8 @@ STEPS = 26  # more entries than what follows writes
 async def lives(site: Harness) -> None:
     """A little of everything that is journalled; each part may be cut off."""
     site.pause_registry.pause(PauseScope.BALANCER, "stays")
-    site.word.mask(["port core0:1"], "dirty")
-    site.word.override("gradients", "as measured", 0.0)
+    site.overrides.mask(["port core0:1"], "dirty")
+    site.overrides.override("gradients", "as measured", 0.0)
     for intent in (OVER_CORE, ACROSS_RAILS, GEN, SYNC):
         for agent in site.agents:
             agent.quiet(60.0)
@@ -53,10 +53,10 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         ports = [(each.switch, port) for each in site.up() for port in each.ports]
         assert len(ports) == len(set(ports))
         # An operator's word is as it was written down, or not there.
-        assert site.word.masked in ((), ("port core0:1",))
-        if site.word.control.state is OverrideState.OVERRIDDEN:
-            assert site.word.masked == ("port core0:1",)
-            site.word.release("go on")
+        assert site.overrides.masked in ((), ("port core0:1",))
+        if site.overrides.control.state is OverrideState.OVERRIDDEN:
+            assert site.overrides.masked == ("port core0:1",)
+            site.overrides.release("go on")
         assert set(site.pause_registry.pauses) <= {PauseScope.BALANCER}
 
         report = await site.in_window(ACROSS_RAILS)
@@ -111,7 +111,7 @@ async def test_a_change_that_is_not_wanted_any_more_is_not_taken_up(tmp_path: Pa
     """The journal was full when it was called off; once it is not, that is made good before anything can go wrong."""
     async with harness(tmp_path) as site:
         core = OcsId("core0")
-        change = await site.glass.change_of(core, (), [PortPair(core, 1, 5)])
+        change = await site.reader.change_of(core, (), [PortPair(core, 1, 5)])
         operation = await site.circuits.prepare(core, change, 600.0)
         site.journal.full_in = 0
         site.circuits.abandon(operation, "no window")

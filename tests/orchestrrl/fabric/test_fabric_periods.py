@@ -60,8 +60,10 @@ async def test_a_period_is_prepared_ahead_and_committed_when_all_are_quiet(
     assert commit.window_until_s is not None
     assert commit.window_opened_s <= commit.commanded_s
     assert commit.usable_s <= commit.window_until_s
-    assert {took.switch: took.device_s for took in commit.took} == dict.fromkeys(site.switches, pytest.approx(0.025))
-    assert all(took.control_s < 0.1 for took in commit.took)
+    assert {took.switch: took.device_s for took in commit.switch_times} == dict.fromkeys(
+        site.switches, pytest.approx(0.025)
+    )
+    assert all(took.control_s < 0.1 for took in commit.switch_times)
     assert all(isinstance(sent.window, Window) for sent in site.sent)
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
     assert site.coordinator.site_reading.cross_connects == site.up()
@@ -351,7 +353,7 @@ async def test_a_switch_that_somebody_else_changed_is_looked_at_again(
 
 async def test_who_changes_switches_all_the_time_is_given_way_to(site: Harness, agents: tuple[Agent, Agent]) -> None:
     """Before each commit, core0 gets or loses a cross-connect that is none of the site's."""
-    foreign, glass = CrossConnect(20, 21), site.switches[OcsId("core0")].glass
+    foreign, glass = CrossConnect(20, 21), site.switches[OcsId("core0")].model
     really = site.switches[OcsId("core0")].commit
 
     async def commit(diff: object, expect_revision: int) -> object:

@@ -51,7 +51,7 @@ class VerifiedHarness(RoutedHarness):
 
     async def connect(self, *pairs: PortPair) -> None:
         for pair in pairs:
-            change = await self.glass.change_of(pair.switch, [], [pair])
+            change = await self.reader.change_of(pair.switch, [], [pair])
             assert (await self.during(self.circuits.change(pair.switch, change, ChangeMode.SAFE))).done
 
     async def verify(self, walk: bool = False) -> VerificationReport:
@@ -159,14 +159,14 @@ async def test_light_that_does_not_come_is_waited_for_and_told(harness: Verified
     assert lane.what.startswith("no light gets from it over core0:6 and core0:2 to train0/agg0:10: ")
     assert found.not_seen == ("in use or broken: core0:2, core0:6, train0/agg0:10",)
     assert found.fibres == FIBRES - 5
-    took_s = harness.clock.now_s() - began_s
-    assert 3 * LIGHT_WITHIN_S <= took_s < 3 * LIGHT_WITHIN_S + 4.0  # the fibre is lit with two others
+    elapsed_s = harness.clock.now_s() - began_s
+    assert 3 * LIGHT_WITHIN_S <= elapsed_s < 3 * LIGHT_WITHIN_S + 4.0  # the fibre is lit with two others
     assert harness.up() == {INSIDE, *OVER_CORE}
 
 
 async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(harness: VerifiedHarness) -> None:
     masked = ["core0:2", "gen0/agg0:3", "gen0/agg0:4", "gen0/agg0:7", "train0/agg0:3"]
-    harness.word.mask([f"port {port}" for port in masked], "suspects")
+    harness.overrides.mask([f"port {port}" for port in masked], "suspects")
     harness.fail(GEN, DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
     found = await harness.verify(walk=True)
     assert faults(found) == [("failed_port", "gen0/agg0:6")]
@@ -181,7 +181,7 @@ async def test_a_walk_leaves_alone_what_has_failed_or_is_masked(harness: Verifie
 @pytest.mark.parametrize("masked", [True, False])
 async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(harness: VerifiedHarness, masked: bool) -> None:
     if masked:
-        harness.word.mask(["switch gen0/agg0"], "suspect")
+        harness.overrides.mask(["switch gen0/agg0"], "suspect")
     else:
         await cut_off(harness, GEN)
     found = await harness.verify(walk=True)
@@ -192,7 +192,7 @@ async def test_a_walk_leaves_alone_a_switch_that_is_masked_or_silent(harness: Ve
 
 
 async def test_a_lane_without_a_good_fibre_beside_it_is_not_known(harness: VerifiedHarness) -> None:
-    harness.word.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
+    harness.overrides.mask([f"port gen0/agg0:{port}" for port in range(2, 9)], "no transceivers there")
     found = await harness.verify(walk=True)
     whys = [f"gen0/agg0:{port}: no good fibre of a ToR is free beside it" for port in (10, 11, 12)]
     assert list(found.not_seen[:-1]) == whys
@@ -231,7 +231,7 @@ async def test_nothing_is_said_of_light_that_nobody_can_know_of(harness: Verifie
 
 async def test_tors_that_notice_late_that_light_is_gone_do_not_confuse_a_walk(harness: VerifiedHarness) -> None:
     harness.follower.rerouting.signals = harness.late_signals  # type: ignore[method-assign]
-    harness.word.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
+    harness.overrides.mask(["switch gen0/agg0", "port train0/agg0:7", "port train0/agg0:8"], "not of interest")
     assert (await harness.verify(walk=True)).faults == ()
 
 
@@ -274,9 +274,9 @@ async def test_what_switches_show_is_held_against_what_is_ours(tmp_path: Path) -
     site = Harness(tmp_path, parse_site(SITE), connectivity=Connectivity.INGRESS_EGRESS)
     site.start()
     for pair in (INSIDE, *OVER_CORE):
-        change = await site.glass.change_of(pair.switch, [], [pair])
+        change = await site.reader.change_of(pair.switch, [], [pair])
         await site.during(site.circuits.change(pair.switch, change, ChangeMode.SAFE))
-    train, core = site.switches[TRAIN].glass, site.switches[CORE].glass
+    train, core = site.switches[TRAIN].model, site.switches[CORE].model
     train.remove([CrossConnect(1, 37), CrossConnect(5, 33)])  # ours
     train.add([CrossConnect(6, 35), CrossConnect(3, 38)])  # nobody's
     train.add([CrossConnect(7, 36)])  # one way only

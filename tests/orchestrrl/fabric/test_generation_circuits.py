@@ -89,18 +89,18 @@ def advise(harness: FabricHarness) -> None:
 
 
 def pin_all(harness: FabricHarness) -> None:
-    harness.fabric.word.pin([], "measuring", 0.0)
+    harness.fabric.overrides.pin([], "measuring", 0.0)
 
 
 def mask_all(harness: FabricHarness) -> None:
-    harness.fabric.word.mask([f"server {server.id}" for server in harness.site.servers], "power is off")
+    harness.fabric.overrides.mask([f"server {server.id}" for server in harness.site.servers], "power is off")
 
 
 def break_all(harness: FabricHarness) -> None:
     """The connection goes with each command, as often as it is tried."""
     for switch in harness.switches.values():
         for _ in range(50):
-            switch.glass.inject(DeviceFault(DeviceFaultKind.DROP_COMMAND))
+            switch.model.inject(DeviceFault(DeviceFaultKind.DROP_COMMAND))
 
 
 HELD = {
@@ -132,11 +132,11 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: Harness) -> None:
         await narrow.until_ended()
         harness.fabric.override(PERIOD, "as they are", 0.0)
         pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in harness.fabric.site_reading.cross_connects]
-        harness.fabric.word.pin(pinned, "each of them", 0.0)
+        harness.fabric.overrides.pin(pinned, "each of them", 0.0)
         redeployer.begin(TO_TP1)
         assert (await narrow.until_ended()).state is RedeploymentState.DONE
         assert harness.circuits() == PAIRS
-        harness.fabric.word.release("done")
+        harness.fabric.overrides.release("done")
         harness.fabric.announce(PERIOD, boundary=True)
         await harness.clock.advance(5.0)
         assert harness.circuits() == MESH
@@ -149,8 +149,8 @@ async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: H
         report = await narrow.until_ended()
         assert report.state is RedeploymentState.DONE
         assert "circuits are still being changed after 2 s" in harness.admitted()
-        (took_s,) = (each.took_s for each in report.steps if each.step.kind == "admit")
-        assert took_s == pytest.approx(2.0)
+        (elapsed_s,) = (each.elapsed_s for each in report.steps if each.step.kind == "admit")
+        assert elapsed_s == pytest.approx(2.0)
 
 
 async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: Harness) -> None:
@@ -253,15 +253,15 @@ async def test_circuits_that_were_lost_among_requests_are_replaced_once_there_ar
         assert harness.circuits() == MESH
         assert len(harness.fabric.reports(9)) == 1  # nothing more is asked for
         found.idle_after = (False,)
-        lost = next(each.cross_connect for each in harness.agg.glass.circuits())
-        harness.agg.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
+        lost = next(each.cross_connect for each in harness.agg.model.circuits())
+        harness.agg.model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, lost.ingress_port))
         await harness.clock.advance(30.0)
         assert harness.fabric.reports(1)[0].code == "no_boundary"
-        assert lost in {each.cross_connect for each in harness.agg.glass.circuits()}
+        assert lost in {each.cross_connect for each in harness.agg.model.circuits()}
         found.idle_after = (True,)
         await harness.clock.advance(10.0)
         assert harness.fabric.reports(1)[0].state is PeriodState.COMMITTED
-        assert lost not in {each.cross_connect for each in harness.agg.glass.circuits()}
+        assert lost not in {each.cross_connect for each in harness.agg.model.circuits()}
         before = len(harness.fabric.reports(99))
         await harness.clock.advance(60.0)
         assert len(harness.fabric.reports(99)) == before

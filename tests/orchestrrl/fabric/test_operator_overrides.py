@@ -28,23 +28,23 @@ async def agent(site: Harness) -> Agent:
 async def test_all_circuits_pinned_stay(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     up = site.up()
-    site.word.pin([], "an experiment runs", 5.0)
+    site.overrides.pin([], "an experiment runs", 5.0)
     kept = await site.in_window(ACROSS_RAILS)
     assert (kept.state, kept.code) == (PeriodState.KEPT, "pinned")
     assert "an experiment runs" in kept.detail
     assert site.up() == up
     await site.pass_time(5.0)  # it expires
-    assert site.word.control.state is OverrideState.FREE
+    assert site.overrides.control.state is OverrideState.FREE
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
 async def test_pinned_circuits_stay_and_the_rest_goes_around(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
     pins = {each for each in site.up() if each.switch == "core0" and 4 not in each.ports and 8 not in each.ports}
-    site.word.pin([str(each) for each in sorted(pins)[:1]], "measured", 0.0)
+    site.overrides.pin([str(each) for each in sorted(pins)[:1]], "measured", 0.0)
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
     assert sorted(pins)[0] in site.up()
-    site.word.release("done")
+    site.overrides.release("done")
     assert (await site.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
 
@@ -56,7 +56,7 @@ async def test_a_pin_on_what_was_about_to_go_is_kept(site: Harness, agent: Agent
     assert period.report.state is PeriodState.WAITING
     _, plan = site.plans[-1]
     going = sorted(site.up() - plan.cross_connects)[0]
-    site.word.pin([str(going)], "still needed", 0.0)
+    site.overrides.pin([str(going)], "still needed", 0.0)
     agent.quiet(1.0)
     await site.over(period)
     assert going in site.up()
@@ -73,7 +73,7 @@ async def test_an_override_binds_all_of_its_job_and_no_other(site: Harness, agen
     assert (held.state, held.code) == (PeriodState.COMMITTED, "was_so")
     assert site.coordinator.period == "gradients"
     assert (await site.at_boundary(GEN)).moves > 0
-    site.word.release("done")
+    site.overrides.release("done")
     assert (await site.in_window(ACROSS_RAILS)).moves > 0
     with pytest.raises(Permanent, match="known: "):
         site.coordinator.override("nobody's", "", 0.0)
@@ -132,7 +132,7 @@ async def test_what_joins_no_fibres_of_the_site_is_left_alone(site: Harness, age
     from ocs_drivers.model import CrossConnect
 
     for pair in (CrossConnect(1, 30), CrossConnect(20, 21), CrossConnect(2, 3)):
-        site.switches[OcsId("train0/agg0")].glass.add([pair])
+        site.switches[OcsId("train0/agg0")].model.add([pair])
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
     left = {(each.port_a, each.port_b) for each in site.up() if each.switch == "train0/agg0"}
     assert {(1, 30), (20, 21), (2, 3)} <= left
@@ -140,15 +140,15 @@ async def test_what_joins_no_fibres_of_the_site_is_left_alone(site: Harness, age
 
 async def test_it_outlasts_the_daemon(site: Harness, agent: Agent) -> None:
     await site.in_window(OVER_CORE)
-    site.word.pin(["core0:1-5"], "", 0.0)
-    site.word.mask(["nic train0/s0:1", "server gen0/s0"], "")
+    site.overrides.pin(["core0:1-5"], "", 0.0)
+    site.overrides.mask(["nic train0/s0:1", "server gen0/s0"], "")
     times = site.coordinator.times_of_switches()
     await site.stop()
     site.start()
     await site.pass_time(0.1)
-    assert site.word.control.cross_connects == ("core0:1-5",)
-    assert site.word.pinned == {PortPair(OcsId("core0"), 1, 5)}
-    assert site.word.masked == ("nic train0/s0:1", "server gen0/s0")
+    assert site.overrides.control.cross_connects == ("core0:1-5",)
+    assert site.overrides.pinned == {PortPair(OcsId("core0"), 1, 5)}
+    assert site.overrides.masked == ("nic train0/s0:1", "server gen0/s0")
     assert site.coordinator.period == "gradients"
     assert site.coordinator.times_of_switches() == times
     assert [report.period for report in site.coordinator.reports(9)] == ["gradients"]
@@ -157,7 +157,7 @@ async def test_it_outlasts_the_daemon(site: Harness, agent: Agent) -> None:
 
 def test_what_is_wrong_is_told_all_at_once(site: Harness) -> None:
     with pytest.raises(ProblemFaults) as wrong:
-        site.word.pin(["core0:1-99", "core9:1-2", "1-2", "core0:1-2", "core0:3-3"], "", -1.0)
+        site.overrides.pin(["core0:1-99", "core9:1-2", "1-2", "core0:1-2", "core0:3-3"], "", -1.0)
     assert wrong.value.faults == [
         "cross_connects[0]: ends at ports without a fibre (99), got 'core0:1-99'",
         "cross_connects[1]: is on no switch of the site, got 'core9:1-2'",
@@ -167,9 +167,9 @@ def test_what_is_wrong_is_told_all_at_once(site: Harness) -> None:
         "ttl_s: must be >= 0 (0: until released), got -1",
     ]
     with pytest.raises(ProblemFaults, match="port 1 of core0 must be pinned once, got 2 times"):
-        site.word.pin(["core0:1-5", "core0:1-6"], "", 0.0)
+        site.overrides.pin(["core0:1-5", "core0:1-6"], "", 0.0)
     with pytest.raises(ProblemFaults) as wrong:
-        site.word.mask(["switch x", "port core0", "nic train0/s0:2", "cable 7", "circuit core0:1-1"], "")
+        site.overrides.mask(["switch x", "port core0", "nic train0/s0:2", "cable 7", "circuit core0:1-1"], "")
     assert len(wrong.value.faults) == 5
-    assert site.word.masked == ()
-    assert site.word.control.state is OverrideState.FREE
+    assert site.overrides.masked == ()
+    assert site.overrides.control.state is OverrideState.FREE

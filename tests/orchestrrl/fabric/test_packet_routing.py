@@ -35,10 +35,10 @@ async def test_packets_are_off_circuits_before_they_go_and_on_them_once_they_are
             assert (report.state, report.detail) == (PeriodState.COMMITTED, "")
             assert harness.routed == harness.light.links()
             assert harness.follower.routed is not None
-            assert harness.follower.routed.amiss == ""
+            assert harness.follower.routed.faults_text == ""
             lengths |= {len(lit.over) for lit in harness.light.joined.values()}
             # What rerouting takes is part of what a window has to cover.
-            assert all(took.route_s > 0 for commit in report.commits for took in commit.took)
+            assert all(took.route_s > 0 for commit in report.commits for took in commit.switch_times)
         assert lengths == {1, 3}
         assert harness.light.dark == []
 
@@ -57,7 +57,7 @@ async def test_what_cannot_be_drained_stays(tmp_path: Path) -> None:
         await harness.pass_time(3 * POLL_AGAIN_S)
         assert harness.routed == routed == harness.light.links()
         assert harness.follower.routed is not None
-        assert harness.follower.routed.amiss == ""
+        assert harness.follower.routed.faults_text == ""
         assert harness.light.dark == []
 
 
@@ -71,19 +71,19 @@ async def test_links_that_lose_their_light_are_left_out_until_it_is_back(tmp_pat
         harness.light.dark.clear()
         assert harness.routed == whole - {lost}
         assert harness.follower.routed is not None
-        assert harness.follower.routed.amiss.startswith(f"not used: {lost} (")
+        assert harness.follower.routed.faults_text.startswith(f"not used: {lost} (")
         harness.light.cut.clear()
         await harness.pass_time(3 * POLL_AGAIN_S)
         assert harness.routed == whole
-        assert (harness.follower.routed.amiss, harness.light.dark) == ("", [])
+        assert (harness.follower.routed.faults_text, harness.light.dark) == ("", [])
 
 
 async def test_what_somebody_else_takes_down_is_not_routed_over(tmp_path: Path) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
         assert any(len(lit.over) == 3 for lit in harness.light.joined.values())
-        harness.switches[OcsId("core0")].glass.remove(
-            [each.cross_connect for each in harness.switches[OcsId("core0")].glass.circuits()]
+        harness.switches[OcsId("core0")].model.remove(
+            [each.cross_connect for each in harness.switches[OcsId("core0")].model.circuits()]
         )
         await harness.pass_time(2 * POLL_AGAIN_S)
         assert harness.routed == harness.light.links()
@@ -110,7 +110,7 @@ async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_t
 ) -> None:
     async with routed_harness(tmp_path) as harness:
         await harness.in_window(OVER_CORE)
-        core = harness.switches[OcsId("core0")].glass
+        core = harness.switches[OcsId("core0")].model
         one, other = sorted(pair for pair in harness.light.up() if pair.switch == "core0")[:2]
         going = [one, other]
         coming = [PortPair(one.switch, one.port_a, other.port_b), PortPair(one.switch, other.port_a, one.port_b)]
@@ -129,4 +129,4 @@ async def test_a_daemon_that_died_at_any_point_of_a_change_leaves_no_packet_in_t
         tending.cancel()
         assert again.routed is not None
         assert frozenset(again.routed.links) == harness.light.links()
-        assert (again.routed.amiss, harness.light.dark) == ("", [])
+        assert (again.routed.faults_text, harness.light.dark) == ("", [])

@@ -55,7 +55,7 @@ def test_there_and_back(device: SwitchFacts, wanted: frozenset[PortPair], data: 
 async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
     async with harness(tmp_path, connectivity=Connectivity.INGRESS_EGRESS) as site:
         core = OcsId("core0")
-        site.switches[core].glass.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
+        site.switches[core].model.add([CrossConnect(1, 37)])  # from the site's port 1 to its port 5
         site_reading = await _looked(site)
         assert site_reading.odd == {core: {CrossConnect(1, 37)}}
         assert {(core, 1), (core, 5)} <= site_reading.failures.ports
@@ -63,7 +63,7 @@ async def test_what_is_up_one_way_only_holds_its_ports(tmp_path: Path) -> None:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
-        present = {circuit.cross_connect for circuit in site.switches[core].glass.circuits()}
+        present = {circuit.cross_connect for circuit in site.switches[core].model.circuits()}
         assert {pair for pair in present if pair.ingress_port in (1, 5)} == {CrossConnect(1, 37)}
 
 
@@ -76,4 +76,4 @@ async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
 
 async def _looked(site: Harness) -> SiteReading:
     await site.pass_time(0.01)
-    return await site.coordinator.look()
+    return await site.coordinator.scan()

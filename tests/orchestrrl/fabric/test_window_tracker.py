@@ -197,7 +197,7 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
         now_s = clock.now_s()
         for number, (stream, (ahead_s, _, _, since_s, for_s)) in enumerate(zip(streams, hosts, strict=True)):
             quiet = RemainingQuiet(1, now_s - since_s + ahead_s, now_s + for_s + ahead_s, 10, 0.0)
-            stream.says("", now_s + ahead_s, number, quiet)
+            stream.on_remaining_quiet("", now_s + ahead_s, number, quiet)
         window = watch.window()
         if isinstance(window, Window):
             assert all(since_s >= -1e-9 for _, _, _, since_s, _ in hosts)

@@ -270,8 +270,8 @@ async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: 
     else:
         assert snapshot.requests_age_s == pytest.approx(20.0, abs=0.2)
         assert all(view.quiet_s == pytest.approx(20.0, abs=0.2) for view in snapshot.requests)
-        heard_s = plane.state.heard_s(NodeId("gw"))
-        assert heard_s == pytest.approx(old_s, abs=0.2)  # nothing is settled by it that was ordered since
+        last_report_s = plane.state.last_report_s(NodeId("gw"))
+        assert last_report_s == pytest.approx(old_s, abs=0.2)  # nothing is settled by it that was ordered since
     plan = await plane.slow_tick()
     assert plan.verdict.code == "stale_telemetry"
     assert plan.inputs_age_s == pytest.approx(20.0, abs=0.2)

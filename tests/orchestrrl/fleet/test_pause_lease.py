@@ -113,13 +113,13 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                         state.resumed(named[whose], told.now_s, ENGINES, version, without)
             case ("give up", str(whose)):
                 if whose == "mine" and told.holder:
-                    state = state.given_up(named[whose], told.now_s, "because")
+                    state = state.abandoned(named[whose], told.now_s, "because")
                     told.holder = None
                 else:
                     with pytest.raises(Permanent):
-                        state.given_up(named[whose], told.now_s, "because")
+                        state.abandoned(named[whose], told.now_s, "because")
             case ("told", set(engines), int(version), str(source)):
-                state = state.told(engines, version, source)
+                state = state.with_versions(engines, version, source)
                 told.versions |= dict.fromkeys(engines, version)
                 told.without -= engines
                 serving = {v for engine, v in told.versions.items() if engine not in told.without}
@@ -155,14 +155,14 @@ def test_a_lease_that_has_ended_is_refused_and_says_since_when() -> None:
 
 
 def test_versions_may_go_down_and_who_was_left_out_waits_for_its_own() -> None:
-    state = PauseState().told(ENGINES, 7)
+    state = PauseState().with_versions(ENGINES, 7)
     state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 5, [EngineId("e2")])
     assert (dict(state.versions), state.newest) == ({"e0": 5, "e1": 5, "e2": 7}, 5)
     assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
     state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [])
     assert not state.serves(EngineId("e2")), "a pause without new weights changes nothing"
-    assert not state.told([EngineId("e2")], 6).serves(EngineId("e2"))
-    assert state.told([EngineId("e2")], 5).serves(EngineId("e2"))
+    assert not state.with_versions([EngineId("e2")], 6).serves(EngineId("e2"))
+    assert state.with_versions([EngineId("e2")], 5).serves(EngineId("e2"))
 
 
 def test_who_is_left_out_waits_also_where_nobody_speaks_of_versions() -> None:
@@ -179,11 +179,11 @@ def test_a_lease_ends_at_its_end() -> None:
 
 
 def test_weights_that_come_engine_by_engine_wait_for_the_last() -> None:
-    state = PauseState().told(ENGINES, 1)
+    state = PauseState().with_versions(ENGINES, 1)
     for engine in ENGINES[:2]:
-        state = state.told([engine], 2)
+        state = state.with_versions([engine], 2)
         assert (state.newest, state.serves(engine)) == (1, False)
-    state = state.told(ENGINES[2:], 2)
+    state = state.with_versions(ENGINES[2:], 2)
     assert (state.newest, [state.serves(engine) for engine in ENGINES]) == (2, [True] * 3)
 
 
@@ -203,10 +203,12 @@ def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
 
 
 def test_the_folder_of_the_fleets_weights_is_kept_while_they_are_the_same() -> None:
-    state = PauseState().told(ENGINES, 1, "/shared/1")
-    assert state.told(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
-    assert state.told(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", "the fleet still has version 1"
-    assert state.told(ENGINES, 2).newest_source == ""
+    state = PauseState().with_versions(ENGINES, 1, "/shared/1")
+    assert state.with_versions(ENGINES[:1], 1).newest_source == "/shared/1", "an engine that was started later"
+    assert state.with_versions(ENGINES[:1], 2, "/shared/2").newest_source == "/shared/1", (
+        "the fleet still has version 1"
+    )
+    assert state.with_versions(ENGINES, 2).newest_source == ""
     state = state.paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, None, [])
     assert state.newest_source == "/shared/1"
     state = state.paused(lease("b", 2.0, 60.0)).resumed("b", 3.0, ENGINES, None, [], "", "/shared/1b")

@@ -182,7 +182,7 @@ def test_a_gateways_report_replaces_its_own_only() -> None:
     assert state.gateway_of(RequestId("c")) == other
     assert state.gateway_of(RequestId("a")) is None
     assert state.snapshot(3.0).requests_age_s == 2.0
-    assert (state.heard_s(GATEWAY), state.heard_s(NodeId("nobody"))) == (2.0, None)
+    assert (state.last_report_s(GATEWAY), state.last_report_s(NodeId("nobody"))) == (2.0, None)
 
 
 def test_a_gateway_that_restarts_begins_its_sequence_anew() -> None:
@@ -198,7 +198,7 @@ def test_a_hello_makes_no_earlier_report_newer() -> None:
     state.fold_gateway(gateway_report(request("a")), 1.0)
     state.fold_hello(gateway_hello("e0"), 50.0)
     snapshot = state.snapshot(51.0)
-    assert (state.heard_s(GATEWAY), snapshot.requests_age_s) == (1.0, 50.0)
+    assert (state.last_report_s(GATEWAY), snapshot.requests_age_s) == (1.0, 50.0)
     assert [r.quiet_s for r in snapshot.requests] == [50.0]
 
 

@@ -17,7 +17,7 @@ from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, fini
 @pytest.mark.parametrize("frozen", [FrozenRequests.RECOMPUTE, FrozenRequests.CONTINUE])
 async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
@@ -39,7 +39,7 @@ async def test_what_is_frozen_stands_still_and_goes_on(frozen: FrozenRequests) -
 
 async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
@@ -59,7 +59,7 @@ async def test_what_is_taken_back_leaves_engines_empty_and_goes_on_anywhere() ->
 
 async def test_what_can_only_go_on_where_it_is_stays_there_frozen() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=6)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=6)) as job:
         await w.settle()
         await w.step()
         job.records[0].immovable_because = "the engine parses the answer"
@@ -78,7 +78,7 @@ async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_versi
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2", weights_change=weights_change))
@@ -94,7 +94,7 @@ async def test_a_lease_that_ends_while_weights_change_leaves_nobody_with_a_versi
 async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engines() -> None:
     w = world(engine_wait_s=5.0)
     await (await close(w))
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.clock.advance(50.0)
         assert job.records[0].engine is None
         assert not any(engine.seen for engine in w.engines.values())
@@ -107,10 +107,10 @@ async def test_what_comes_while_it_is_closed_waits_here_and_longer_than_for_engi
 async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
-    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=6)) as runs:
+    async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=6)) as runs:
         await w.settle()
         await w.step()
-        async with w.gateway.job(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
+        async with w.gateway.request_group(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
             await w.settle()
             closing = await close(w, PauseMode.WAIT)
             assert waits.records[0].engine is None
@@ -131,7 +131,7 @@ async def test_wait_lets_running_requests_finish_and_takes_waiting_ones_back() -
 async def test_who_has_nothing_left_lets_the_others_requests_finish() -> None:
     w = world(1)
     other = beside(w)
-    async with other.gateway.job(other.ask(prompt=PROMPT, max_tokens=6)) as runs:
+    async with other.gateway.request_group(other.ask(prompt=PROMPT, max_tokens=6)) as runs:
         await w.settle()
         await w.step()
         drained = await close(w, PauseMode.WAIT, engines_run=True)
@@ -167,11 +167,11 @@ async def test_who_waits_for_others_opens_when_the_lease_ends_or_when_told() -> 
 async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_waits() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
-    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
+    async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
         await w.settle()
         await w.step()
         await w.step()
-        async with w.gateway.job(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
+        async with w.gateway.request_group(w.ask(request_id="waits", prompt=PROMPT, max_tokens=6)) as waits:
             await w.settle()
             closing = await close(w, PauseMode.ABORT)
             await w.clock.advance(1.0)
@@ -188,7 +188,7 @@ async def test_abort_ends_what_runs_with_what_it_has_and_loses_nothing_that_wait
 async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> None:
     w = world(1)
     w.engines["e0"].can_pause = False
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         closing = await close(w)
@@ -208,7 +208,7 @@ async def test_an_engine_that_cannot_be_paused_has_its_requests_taken_back() -> 
 async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_be_paused() -> None:
     w = world(1)
     w.engines["e0"].can_pause = False
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=8, presence_penalty=0.5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=8, presence_penalty=0.5)) as job:
         await w.settle()
         await w.step()
         closing = await close(w)
@@ -222,7 +222,7 @@ async def test_what_cannot_be_continued_is_waited_for_on_an_engine_that_cannot_b
 
 async def test_a_lease_that_is_not_renewed_ends_and_all_goes_on() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         await (await close(w))
@@ -268,7 +268,7 @@ async def test_the_same_lease_again_renews_it_and_answers_as_before() -> None:
 
 async def test_not_quiet_in_time_is_open_again() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         closing = await close(w, PauseMode.WAIT, quiet_by_s=w.clock.now_s() + 5.0)
@@ -283,7 +283,7 @@ async def test_not_quiet_in_time_is_open_again() -> None:
 
 async def test_an_engine_that_dies_while_paused_loses_nothing() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         await (await close(w))
@@ -317,7 +317,7 @@ async def test_an_engine_that_was_not_there_has_not_got_the_weights() -> None:
 
 async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         assert job.records[0].engine == "e0"
@@ -357,7 +357,7 @@ async def test_routes_tell_versions_and_wake_engines() -> None:
 
 async def test_an_engine_that_does_not_resume_is_asked_again() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
         await w.step()
         await (await close(w))
@@ -386,7 +386,7 @@ async def test_engines_that_a_dead_gateway_left_paused_are_resumed_after_a_while
     routes = [EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()]
     w.gateway.set_routes(routes[1:])
     w.gateway.set_routes(routes)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.clock.advance(59.0)
         w.gateway.set_routes(routes)
         await w.settle()
@@ -413,7 +413,7 @@ async def test_but_not_while_the_barrier_is_closed() -> None:
 
 async def test_a_move_waits_for_no_barrier() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
         await w.step()
         await (await close(w))
@@ -428,7 +428,7 @@ async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back()
     w = world()
     for engine in w.engines.values():
         engine.can_pause = False
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
         await w.step()
         moving = asyncio.create_task(w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"))]))
@@ -446,7 +446,7 @@ async def test_a_move_that_is_under_way_is_told_when_the_request_is_taken_back()
 
 async def test_the_client_may_leave_while_it_is_closed() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)):
         await w.step()
         await (await close(w))
     await w.settle()
@@ -458,7 +458,7 @@ async def test_the_client_may_leave_while_it_is_closed() -> None:
 async def test_standing_still_by_order_is_no_stall() -> None:
     w = world(stall_s=10.0)
     watching = asyncio.create_task(w.gateway.watch())
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=12)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=12)) as job:
         await w.settle()
         await w.step()
         await (await close(w))

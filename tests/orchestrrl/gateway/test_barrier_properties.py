@@ -49,7 +49,9 @@ class Story:
             case ("ask", int(max_tokens)):
                 prompt = [*b"prompt ", len(self.jobs)]
                 ask = w.ask(request_id=f"r{len(self.jobs)}", prompt=prompt, max_tokens=max_tokens)
-                self.jobs.append((await self.stack.enter_async_context(w.gateway.job(ask)), prompt, max_tokens))
+                self.jobs.append(
+                    (await self.stack.enter_async_context(w.gateway.request_group(ask)), prompt, max_tokens)
+                )
             case ("step", int(steps)):
                 for _ in range(steps):
                     await self._step()

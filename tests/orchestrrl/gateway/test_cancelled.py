@@ -9,7 +9,7 @@ from tests.orchestrrl.gateway.test_relay import PROMPT, finish
 
 async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, n=4, group_enough=2)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, n=4, group_enough=2)) as job:
         await w.settle()
         for record, limit in zip(job.records, (4, 9, 20, 30), strict=True):
             engine = w.engines[record.engine or ""]
@@ -27,13 +27,15 @@ async def test_once_enough_of_a_group_have_finished_the_others_are_ended() -> No
 
 async def test_who_comes_when_there_are_enough_is_ended_at_once() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)) as group:
+    async with w.gateway.request_group(
+        w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)
+    ) as group:
         await w.settle()
         w.engines["e0"].attempts["g-0~1"].left = 1
         await w.step()
         ask = w.ask(request_id="late", prompt=PROMPT, max_tokens=30)
         ask.records[0].group, ask.records[0].group_enough = "g", 1
-        async with w.gateway.job(ask) as late:
+        async with w.gateway.request_group(ask) as late:
             await w.settle()
             assert [record.stop_reason for record in late.records] == ["redundant"]
             assert not any(request.request_id.startswith("late") for request in w.engines["e0"].seen)
@@ -48,13 +50,15 @@ def assert_undisturbed_tokens(job: RequestGroup, index: int) -> None:
 async def test_requests_and_groups_are_cancelled_wherever_they_are() -> None:
     w = world(1)
     w.engines["e0"].max_sequences = 1
-    async with w.gateway.job(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
+    async with w.gateway.request_group(w.ask(request_id="runs", prompt=PROMPT, max_tokens=30)) as runs:
         await w.settle()
         await w.step()
-        async with w.gateway.job(w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)) as group:
+        async with w.gateway.request_group(
+            w.ask(request_id="g", prompt=PROMPT, max_tokens=30, n=2, group_enough=2)
+        ) as group:
             await w.settle()
             await (await close(w))
-            async with w.gateway.job(w.ask(request_id="held", prompt=PROMPT, max_tokens=30)) as held:
+            async with w.gateway.request_group(w.ask(request_id="held", prompt=PROMPT, max_tokens=30)) as held:
                 await w.settle()
                 names = [RequestId("runs"), RequestId("held"), RequestId("unknown")]
                 cancelled = w.gateway.cancel(names, ["g", "unknown"], "operator")

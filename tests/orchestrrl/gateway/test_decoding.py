@@ -105,7 +105,7 @@ async def test_no_request_fails_when_no_engine_decodes_tokens(fault: str) -> Non
     jobs = []
     for index in range(REQUESTS):
         endpoint, _, body = form_of(index)
-        job = w.gateway.job(w.ask(endpoint, request_id=f"r{index}", max_tokens=MAX_TOKENS, **body))
+        job = w.gateway.request_group(w.ask(endpoint, request_id=f"r{index}", max_tokens=MAX_TOKENS, **body))
         jobs.append(await job.__aenter__())
     await w.settle()
     for _ in range(STEPS_BEFORE):
@@ -133,7 +133,9 @@ async def test_another_engine_decodes_what_the_continuing_one_does_not(fault: st
     refused = decode_by(w.engines["e1"], FAULTS[fault])
     jobs = []
     for index in range(24):
-        job = w.gateway.job(w.ask(request_id=f"r{index}", prompt=prompt_of(index), max_tokens=MAX_TOKENS, stream=True))
+        job = w.gateway.request_group(
+            w.ask(request_id=f"r{index}", prompt=prompt_of(index), max_tokens=MAX_TOKENS, stream=True)
+        )
         jobs.append(await job.__aenter__())
     await w.settle()
     for _ in range(cut):
@@ -164,7 +166,7 @@ async def test_a_detokenizer_that_fails_inside_a_character_costs_nothing() -> No
         w = world()
         for engine in w.engines.values():
             decode_by(engine, once)
-        async with w.gateway.job(w.ask(prompt=prompt_of(cut), max_tokens=MAX_TOKENS, stream=True)) as job:
+        async with w.gateway.request_group(w.ask(prompt=prompt_of(cut), max_tokens=MAX_TOKENS, stream=True)) as job:
             await w.settle()
             for _ in range(cut):
                 await w.step()

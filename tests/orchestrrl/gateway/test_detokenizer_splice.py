@@ -42,7 +42,7 @@ def named(w: World, request_id: str = "r", **body: Any) -> RequestGroup:
     ask = w.ask(request_id=request_id, **body)
     for record in ask.records:
         record.group = group or record.group
-    return w.gateway.job(ask, body)
+    return w.gateway.request_group(ask, body)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -141,7 +141,7 @@ async def test_what_was_ordered_to_begin_anew_is_not_gone_on_with(tmp_path: Path
         await first.settle()
         await first.step()
         assert first.gateway.store is not None
-        first.gateway.store._look(list(first.gateway.store._entries.values()))
+        first.gateway.store._collect_progress(list(first.gateway.store._entries.values()))
         await (await close(first, frozen=FrozenRequests.RESTART))
         await open_barrier(first, 7)
         assert not job.records[0].generated_ids
@@ -232,7 +232,7 @@ async def test_an_engine_that_moves_house_while_the_barrier_is_closed(mode: Paus
     w.engines["e0"] = new = FakeEngine(url="http://new")
     by_url = {old.url: old, new.url: new}
     w.fleet._connect = by_url.__getitem__
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         old.step()
         await w.settle()
@@ -266,9 +266,11 @@ async def test_who_is_given_a_place_as_the_barrier_closes_is_taken_back() -> Non
     w = world(1)
     w.fleet.queue_depth = 1
     w.engines["e0"].can_pause = False
-    async with w.gateway.job(w.ask(request_id="a", prompt=PROMPT, max_tokens=1)) as ahead:
+    async with w.gateway.request_group(w.ask(request_id="a", prompt=PROMPT, max_tokens=1)) as ahead:
         await w.settle()
-        async with w.gateway.job(w.ask(request_id="b", prompt=PROMPT, max_tokens=20, presence_penalty=1.0)) as behind:
+        async with w.gateway.request_group(
+            w.ask(request_id="b", prompt=PROMPT, max_tokens=20, presence_penalty=1.0)
+        ) as behind:
             await w.settle()
             assert behind.records[0].engine is None
             backend = w.fleet.get(EngineId("e0"))
@@ -309,7 +311,7 @@ async def test_an_engine_with_a_longer_context_that_is_gone_keeps_nobody_from_mo
     w.gateway.set_routes(routes(w, "e0", "e1", "e2"))
     await w.settle()
     w.gateway.set_routes(routes(w, "e0", "e1"))
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         moving = move(w, "e1" if job.records[0].engine == "e0" else "e0")
@@ -327,7 +329,7 @@ async def test_a_request_moves_between_engines_that_are_both_too_short() -> None
     w.gateway.set_routes(routes(w, "e0", "e1", "e2"))
     await w.settle()
     w.engines["e2"].die()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.settle()
         await w.step()
@@ -345,7 +347,7 @@ async def test_nobody_is_held_for_an_engine_whose_context_is_too_short() -> None
     w.gateway.set_routes(routes(w, "e0", "e1"))
     await w.settle()
     w.gateway.set_routes([replace(route, draining=route.engine == "e0") for route in routes(w, "e0", "e1")])
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e1"), EngineId("e0"), 5.0)])
@@ -360,7 +362,7 @@ async def test_nobody_is_held_for_an_engine_whose_context_is_too_short() -> None
 async def test_who_is_held_and_leaves_leaves_no_task_behind() -> None:
     w = world(1)
     before = asyncio.all_tasks()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)):
         await w.settle()
         await w.step()
         (result,) = await w.gateway.move([RequestMove(RequestId("r"), EngineId("e0"), EngineId("e9"), 500.0)])
@@ -375,7 +377,7 @@ async def test_a_place_that_comes_free_as_its_waiter_leaves_goes_to_the_next() -
     w.fleet.queue_depth = 1
     running = {}
     for name in ("ahead", "leaves", "next"):
-        job = w.gateway.job(w.ask(request_id=name, prompt=PROMPT, max_tokens=1))
+        job = w.gateway.request_group(w.ask(request_id=name, prompt=PROMPT, max_tokens=1))
         running[name] = asyncio.create_task(job.run())
         await w.settle()
     backend = w.fleet.get(EngineId("e0"))

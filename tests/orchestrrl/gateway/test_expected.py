@@ -62,7 +62,7 @@ async def test_it_is_kept_beyond_its_hold_and_goes_on_when_the_engine_comes() ->
     w = world(2, stall_s=20.0)
     tell(w, "e0")
     watching = asyncio.create_task(w.gateway.watch())
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
         await begun(w, 5)
         tell(w, "e0", draining="e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=2.0)).done
@@ -86,7 +86,7 @@ async def test_it_is_kept_beyond_its_hold_and_goes_on_when_the_engine_comes() ->
 
 async def test_an_engine_that_was_suspect_is_believed_once_it_has_been_started_again() -> None:
     w = world(2)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         (record,) = job.records
         source = record.engine or ""
@@ -107,7 +107,7 @@ async def test_an_engine_that_was_suspect_is_believed_once_it_has_been_started_a
 async def test_rolled_back_it_is_released_at_once_to_whoever_is_there() -> None:
     w = world(2)
     tell(w, "e0")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         await w.clock.advance(10.0)
         assert job.records[0].engine is None
@@ -121,9 +121,9 @@ async def test_rolled_back_it_is_released_at_once_to_whoever_is_there() -> None:
 async def test_a_daemon_that_dies_leaves_nobody_waiting_for_longer() -> None:
     w = world(2, engine_wait_s=PATIENCE_S)
     tell(w, "e0")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w, for_s=60.0)
-        async with w.gateway.job(w.ask(request_id="new", prompt=PROMPT, max_tokens=30)) as new:
+        async with w.gateway.request_group(w.ask(request_id="new", prompt=PROMPT, max_tokens=30)) as new:
             await w.clock.advance(59.9)
             assert not job.done
             assert not new.done
@@ -140,7 +140,7 @@ async def test_a_daemon_that_dies_leaves_nobody_waiting_for_longer() -> None:
 async def test_who_arrives_while_none_can_be_used_is_served_in_order() -> None:
     w = world(1, engine_wait_s=PATIENCE_S)
     tell(w, expected="e0", for_s=60.0)
-    async with w.gateway.job(w.ask(prompt=PROMPT, n=6, max_tokens=3)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, n=6, max_tokens=3)) as job:
         await w.clock.advance(30.0)
         assert not job.done
         assert len(w.fleet.queue) == 6
@@ -165,7 +165,7 @@ async def test_one_that_is_expected_but_refused_the_request_is_nothing_to_wait_f
 async def test_a_held_request_can_be_sent_elsewhere() -> None:
     w = world(3)
     tell(w, "e0")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         (record,) = job.records
         # To another that is expected, and then to one that is there.
@@ -189,7 +189,7 @@ async def test_a_held_request_can_be_sent_elsewhere() -> None:
 async def test_one_in_the_queue_can_be_sent_somewhere_and_not_just_anywhere() -> None:
     w = world(2)
     tell(w, "e0", draining="e0")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         assert len(w.fleet.queue) == 1
         assert (await move(w, "", "e0")).detail == "e0 takes no requests: it is draining or not in the routes"
@@ -210,7 +210,7 @@ async def test_one_in_the_queue_can_be_sent_somewhere_and_not_just_anywhere() ->
 async def test_a_client_that_leaves_while_its_request_is_kept_leaves_nothing() -> None:
     w = world(2)
     tell(w, "e0")
-    job = w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30))
+    job = w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30))
     task = asyncio.create_task(job.run())
     await park(w)
     task.cancel()
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_while_its_request_is_kept_leaves_nothing() -
 async def test_a_kept_request_can_be_cancelled_also_right_after_it_was_sent_elsewhere() -> None:
     w = world(3)
     tell(w, "e0")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await park(w)
         w.gateway.relays[RequestId("r")].redirect(EngineId("e2"), 10.0)
         assert w.gateway.cancel([RequestId("r")], (), "cancelled") == ("r",)
@@ -240,7 +240,7 @@ async def test_a_kept_request_can_be_cancelled_also_right_after_it_was_sent_else
 async def test_the_engine_comes_while_the_barrier_is_closed() -> None:
     w = world(2)
     tell(w, "e0", "e1", draining="e1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         tell(w, "e0", expected="e1", for_s=60.0)
         assert (await move(w, "e0", "e1", hold_s=1.0)).done
@@ -271,7 +271,7 @@ async def test_a_stream_just_pauses() -> None:
         for delta in record.take_undelivered():
             read.extend(delta.token_ids)
 
-    task = asyncio.create_task(w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=True)).run(grown))
+    task = asyncio.create_task(w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=True)).run(grown))
     await park(w)
     assert len(read) == 5
     await w.clock.advance(30.0)

@@ -152,7 +152,7 @@ class Story:
     def ask(self, max_tokens: int, stream: bool) -> None:
         prompt = [*b"prompt ", len(self.clients)]
         ask = self.w.ask(request_id=f"r{len(self.clients)}", prompt=prompt, max_tokens=max_tokens, stream=stream)
-        job = self.w.gateway.job(ask)
+        job = self.w.gateway.request_group(ask)
         read: list[int] = []
 
         def grown(record: RequestRecord) -> None:
@@ -249,7 +249,7 @@ class Story:
             assert made == tokens[: len(made)]
         else:
             assert (made, record.text, record.finish_reason) == (tokens, text, finish_reason)
-        if client.job.ask.streaming:
+        if client.job.request.streaming:
             for delta in record.take_undelivered():
                 client.read.extend(delta.token_ids)
             assert client.read == made

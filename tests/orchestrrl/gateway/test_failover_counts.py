@@ -25,7 +25,7 @@ async def begun(w: World, count: int, steps: int, **body: object) -> list[Reques
     jobs = []
     for index in range(count):
         asked = {"prompt": PROMPT, "max_tokens": 30, **body}
-        jobs.append(await w.gateway.job(w.ask(request_id=f"r{index}", **asked)).__aenter__())
+        jobs.append(await w.gateway.request_group(w.ask(request_id=f"r{index}", **asked)).__aenter__())
     await w.settle()
     for _ in range(steps):
         await w.step()

@@ -247,7 +247,7 @@ class Story:
             default_model="model",
             now_s=self.clock.now_s(),
         )
-        client.job = job = self.gateway.job(ask, body)
+        client.job = job = self.gateway.request_group(ask, body)
         client.read.clear()
         client.task = task = asyncio.create_task(job.run(client.grown if ask.streaming else None))
         while self.gateway.store is not None and job._entry is None and not task.done():
@@ -380,7 +380,7 @@ class Story:
         if self.gateway.store is not None:
             if self.gateway.store._progress is not None:
                 self.gateway.store._progress.cancel()
-            self.gateway.store._look()
+            self.gateway.store._collect_progress()
 
     async def act_restart(self) -> None:
         newest = self.fleet.policy_version

@@ -102,7 +102,7 @@ async def finish(w: World, job: RequestGroup) -> None:
 
 async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
     w, loading = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         here, source, there, target = source_of(w)
         left = told(here)
@@ -128,7 +128,7 @@ async def test_a_move_by_kv_names_what_its_source_leaves() -> None:
 @pytest.mark.parametrize(("predicted_s", "seen"), [(0.5, False), (2.5, True), (100.0, True)])
 async def test_a_move_that_should_take_long_is_seen_to_its_end(predicted_s: float, seen: bool) -> None:
     w, loading = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         _, source, _, target = source_of(w)
         moving = asyncio.create_task(w.gateway.move([replace(ordered(source, target), predicted_s=predicted_s)]))
@@ -150,7 +150,7 @@ async def test_kv_that_did_not_come_is_not_taken_for_a_transfer(
     loaded: int | None, method: MoveMethod | None, recomputes: bool
 ) -> None:
     w, loading = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         _, source, _, target = source_of(w)
         context = job.records[0].context_tokens
@@ -164,7 +164,7 @@ async def test_kv_of_old_weights_is_never_sent_for() -> None:
     """Neither where both engines have new ones since the attempt began, nor where one of them has."""
     for changed in (("e0", "e1"), ("e0",), ("e1",)):
         w, loading = handing_world()
-        async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+        async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
             await begun(w, job)
             _, source, there, target = source_of(w)
             set_versions(w, **dict.fromkeys(changed, "c/v2"))
@@ -177,7 +177,7 @@ async def test_kv_of_old_weights_is_never_sent_for() -> None:
 
 async def test_weights_that_change_on_the_way_stop_the_load() -> None:
     w, _ = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         _, source, there, target = source_of(w)
         moving = asyncio.create_task(w.gateway.move([ordered(source, target)]))
@@ -194,7 +194,7 @@ async def test_weights_that_change_on_the_way_stop_the_load() -> None:
 
 async def test_a_request_that_was_ordered_to_recompute_does() -> None:
     w, loading = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         _, source, there, target = source_of(w)
         result = await carry_out(w, ordered(source, target, MoveMethod.RECOMPUTE), loading, 0)
@@ -206,7 +206,7 @@ async def test_a_request_that_was_ordered_to_recompute_does() -> None:
 @pytest.mark.parametrize("other", ["", "d/v1"])
 async def test_engines_that_nobody_can_take_kv_from_are_told_nothing(other: str) -> None:
     w, _ = handing_world(e0=other, e1="" if not other else "c/v1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         here, *_ = source_of(w)
         assert told(here) is None
@@ -215,7 +215,7 @@ async def test_engines_that_nobody_can_take_kv_from_are_told_nothing(other: str)
 
 async def test_a_request_that_cannot_be_continued_leaves_no_kv() -> None:
     w, _ = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS, stop=["never"])) as job:
         await begun(w, job)
         here, *_ = source_of(w)
         assert told(here) is None
@@ -226,7 +226,7 @@ async def test_a_request_that_cannot_be_continued_leaves_no_kv() -> None:
 async def test_an_attempt_that_fails_there_is_not_taken_up_with_its_kv_again() -> None:
     """The entry may be used up."""
     w, _ = handing_world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         here, source, there, target = source_of(w)
         there.dead = True
@@ -243,7 +243,11 @@ async def test_several_that_load_at_once_are_told_apart() -> None:
     set_versions(w)
     asks = [w.ask(request_id=f"q{index}", prompt=PROMPT[index:], max_tokens=MAX_TOKENS) for index in range(3)]
     w.gateway.set_routes([replace(backend.route, draining=backend.id == "e1") for backend in w.fleet])
-    async with w.gateway.job(asks[0]) as a, w.gateway.job(asks[1]) as b, w.gateway.job(asks[2]) as c:
+    async with (
+        w.gateway.request_group(asks[0]) as a,
+        w.gateway.request_group(asks[1]) as b,
+        w.gateway.request_group(asks[2]) as c,
+    ):
         await begun(w, a)
         w.gateway.set_routes([replace(backend.route, draining=False) for backend in w.fleet])
         contexts = [job.records[0].context_tokens for job in (a, b, c)]
@@ -285,7 +289,7 @@ async def test_an_engine_whose_metrics_cannot_be_read_says_nothing() -> None:
     async def metrics() -> EngineMetrics:
         raise Retryable("busy", 1.0)
 
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:
         await begun(w, job)
         _, source, there, target = source_of(w)
         there.metrics = metrics  # type: ignore[method-assign]

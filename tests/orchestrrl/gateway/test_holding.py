@@ -28,7 +28,7 @@ async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
     w = world(2)
     # e1 is known to the test's connections, but not routed to yet.
     w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         result = await hold(w, "e0", "e1", 60.0)
         assert result.done
@@ -48,7 +48,7 @@ async def test_it_goes_on_at_the_engine_it_waited_for() -> None:
 async def test_an_engine_that_never_comes_leaves_it_to_the_others() -> None:
     w = world(2)
     w.fleet.set_routes([EngineRoute(EngineId("e0"), "http://e0")])
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 5)
         assert (await hold(w, "e0", "e1", 10.0)).done
         await w.clock.advance(11.0)
@@ -61,7 +61,7 @@ async def test_an_engine_that_never_comes_leaves_it_to_the_others() -> None:
 
 async def test_an_engine_that_is_there_already_takes_it_at_once() -> None:
     w = world(2)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 3)
         source = job.records[0].engine or ""
         other = {"e0": "e1", "e1": "e0"}[source]
@@ -73,7 +73,7 @@ async def test_an_engine_that_is_there_already_takes_it_at_once() -> None:
 
 async def test_without_holding_it_stays() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await begun(w, 3)
         assert "not in the routes" in (await hold(w, "e0", "e7", 0.0)).detail
         assert job.records[0].engine == "e0"
@@ -81,7 +81,7 @@ async def test_without_holding_it_stays() -> None:
 
 async def test_an_answer_that_was_complete_is_not_waited_for() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await begun(w, 4)
         (attempt,) = w.engines["e0"].attempts.values()
         attempt.left = 100

@@ -173,7 +173,7 @@ async def test_what_was_done_in_no_time_is_not_kept_and_its_name_is_free(tmp_pat
         other = await entered(store, body={**BODY, "temperature": 0.5})
         assert not other.records[0].generated_ids
         grow(other.records[0], 7)
-        await until(lambda: other.asked is not None)  # what takes longer is
+        await until(lambda: other.named_request is not None)  # what takes longer is
         store.leave(other)
         with pytest.raises(DuplicateRequest, match="another body"):
             await entered(store)

@@ -144,7 +144,7 @@ async def test_orders_are_carried_out_and_requests_reported(harness: Harness) ->
     assert daemon.results["routes"].status is OperationStatus.DONE
     assert harness.gateway.usable_engines() == ["e0"]
 
-    async with harness.gateway.job(ask(harness, "r")) as job:
+    async with harness.gateway.request_group(ask(harness, "r")) as job:
         await eventually(lambda: bool(harness.engines["e0"].attempts))
         await step(harness, 10)
         await eventually(lambda: bool(daemon.reports[-1].in_flight))
@@ -184,7 +184,7 @@ async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -
     harness.daemon.order("routes", SetRoutes((), (EngineId("e0"),), FAR_S))
     await eventually(lambda: "routes" in harness.daemon.results)
     assert harness.fleet.expected == {"e0"}
-    async with harness.gateway.job(ask(harness, "r")) as job:
+    async with harness.gateway.request_group(ask(harness, "r")) as job:
         await eventually(lambda: len(harness.fleet.queue) == 1)
         harness.daemon.order("come", routes(e0=False))
         await eventually(lambda: bool(harness.engines["e0"].attempts))
@@ -194,7 +194,7 @@ async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -
     # One that the gateway holds goes where it is sent: there is no engine that it comes from.
     harness.daemon.order("none", SetRoutes((), (EngineId("e0"), EngineId("e1")), FAR_S))
     await eventually(lambda: "none" in harness.daemon.results)
-    async with harness.gateway.job(ask(harness, "s")):
+    async with harness.gateway.request_group(ask(harness, "s")):
         await eventually(lambda: len(harness.fleet.queue) == 1)
         harness.daemon.order("move", MoveRequests((RequestMove(RequestId("s"), EngineId(""), EngineId("e1")),)))
         await eventually(lambda: "move" in harness.daemon.results)
@@ -220,7 +220,7 @@ async def test_without_the_daemon_its_last_orders_hold(tmp_path: Path) -> None:
     await eventually(lambda: "routes" in harness.daemon.results)
     await server.stop(None)
 
-    async with harness.gateway.job(ask(harness, "r")) as job:
+    async with harness.gateway.request_group(ask(harness, "r")) as job:
         await eventually(lambda: bool(harness.engines["e1"].attempts))
         await step(harness, 60)
         await eventually(lambda: job.done)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.moves.movable import asked_tokens, continued, immovable_because, relayed_because
+from orchestrrl.gateway.moves.movable import continued, immovable_because, max_answer_tokens, relayed_because
 
 COMPLETIONS, CHAT = CompletionEndpoint.COMPLETIONS, CompletionEndpoint.CHAT
 
@@ -114,7 +114,7 @@ def test_media_are_not_made_of_tokens() -> None:
     ],
 )
 def test_how_long_an_answer_may_get(endpoint: CompletionEndpoint, body: dict[str, Any], tokens: int | None) -> None:
-    assert asked_tokens(endpoint, body) == tokens
+    assert max_answer_tokens(endpoint, body) == tokens
 
 
 def test_a_completion_goes_on_with_the_same_parameters() -> None:

@@ -13,7 +13,7 @@ async def test_every_token_tells_its_policy() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 7, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
@@ -36,7 +36,7 @@ async def test_tokens_that_an_engine_gathered_for_a_chunk_count_as_the_older_pol
     w.engines["e0"].tokens_per_step = 3
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))
@@ -51,7 +51,7 @@ async def test_an_engine_that_gathers_none_has_none_from_before_the_change() -> 
     w = world(1)
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=True)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))
@@ -66,7 +66,7 @@ async def test_a_request_that_would_become_too_old_is_ended_before_it_goes_on() 
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=1)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=1)) as job:
         await w.settle()
         await w.step()
         for version in (2, 3):
@@ -83,7 +83,9 @@ async def test_or_begins_anew() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart")) as job:
+    async with w.gateway.request_group(
+        w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart")
+    ) as job:
         await w.settle()
         await w.step()
         await w.step()
@@ -102,7 +104,7 @@ async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
     await (await close(w, lease="1"))
     await open_barrier(w, 1, lease="1")
     ask = w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0, on_stale="restart", stream=True)
-    async with w.gateway.job(ask) as job:
+    async with w.gateway.request_group(ask) as job:
         await w.settle()
         await w.step()
         job.records[0].take_undelivered()
@@ -113,7 +115,7 @@ async def test_what_the_client_has_had_some_of_cannot_begin_anew() -> None:
 
 async def test_frozen_requests_may_all_begin_anew_with_new_weights_only() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="1", frozen=FrozenRequests.RESTART))
@@ -131,7 +133,7 @@ async def test_each_answer_is_counted_once(stream: bool) -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 9, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=3, stream=stream)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=3, stream=stream)) as job:
         await finish(w, job)
     assert w.gateway.version_lags == {0: 1}
 
@@ -140,7 +142,7 @@ async def test_a_trainer_may_go_back_to_a_checkpoint() -> None:
     w = world()
     await (await close(w, lease="1"))
     await open_barrier(w, 9, lease="1")
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, max_version_lag=0)) as job:
         await w.settle()
         await w.step()
         await (await close(w, lease="2"))

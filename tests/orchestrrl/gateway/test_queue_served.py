@@ -38,7 +38,7 @@ async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhil
     async with AsyncExitStack() as stack:
         jobs = [
             await stack.enter_async_context(
-                w.gateway.job(w.ask(request_id=f"r{number:02d}", prompt=PROMPT, max_tokens=10, min_tokens=10))
+                w.gateway.request_group(w.ask(request_id=f"r{number:02d}", prompt=PROMPT, max_tokens=10, min_tokens=10))
             )
             for number in range(30)
         ]
@@ -64,7 +64,7 @@ async def test_who_was_cut_goes_before_who_is_new() -> None:
     async with AsyncExitStack() as stack:
         for number in range(6):
             ask = w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=1000, min_tokens=1000)
-            await stack.enter_async_context(w.gateway.job(ask))
+            await stack.enter_async_context(w.gateway.request_group(ask))
         await w.settle()
         await w.step()
         assert [waiter.record.id for waiter in w.fleet.queue] == ["r4", "r5"]
@@ -83,7 +83,7 @@ async def test_requests_in_the_queue_are_on_no_engine_and_are_counted() -> None:
     async with AsyncExitStack() as stack:
         for number in range(5):
             ask = w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50, min_tokens=50)
-            await stack.enter_async_context(w.gateway.job(ask))
+            await stack.enter_async_context(w.gateway.request_group(ask))
         await w.settle()
         views = {view.id: view for view in w.gateway.report().in_flight}
         assert [views[RequestId(f"r{n}")].engine for n in range(5)] == ["e0", "e1", None, None, None]
@@ -107,7 +107,7 @@ async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> N
     async with AsyncExitStack() as stack:
         for number in range(9):
             ask = w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50, min_tokens=50)
-            await stack.enter_async_context(w.gateway.job(ask))
+            await stack.enter_async_context(w.gateway.request_group(ask))
         await w.settle()
         assert [backend.waiting for backend in w.fleet] == [
             2,
@@ -123,7 +123,9 @@ async def test_where_seats_and_kv_are_known_the_depth_is_of_those_without() -> N
 
 async def test_a_burst_that_leaves_again_leaves_nothing() -> None:
     w = queued_world(2)
-    jobs = [w.gateway.job(w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50)) for number in range(500)]
+    jobs = [
+        w.gateway.request_group(w.ask(request_id=f"r{number}", prompt=PROMPT, max_tokens=50)) for number in range(500)
+    ]
     tasks = [asyncio.create_task(job.run()) for job in jobs]
     await w.settle()
     assert len(w.fleet.queue) == 496

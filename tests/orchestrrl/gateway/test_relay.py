@@ -48,7 +48,7 @@ async def test_only_what_is_not_streamed_is_asked_for_in_chunks_of_several_token
     stream: bool, coalesce_tokens: int
 ) -> None:
     w = world(coalesce_tokens=8)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, stream=stream)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=stream)):
         await w.step()
         await w.step()
         (source,) = [name for name, engine in w.engines.items() if engine.attempts]
@@ -63,7 +63,7 @@ async def test_only_what_is_not_streamed_is_asked_for_in_chunks_of_several_token
 
 async def test_a_request_that_nothing_happens_to() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
     assert len(w.gateway.ledger) == 0
@@ -73,7 +73,7 @@ async def test_a_request_that_nothing_happens_to() -> None:
 @pytest.mark.parametrize("tokens_before", range(12))
 async def test_a_move_after_any_token_leaves_no_trace_in_tokens_text_and_logprobs(tokens_before: int) -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30, logprobs=1)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, logprobs=1)) as job:
         await w.settle()
         for _ in range(tokens_before):
             await w.step()
@@ -99,7 +99,7 @@ async def test_a_move_after_any_token_leaves_no_trace_in_tokens_text_and_logprob
 @pytest.mark.parametrize("further", range(1, 9))
 async def test_two_moves_may_both_fall_inside_a_character(first: int, further: int) -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         for tokens, source, target in ((first, "e0", "e1"), (further, "e1", "e0")):
             for _ in range(tokens):
@@ -116,7 +116,7 @@ async def test_min_tokens_and_several_tokens_a_step_across_two_moves() -> None:
     w = world()
     for engine in w.engines.values():
         engine.tokens_per_step = 3
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=200, min_tokens=150)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=200, min_tokens=150)) as job:
         await w.settle()
         for target in ("e1", "e0", "e1"):
             await w.step()
@@ -135,7 +135,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "max_completion_tokens": 25, "logprobs": True, "top_logprobs": 2, "temperature": 0.0}
-    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, **body)) as job:
+    async with w.gateway.request_group(w.ask(CompletionEndpoint.CHAT, **body)) as job:
         await w.settle()
         await w.step()
         await w.step()
@@ -156,7 +156,7 @@ async def test_a_chat_request_goes_on_as_a_completion() -> None:
 async def test_chat_without_max_tokens_may_fill_the_context_wherever_it_runs() -> None:
     w = world()
     messages = [{"role": "user", "content": "hello"}]
-    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, messages=messages)) as job:
+    async with w.gateway.request_group(w.ask(CompletionEndpoint.CHAT, messages=messages)) as job:
         await w.settle()
         await w.step()
         assert job.records[0].max_tokens == 4096 - len(chat_prompt(messages))
@@ -171,7 +171,9 @@ async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown
     w = world()
     for engine in w.engines.values():
         engine.model_length = None
-    async with w.gateway.job(w.ask(CompletionEndpoint.CHAT, messages=[{"role": "user", "content": "hello"}])) as job:
+    async with w.gateway.request_group(
+        w.ask(CompletionEndpoint.CHAT, messages=[{"role": "user", "content": "hello"}])
+    ) as job:
         await w.settle()
         await w.step()
         result = await move(w, "e1")
@@ -183,7 +185,7 @@ async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown
 async def test_a_waiting_request_is_asked_again_as_it_was() -> None:
     w = world()
     w.engines["e0"].max_sequences = 0
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
         await w.settle()
         moving = move(w, "e1")
         await w.settle()
@@ -198,7 +200,7 @@ async def test_a_waiting_request_is_asked_again_as_it_was() -> None:
 
 async def test_a_running_request_that_would_change_its_answer_stays() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, presence_penalty=0.5)) as job:
         await w.settle()
         await w.step()
         result = await move(w, "e1")
@@ -210,7 +212,7 @@ async def test_a_running_request_that_would_change_its_answer_stays() -> None:
 
 async def test_finished_before_the_move() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=2)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=2)) as job:
         await finish(w, job)
         result = await move(w, "e1", source="e0")
         assert not result.done
@@ -221,7 +223,7 @@ async def test_finished_before_the_move() -> None:
 
 async def test_the_second_of_two_moves_at_once_is_refused() -> None:
     w = world(3)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         first = move(w, "e1", source="e0")
@@ -236,7 +238,7 @@ async def test_the_second_of_two_moves_at_once_is_refused() -> None:
 
 async def test_a_destination_that_refuses_sends_the_request_back() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         w.engines["e1"].refuses = RequestRefused("too long", 400, {"error": {"message": "too long"}})
@@ -254,7 +256,7 @@ async def test_a_destination_that_refuses_sends_the_request_back() -> None:
 
 async def test_a_waiting_request_that_its_destination_refuses_late_goes_on_elsewhere() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         moving = move(w, "e1")
         await w.clock.advance(w.gateway.limits.move_answer_s)
@@ -269,7 +271,7 @@ async def test_a_waiting_request_that_its_destination_refuses_late_goes_on_elsew
 
 async def test_a_destination_that_is_dead_sends_the_request_back() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         w.engines["e1"].dead = True
@@ -283,7 +285,7 @@ async def test_a_destination_that_is_dead_sends_the_request_back() -> None:
 
 async def test_a_move_to_where_it_is_to_a_draining_engine_or_to_none() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         assert "already" in (await move(w, "e0")).detail
@@ -294,7 +296,7 @@ async def test_a_move_to_where_it_is_to_a_draining_engine_or_to_none() -> None:
 
 async def test_max_tokens_reached_at_the_cut() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5)) as job:
         await w.settle()
         for _ in range(4):
             await w.step()
@@ -312,7 +314,7 @@ async def test_max_tokens_reached_at_the_cut() -> None:
 
 async def test_an_engine_that_dies_has_its_requests_continued() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         await w.settle()
         for _ in range(7):
             await w.step()
@@ -329,7 +331,7 @@ async def test_an_engine_that_dies_has_its_requests_continued() -> None:
 
 async def test_without_any_engine_the_gateway_holds_the_request_for_a_while() -> None:
     w = world(1, engine_wait_s=30.0)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         await w.settle()
         for _ in range(7):
             await w.step()
@@ -347,7 +349,7 @@ async def test_without_any_engine_the_gateway_holds_the_request_for_a_while() ->
 async def test_without_any_engine_for_too_long_the_client_is_told() -> None:
     w = world(1, engine_wait_s=30.0)
     w.engines["e0"].dead = True
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         await w.settle()
         await w.clock.advance(31.0)
         assert job.failure is not None
@@ -357,7 +359,7 @@ async def test_without_any_engine_for_too_long_the_client_is_told() -> None:
 
 async def test_attempts_that_fail_in_a_row_are_further_and_further_apart() -> None:
     w = world(9, failures=9, retry_first_s=1.0, retry_cap_s=5.0)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)):
         await w.settle()
         waited_s = []
         for attempts in range(1, 7):
@@ -375,7 +377,7 @@ async def test_attempts_that_fail_in_a_row_are_further_and_further_apart() -> No
 
 async def test_a_request_that_kills_engines_kills_few() -> None:
     w = world(9, failures=3)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=40)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=40)) as job:
         for _ in range(9):
             await w.settle()
             for engine in w.engines.values():
@@ -392,7 +394,7 @@ async def test_a_refusal_is_passed_on_as_it_is() -> None:
     body = {"error": {"message": "no such model", "type": "NotFoundError", "param": "model", "code": 404}}
     for engine in w.engines.values():
         engine.refuses = RequestRefused("no such model", 404, body)
-    async with w.gateway.job(w.ask(prompt=PROMPT)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT)) as job:
         await w.settle()
         assert job.failure is not None
         assert job.failure.status == 404
@@ -401,7 +403,7 @@ async def test_a_refusal_is_passed_on_as_it_is() -> None:
 
 async def test_an_answer_that_cannot_be_continued_starts_over_while_the_client_has_seen_nothing() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"])) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"])) as job:
         await w.settle()
         for _ in range(5):
             await w.step()
@@ -414,7 +416,7 @@ async def test_an_answer_that_cannot_be_continued_starts_over_while_the_client_h
 
 async def test_an_answer_that_cannot_be_continued_and_was_delivered_in_part_is_an_error() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"], stream=True)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20, stop=["zzz"], stream=True)) as job:
         await w.settle()
         await w.step()
         assert job.records[0].take_undelivered()
@@ -427,7 +429,7 @@ async def test_an_answer_that_cannot_be_continued_and_was_delivered_in_part_is_a
 
 async def test_what_somebody_else_aborts_on_the_engine_goes_on() -> None:
     w = world(1)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         for _ in range(5):
             await w.step()
@@ -452,7 +454,7 @@ async def test_an_engine_that_moved_house_while_its_old_one_was_rechecked_is_rec
 async def test_an_engine_that_hangs_is_left() -> None:
     w = world(stall_s=40.0)
     watching = asyncio.create_task(w.gateway.watch())
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         w.engines["e0"].hangs = True
@@ -468,7 +470,7 @@ async def test_an_engine_that_hangs_is_left() -> None:
 async def test_a_paused_engine_does_not_hang() -> None:
     w = world(stall_s=40.0)
     watching = asyncio.create_task(w.gateway.watch())
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
         w.engines["e0"].paused = True
@@ -484,9 +486,9 @@ async def test_a_request_that_waits_its_turn_is_not_taken_for_hanging() -> None:
     w = world(1, stall_s=40.0)
     w.engines["e0"].max_sequences = 1
     watching = asyncio.create_task(w.gateway.watch())
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=2000, min_tokens=2000)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=2000, min_tokens=2000)):
         await w.settle()
-        async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=5, request_id="later")) as later:
+        async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=5, request_id="later")) as later:
             for _ in range(20):
                 await w.step()
                 await w.clock.advance(10.0)
@@ -496,7 +498,7 @@ async def test_a_request_that_waits_its_turn_is_not_taken_for_hanging() -> None:
 
 async def test_a_client_that_leaves_frees_the_engine() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         await w.step()
     await w.settle()
@@ -509,7 +511,7 @@ async def test_a_client_that_leaves_frees_the_engine() -> None:
 
 async def test_n_answers_have_their_own_seeds_and_ids() -> None:
     w = world()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=4, n=3, seed=10)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=4, n=3, seed=10)) as job:
         await finish(w, job)
         assert [record.id for record in job.records] == ["r-0", "r-1", "r-2"]
     seeds = sorted(request.body["seed"] for engine in w.engines.values() for request in engine.seen)
@@ -521,7 +523,7 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
     w = world()
 
     async def asked() -> None:
-        async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+        async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
             await job.finished()
 
     asking = asyncio.create_task(asked())
@@ -544,7 +546,7 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
     w.gateway.set_routes([])
     w.gateway.set_routes([EngineRoute(EngineId(name), engine.url) for name, engine in w.engines.items()])
     await w.settle()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         assert job.records[0].engine == "e1"
         await w.step()
@@ -552,12 +554,12 @@ async def test_an_answer_does_not_go_where_it_would_end_early() -> None:
         assert (result.done, result.detail) == (False, "may become longer than the 40 tokens of context at e2")
         await finish(w, job)
         assert_undisturbed(job, PROMPT, 30)
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=20)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=20)) as job:
         await w.settle()
         assert job.records[0].engine == "e0"
     # Better there than nowhere.
     w.engines["e1"].die()
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.settle()
         assert job.records[0].engine in ("e0", "e2")
@@ -576,7 +578,7 @@ async def test_a_request_goes_to_its_new_engine_before_the_text_at_the_cut_is_kn
     monkeypatch.setattr(w.engines["e1"], "detokenize", slow)
     for engine in w.engines.values():
         engine.tokens_per_step = 3  # whether a chunk of several ends on a whole character has to be asked
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)) as job:
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
         await w.settle()
         await w.step()
         (record,) = job.records
@@ -609,7 +611,7 @@ async def test_a_client_that_leaves_while_the_text_at_the_cut_is_asked_for_leave
     monkeypatch.setattr(w.engines["e1"], "detokenize", never)
     for engine in w.engines.values():
         engine.tokens_per_step = 3
-    async with w.gateway.job(w.ask(prompt=PROMPT, max_tokens=30)):
+    async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)):
         await w.settle()
         await w.step()
         moving = move(w, "e1", source="e0")

@@ -71,7 +71,7 @@ class Schedule:
                     request_id="q2",
                 ),
             ):
-                self.jobs.append(await stack.enter_async_context(self.w.gateway.job(ask)))
+                self.jobs.append(await stack.enter_async_context(self.w.gateway.request_group(ask)))
             await self.w.settle()
             for event in schedule:
                 await self.play_one(*event)

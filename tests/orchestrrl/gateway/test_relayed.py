@@ -232,7 +232,7 @@ async def test_an_engine_that_computes_is_given_time() -> None:
     engine.metrics = metrics  # type: ignore[method-assign]
     engine.can_pause = True
     watching = asyncio.create_task(there.gateway.watch())
-    job = there.gateway.job(there.ask(**ECHO))
+    job = there.gateway.request_group(there.ask(**ECHO))
     running = asyncio.create_task(job.run())
     await there.settle()
     for tokens in range(1, 6):
@@ -254,7 +254,7 @@ async def test_an_engine_that_computes_is_given_time() -> None:
 @pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.ABORT])
 async def test_a_barrier_that_closes_waits_for_it_or_ends_it(mode: PauseMode) -> None:
     there = world(1)
-    job = there.gateway.job(there.ask(**ECHO))
+    job = there.gateway.request_group(there.ask(**ECHO))
     running = asyncio.create_task(job.run())
     await there.settle()
     now_s = there.clock.now_s()
@@ -269,7 +269,7 @@ async def test_a_barrier_that_closes_waits_for_it_or_ends_it(mode: PauseMode) ->
     await running
     assert job.records[0].finish_reason == ("length" if mode is PauseMode.WAIT else "abort")
     assert len(there.engines["e0"].seen) == 1
-    answer = response(job.ask.form, job.records, 1)
+    answer = response(job.request.form, job.records, 1)
     assert answer["choices"][0]["finish_reason"] == job.records[0].finish_reason
     await there.gateway.barrier.open(OpenBarrier("lease"))
     await there.fleet.close()
@@ -286,7 +286,7 @@ def test_what_the_engine_is_sent_has_nothing_of_the_gateways_own() -> None:
 async def test_what_an_engine_offers_is_known_before_it_is_asked_for_a_whole_answer() -> None:
     there = world(1)
     there.engines["e0"].routed_experts = True
-    async with there.gateway.job(there.ask(prompt=PROMPT, max_tokens=3)):
+    async with there.gateway.request_group(there.ask(prompt=PROMPT, max_tokens=3)):
         await there.settle()
         (sent,) = there.engines["e0"].seen
         assert sent.verbatim
@@ -319,7 +319,7 @@ async def test_an_answer_that_goes_on_where_whole_ones_have_more_begins_anew() -
     assert other is not None
     other.outdated = True  # the first attempt goes to the other one
     there.fleet.announce()
-    async with there.gateway.job(there.ask(prompt=PROMPT, max_tokens=9)) as job:
+    async with there.gateway.request_group(there.ask(prompt=PROMPT, max_tokens=9)) as job:
         await there.settle()
         (record,) = job.records
         await there.step()
@@ -344,7 +344,7 @@ async def test_a_whole_answer_has_its_version_from_the_start_and_counts_as_runni
     (backend,) = there.fleet
     backend.policy_version = 7
     await there.fleet.capabilities(backend)
-    async with there.gateway.job(there.ask(**ECHO)) as job:
+    async with there.gateway.request_group(there.ask(**ECHO)) as job:
         await there.settle()
         (record,) = job.records
         assert record.versions.oldest == 7
@@ -359,7 +359,7 @@ async def test_whole_answers_beyond_an_engines_seats_wait_there() -> None:
     there.engines["e0"].max_sequences = 2
     (backend,) = there.fleet
     await there.fleet.capabilities(backend)
-    jobs = [there.gateway.job(there.ask(request_id=name, **ECHO)) for name in "abc"]
+    jobs = [there.gateway.request_group(there.ask(request_id=name, **ECHO)) for name in "abc"]
     running = [asyncio.create_task(job.run()) for job in jobs]
     await there.settle()
     assert (backend.running, backend.waiting) == (2, 1)

@@ -53,7 +53,7 @@ async def ended(there: World) -> None:
 
 def job_of(there: World, endpoint: CompletionEndpoint, **more: Any) -> RequestGroup:
     body = {**BODIES[endpoint], **more}
-    return there.gateway.job(there.ask(endpoint, **body), body)
+    return there.gateway.request_group(there.ask(endpoint, **body), body)
 
 
 async def answered(there: World, job: RequestGroup) -> None:
@@ -115,7 +115,7 @@ async def test_a_whole_answer_asks_no_engine_and_keeps_its_time(tmp_path: Path) 
     check(again.records[0], CompletionEndpoint.COMPLETIONS)
     assert told
     assert not any(engine.seen for engine in then.engines.values())
-    assert again.ask.form.created_unix_s == 1000
+    assert again.request.form.created_unix_s == 1000
     await ended(then)
 
 

@@ -179,7 +179,7 @@ class Values:
         peer = {
             "id": self.rng.choice(("p0", "p1", "p2")), "role": self.rng.choice(("trainer", "engine")), "host": "node-0",
             "place": {"pod": "gen0", "nic_gbps": 100.0}, "transports": {"tcp": "127.0.0.1:7300"}, "engines": [],
-            "share": {"tp": 2, "tp_ranks": [0, 1]}, "room_bytes": 10**12, "folder": "/tmp/w",
+            "share": {"tp": 2, "tp_ranks": [0, 1]}, "free_bytes": 10**12, "folder": "/tmp/w",
             "held": [{"version": 1, "shards": ["s0"], "missing": {"s0": [[0, 4096]]}}],
         }  # fmt: skip
         if peer["role"] == "engine":
@@ -498,7 +498,7 @@ class Outcome:
     findings: collections.Counter[str] = field(default_factory=collections.Counter)
     examples: dict[str, str] = field(default_factory=dict)
     died_at: int | None = None  # calls that had been made by then
-    took_s: float = 0.0
+    elapsed_s: float = 0.0
     daemon_cpu_s: float = 0.0
     resident_mib: float = 0.0
 
@@ -527,7 +527,7 @@ class Run:
                 outcome.died_at = outcome.calls
             elif outcome.calls % LOOK_EVERY < SIDE_BY_SIDE:
                 await self.look()
-        outcome.took_s = time.monotonic() - began_s
+        outcome.elapsed_s = time.monotonic() - began_s
         if self.daemon.alive:
             outcome.daemon_cpu_s, outcome.resident_mib = self.daemon.cpu_s(), self.daemon.resident_mib()
 
@@ -670,7 +670,7 @@ async def _look_after_restart(folder: Path, outcome: Outcome) -> None:
 
 def report(outcome: Outcome) -> str:
     lines = [
-        f"{outcome.calls} calls in {outcome.took_s:.0f} s; daemon: {outcome.daemon_cpu_s:.0f} s of CPU,"
+        f"{outcome.calls} calls in {outcome.elapsed_s:.0f} s; daemon: {outcome.daemon_cpu_s:.0f} s of CPU,"
         f" {outcome.resident_mib:.0f} MiB",
         f"codes: {dict(outcome.codes.most_common())}",
     ]

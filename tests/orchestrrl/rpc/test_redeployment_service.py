@@ -94,7 +94,7 @@ async def test_a_redeployment_is_told_as_it_goes_on_and_stays_in_the_history(har
     last = reports[-1]
     assert (last.redeployment_id, last.state, list(last.engine_ids)) == ("s1", "done", ["tp8-0.0", "tp8-0.1"])
     assert {step.state for step in last.steps} == {"done"}
-    assert all(step.HasField("began_unix_s") and step.HasField("took_s") for step in last.steps)
+    assert all(step.HasField("began_unix_s") and step.HasField("elapsed_s") for step in last.steps)
     assert (last.requests_moved, last.requests_parked) == (8, 24)
     assert last.closed_s > 0
     assert last.ended_unix_s >= last.created_unix_s

@@ -55,7 +55,7 @@ class LateWire(VirtualSwitchWire):
     """Of a device that lists a circuit once it is in place, and knows no other state."""
 
     def __init__(self, switch: VirtualSwitch, clock: VirtualClock, *, bulk: bool = True) -> None:
-        super().__init__(switch.glass, clock, bulk=bulk)
+        super().__init__(switch.model, clock, bulk=bulk)
         self.capabilities = SwitchCapabilities(bulk=bulk)
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
@@ -75,7 +75,7 @@ async def test_what_was_lost_on_the_way_and_is_listed_late_counts(
 ) -> None:
     """The connection breaks after the command was taken, while the mirrors still move."""
     driver, wire = late(clock, bulk=bulk)
-    wire._glass.inject(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
+    wire._model.inject(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
     executor = CircuitExecutor({"late": driver}, journal, clock)
     outcome = await running(clock, executor.change("late", CircuitChange((ONE, TWO)), ChangeMode.SAFE))
     assert outcome.done, outcome
@@ -88,7 +88,7 @@ async def test_what_an_earlier_daemon_commanded_last_may_come_yet(journal: Journ
     diff = await running(clock, driver.plan(CircuitChange((ONE,))))
     operation = CircuitOperation("circuits-0-1", "late", diff, clock.now_s() + 60.0)
     journal.append(clock.now_s(), EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
-    wire._glass.add([ONE])
+    wire._model.add([ONE])
     executor = CircuitExecutor({"late": driver}, journal, clock)
     executor.recover()
     await running(clock, executor.settle(), 1.0)
@@ -118,7 +118,7 @@ async def test_what_may_come_soon_is_waited_for_and_looked_for_again(
 ) -> None:
     driver, wire = late(clock, reconfiguration_s=reconfiguration_s)
     executor = interrupted(driver, journal, clock)
-    wire._glass.add([ONE] if commanded else [])
+    wire._model.add([ONE] if commanded else [])
     await running(clock, executor.settle())
     assert clock.now_s() - 1000.0 == pytest.approx(LATE_TIMES * reconfiguration_s, abs=0.05)
     (result,) = journal.tail(9, (EntryKind.CIRCUITS_RESULT,))
@@ -163,7 +163,7 @@ async def test_a_circuit_that_has_failed_is_not_so_already(journal: Journal, clo
     switch = VirtualSwitch("s", clock=clock, link_timeout_s=0.1)
     executor = CircuitExecutor({"s": switch}, journal, clock)
     assert (await running(clock, executor.change("s", CircuitChange((ONE,)), ChangeMode.SAFE))).done
-    switch.glass.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
+    switch.model.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 17))
     outcome = await running(clock, executor.change("s", CircuitChange((ONE,)), ChangeMode.SAFE))
     assert not outcome.done
     assert "1:17" in outcome.detail

@@ -134,7 +134,7 @@ async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
         PeerResult("o1", OrderOutcome.DONE, missing={"s0": ((0, 4096),)}),
         EdgeEvent(8, "a1", EdgeState.BROKEN, True, 4096, 1000.0, 1001.0, "nothing came for 10 s"),
         ArrivedBytes(8, 4096, 8192),
-        replace(PEER, room_bytes=5),
+        replace(PEER, free_bytes=5),
     ]
     for each in told:
         peer.tell(news(each))
@@ -446,7 +446,7 @@ async def test_an_order_reaches_a_peer_that_went_away_and_came_back(
     first = PlayedPeer(weights)
     first.tell(news(PEER))
     await until(lambda: PEER.id in hub.peers)
-    asked = asyncio.ensure_future(hub.ask(PEER.id, CheckVersion(8), DEADLINE_S))
+    asked = asyncio.ensure_future(hub.send_order(PEER.id, CheckVersion(8), DEADLINE_S))
     before = await first.order()
     assert before is not None
     first.call.cancel()
@@ -473,7 +473,7 @@ async def test_what_sixteen_ranks_have_of_sixty_thousand_tensors_reaches_their_p
         StagedPart(rank, dict.fromkeys(names, (((rank * 128, rank * 128 + 128), (0, 7168)),))) for rank in range(16)
     )
     opening = OpenVersion(VersionMap(8, tensors, (ShardMap("s", 1, ()),), 4096), parts)
-    asked = asyncio.ensure_future(hub.ask(PEER.id, opening, DEADLINE_S))
+    asked = asyncio.ensure_future(hub.send_order(PEER.id, opening, DEADLINE_S))
     order = await peer.order()
     assert order is not None
     assert order.order == opening
@@ -529,7 +529,7 @@ def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None
         (PeerResult("o1", OrderOutcome.DONE), '"ended_s":0.0', '"ended_s":Infinity'),
         (replace(PEER, held=(HeldVersion(8, ("s0",)),)), '"version":8', f'"version":{2**64}'),
         (PEER, '"nic_gbps":0.0', '"nic_gbps":NaN'),
-        (PEER, '"room_bytes":0', f'"room_bytes":{2**64}'),
+        (PEER, '"free_bytes":0', f'"free_bytes":{2**64}'),
     ],
 )
 def test_news_beyond_what_can_be_shown_is_none(news_of: PeerNews, was: str, now: str) -> None:

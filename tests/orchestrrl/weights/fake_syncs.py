@@ -179,7 +179,7 @@ class FakeLine:
         while (order := await self.outgoing.get()) is not None:
             yield order
 
-    def told(self, news: PeerNews) -> None:
+    def on_news(self, news: PeerNews) -> None:
         self.heard.append(news)
 
     def stamped(self, sent_s: float) -> None:

@@ -163,7 +163,7 @@ class PeerProcess:
         self.folder = folder
         self._command = [
             python, "-m", "orchestrrl.weights.peer.main", "--id", name, "--daemon", f"127.0.0.1:{port}",
-            "--folder", str(folder), "--host", "127.0.0.1", "--transport", "tcp", "--ask-engines-s", "0.2", *options,
+            "--folder", str(folder), "--host", "127.0.0.1", "--transport", "tcp", "--poll-engines-s", "0.2", *options,
         ]  # fmt: skip
         self._log = folder.with_name(f"{folder.name}.log")
         self.start()

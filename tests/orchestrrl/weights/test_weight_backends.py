@@ -19,9 +19,9 @@ from orchestrrl.weights.backends.base import (
     DirectBackend,
     SenderOptions,
     TrainerStep,
-    asked_of,
     make_backend,
     make_direct,
+    trainer_step_from,
 )
 from orchestrrl.weights.backends.checkpoint_engine import RankShares
 from orchestrrl.weights.backends.conformance import BackendConformance, BackendStep
@@ -121,7 +121,7 @@ class DirectPeer(FakePeer):
             return PeerResult("", OrderOutcome.UNKNOWN, str(error))
         except OrchestrRLError as error:
             return PeerResult("", OrderOutcome.FAILED, str(error))
-        return PeerResult("", OrderOutcome.DONE, told_json=json.dumps(dict(told)))
+        return PeerResult("", OrderOutcome.DONE, result_json=json.dumps(dict(told)))
 
 
 class DirectHarness(Harness):
@@ -242,7 +242,7 @@ class DirectWorld(TreeWorld):
         sync, seen = self.harness.sync, 0
         async for report in sync.follow(id):
             self.told.append(report)
-            asked = asked_of(report.asked_json)
+            asked = trainer_step_from(report.trainer_step_json)
             if asked is None or asked.number <= seen:
                 continue
             seen = asked.number

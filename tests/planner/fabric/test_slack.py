@@ -46,7 +46,7 @@ def test_promises_are_broken_no_more_often_than_asked(arm: str, marked: bool) ->
     """Asked when a quiet opens. 9,000 windows, but those of an iteration share its drift: a fifth is allowed on top."""
     result = score(arm, 7, marked=marked)
     assert result.broken_share <= 1.2 * Q
-    assert result.promised > 0.95 * result.asked
+    assert result.promised > 0.95 * result.queries
     assert result.use > 0.5
 
 

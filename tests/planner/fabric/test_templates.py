@@ -47,12 +47,12 @@ def test_hot_endpoints_on_two_sides_are_told_by_bytes() -> None:
 def test_a_period_is_learned_once_and_again_when_its_shape_changes() -> None:
     book = TemplateBook()
     first = intent(Stage.TRAIN)
-    assert not book.knows(first)
+    assert not book.has(first)
     template = book.learn(first)
     assert book.learn(first) is template
     louder = replace(first, traffic=(replace(ALL_TO_ALL, bytes_per_rank=9.0),), gpus={0: GpuId(7)})
     assert book.learn(louder) is template
     wider = replace(first, traffic=(replace(ALL_TO_ALL, groups=((0, 1, 2, 3),)),))
-    assert not book.knows(wider)
+    assert not book.has(wider)
     assert book.learn(wider) is not template
     assert book.templates == (book.learn(wider),)

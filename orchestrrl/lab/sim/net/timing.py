@@ -17,13 +17,13 @@ def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer], *, toler
     flows = GpuFlows.joined([each.flows for each in transfers])
     routes = routes_of(network, flows)
     finish_s = finish_routed_s(network, flows, routes, tolerance=tolerance)
-    took_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
+    elapsed_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
     for i, each in enumerate(transfers):
         end = begin + len(each.flows)
         if end > begin:
-            took_s[i] += finish_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
+            elapsed_s[i] += finish_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
         begin = end
-    return took_s
+    return elapsed_s
 
 
 def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Floats) -> float:

@@ -59,7 +59,7 @@ def time_line(run: RlRun, until_s: float) -> str | None:
         for span in inside:
             width = x.at(span.end_s) - x.at(span.begin_s)
             y = top + LANE_HEIGHT * (1 - LANE_FILL) / 2
-            chart.bar(x.at(span.begin_s), y, width, LANE_HEIGHT * LANE_FILL, _colour(span), _told(span))
+            chart.bar(x.at(span.begin_s), y, width, LANE_HEIGHT * LANE_FILL, _colour(span), _span_text(span))
     left_out = len(run.spans) - len(spans)
     caption = f"the first {len(spans)} stages; {left_out} more follow" if left_out else ""
     return figure(chart, caption)
@@ -72,7 +72,7 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
     lanes: dict[str, list[TimelineSpan]] = {}
     for span in sorted(spans, key=lambda span: words.rank(words.LANES, span.lane)):
         own = span.label if span.lane == FAULTS and few else ""
-        lanes.setdefault(own or words.known(words.LANES, span.lane), []).append(span)
+        lanes.setdefault(own or words.display_name(words.LANES, span.lane), []).append(span)
     return lanes
 
 
@@ -80,7 +80,7 @@ def _colour(span: TimelineSpan) -> str:
     return FAULT_COLOUR if span.lane == FAULTS else STAGE_COLOUR[span.stage]
 
 
-def _told(span: TimelineSpan) -> str:
+def _span_text(span: TimelineSpan) -> str:
     what = f"{span.lane} {span.step}" + (f", {span.label}" if span.label else "")
     return f"{what}: {number(span.begin_s)} to {number(span.end_s)} s, {number(span.end_s - span.begin_s)} s"
 
@@ -111,7 +111,7 @@ def tiers(groups: Sequence[ArmGroup]) -> str | None:
     """Bars of bandwidth, a row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars = {
-        f"{words.known(words.STAGES, stage)}, {words.known(words.TIERS, tier)}": [
+        f"{words.display_name(words.STAGES, stage)}, {words.display_name(words.TIERS, tier)}": [
             (index, told[stage, tier]) for index, told in enumerate(rates) if (stage, tier) in told
         ]
         for stage, tier in sorted({key for told in rates for key in told}, key=lambda key: by_stage(*key))

@@ -16,7 +16,7 @@ def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     of several runs are put together. Scenarios of one name are told apart by the values in which they differ; where
     that says too much, or nothing, by the beginnings of their digests. A name that all have goes without saying."""
     documents = {digest_of(scenario): scenario for scenario in scenarios}
-    said = {digest: _said(each, _clashing(documents.values())) for digest, each in documents.items()}
+    said = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
     by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
     for each in said.values():
         by_name.setdefault(str(each.get("name") or "scenario"), {})[digest_of(each)] = each
@@ -48,7 +48,7 @@ def _fabrics(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {str(each.get("name") or each.get("kind")): each for each in sections} if isinstance(sections, list) else {}
 
 
-def _said(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any]:
+def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any]:
     """What tells it from others; fabrics are said where they clash, their options by their name."""
     said = {name: value for name, value in scenario.items() if name not in ("seeds", "fabrics")}
     if isinstance(generation := said.get("generation"), Mapping):

@@ -85,7 +85,7 @@ class Dot:
     x: float
     y: float
     colour: str
-    told: str
+    tooltip: str
     ringed: bool = False
 
 
@@ -138,7 +138,7 @@ class Chart:
             behind = sum(abs(dot.x - each.x) < NEAR and abs(dot.y - each.y) < NEAR for each in dots[index + 1 :])
             kind = f"fill {dot.colour} ringed" if dot.ringed else f"fill {dot.colour}"
             where = f'cx="{place(dot.x)}" cy="{place(dot.y)}" r="{place(5 + 3 * min(behind, 4))}"'
-            self.elements.append(f'<circle class="{kind}" {where}><title>{escape(dot.told)}</title></circle>')
+            self.elements.append(f'<circle class="{kind}" {where}><title>{escape(dot.tooltip)}</title></circle>')
 
     def svg(self) -> str:
         size = f'viewBox="0 0 {place(WIDTH)} {place(self.height)}"'

@@ -115,7 +115,7 @@ def steps(groups: Sequence[ArmGroup]) -> str:
         key=lambda name: words.rank(words.OF_A_STEP, name),
     )
     rows = [[group.title, *(each.get(name) for name in names)] for group, each in zip(groups, told, strict=True)]
-    columns = (f"{words.known(words.OF_A_STEP, name)}, s" for name in names)
+    columns = (f"{words.display_name(words.OF_A_STEP, name)}, s" for name in names)
     return table(("", *columns), rows if names else [])
 
 
@@ -124,7 +124,7 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
     for group in groups:
         run = group.first.run
         for (stage, tier), rate in sorted(tier_gbps(run).items(), key=lambda each: by_stage(*each[0])):
-            names = words.known(words.STAGES, stage), words.known(words.TIERS, tier)
+            names = words.display_name(words.STAGES, stage), words.display_name(words.TIERS, tier)
             rows.append([group.title, *names, run.tier_bytes[stage][tier] / 1e9, rate])
     return table(("", "stage", "tier", "GB in one of it", "Gbps"), rows)
 
@@ -157,7 +157,7 @@ def staleness(groups: Sequence[ArmGroup]) -> str:
 def cost(groups: Sequence[ArmGroup]) -> str:
     """Rows on the frontier are marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
-    parts_of = (f"{words.known({}, name)}, $" for name in names)
+    parts_of = (f"{words.display_name({}, name)}, $" for name in names)
     columns = ("", "frontier", "network, $", *parts_of, "GPUs, $", "power of optics, W", "samples/s per M$ of network")
     best = frontier(groups)
     rows: list[list[Cell]] = []

@@ -54,7 +54,7 @@ ARMS: Mapping[str, str] = {
 }
 
 
-def known(names: Mapping[str, str], name: str) -> str:
+def display_name(names: Mapping[str, str], name: str) -> str:
     return names.get(name, name.replace("_", " "))
 
 

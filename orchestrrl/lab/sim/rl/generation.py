@@ -160,36 +160,36 @@ def _sent(
 
 
 def _static(
-    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, seed: int, asked: Steps
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, seed: int, steps: Steps
 ) -> list[Ran]:
     every = list(kinds.values())
     match arm:
         case "verl_to":
-            return _dealt(scenario, kinds[_tuned(scenario, kinds, asked)], asked)
+            return _dealt(scenario, kinds[_tuned(scenario, kinds, steps)], steps)
         case "verl_lo":
             widest = max(every, key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus))
-            return _dealt(scenario, widest, asked)
+            return _dealt(scenario, widest, steps)
         case "partial_rollout":
-            return max((_partial(scenario, kind, asked) for kind in every), key=_samples_per_s)
+            return max((_partial(scenario, kind, steps) for kind in every), key=_samples_per_s)
         case "packed_known":
-            return [best_known(scenario, every, requests) for requests in asked]
+            return [best_known(scenario, every, requests) for requests in steps]
         case "prompts_known":
-            draws = [redrawn(scenario.workload, seed, step, FUTURES) for step in range(len(asked))]
+            draws = [redrawn(scenario.workload, seed, step, FUTURES) for step in range(len(steps))]
             return [
                 best_prompts_known(scenario, every, requests, drawn)
-                for requests, drawn in zip(asked, draws, strict=True)
+                for requests, drawn in zip(steps, draws, strict=True)
             ]
     raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
 
 
-def _tuned(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], asked: Steps) -> ConfigurationId:
+def _tuned(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Steps) -> ConfigurationId:
     """Whose steps are shortest when prompts are dealt in turn."""
-    return min(kinds, key=lambda name: sum(step.makespan_s for _, step in _dealt(scenario, kinds[name], asked)))
+    return min(kinds, key=lambda name: sum(step.makespan_s for _, step in _dealt(scenario, kinds[name], steps)))
 
 
-def _dealt(scenario: GenerationScenario, kind: EngineKind, asked: Steps) -> list[Ran]:
+def _dealt(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
-    return [(kind, _static_step(kind, engines, tuple(requests))) for requests in asked]
+    return [(kind, _static_step(kind, engines, tuple(requests))) for requests in steps]
 
 
 @lru_cache(maxsize=256)
@@ -198,12 +198,12 @@ def _static_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...
     return run_static(kind, dealt(requests, engines))
 
 
-def _partial(scenario: GenerationScenario, kind: EngineKind, asked: Steps) -> list[Ran]:
+def _partial(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
     """What an earlier step cut goes first, dealt over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []
     ran = []
-    for requests in asked:
+    for requests in steps:
         placement = [carried[place::engines] for place in range(engines)]
         for place, held in enumerate(dealt(requests, engines)):
             placement[place] += [(request, 0) for request in held]

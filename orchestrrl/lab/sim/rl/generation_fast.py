@@ -41,7 +41,7 @@ from planner.model import (
     Snapshot,
 )
 from planner.plan import History
-from planner.solver.from_snapshot import words
+from planner.solver.from_snapshot import instances_text
 
 NEVER_CHANGES = OperatorControl(ControlState.PINNED, reason="this arm does not plan")
 
@@ -99,7 +99,7 @@ class _FastFleet:
         self._past: list[LiveEngine] = []
         self._live: dict[RequestId, LiveRequest] = {}
         self._finished: list[FinishedLength] = []
-        self._last_switch_s: float | None = None
+        self._last_redeploy_s: float | None = None
         self._settling = False
         scenario, kind = run.scenario, run.kinds[run.initial]
         for placement in homogeneous(kind, scenario.gpus, scenario.gpus_per_node):
@@ -121,7 +121,7 @@ class _FastFleet:
             next_fast_s += fast_s if self._now_s >= next_fast_s else 0.0
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
-        step.fleet = _words(self._engines.values())
+        step.fleet = _configurations_text(self._engines.values())
         busy_gpu_s, preemptions, tokens = self._counts()
         step.busy_gpu_s, step.preemptions = busy_gpu_s - before[0], preemptions - before[1]
         step.tokens = {name: count - before[2].get(name, 0) for name, count in tokens.items()}
@@ -171,7 +171,7 @@ class _FastFleet:
                     step.output_tokens += live.generated
                     cut = live.generated >= live.request.max_tokens
                     self._finished.append(FinishedLength(live.generated, censored=cut))
-            engine.look(self._now_s, self._run.scenario.control.rate_window_s)
+            engine.update_rate(self._now_s, self._run.scenario.control.rate_window_s)
 
     def _decide(self, step: FastStep, started_s: float, *, slow: bool) -> None:
         """The slow loop first: it may change what the fast one would balance."""
@@ -190,7 +190,7 @@ class _FastFleet:
         return self._planning.question(
             PlanId(f"p{int(self._now_s * 1000):09d}"),
             snapshot,
-            History(last_switch_s=self._last_switch_s, known_output_tokens=known),
+            History(last_redeploy_s=self._last_redeploy_s, known_output_tokens=known),
             mode=Mode.ACT,
             control=FREE if self._run.control.planning else NEVER_CHANGES,
             can_deploy=True,
@@ -216,7 +216,7 @@ class _FastFleet:
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
         """Engines that go are stopped at once; new ones answer when they are up and their KV is there."""
-        before = _words(self._engines.values())
+        before = _configurations_text(self._engines.values())
         new = [each for each in plan.instances if not each.kept]
         kv = self._kv(plan.instances) if self._kv_network is not None else None
         kept = {each.id for each in plan.instances if each.kept}
@@ -236,9 +236,9 @@ class _FastFleet:
                     prefilled = kv is not None and request in kv.transferred
                     self._move(request, each.id, step, prefilled=prefilled, source=held)
         if new:
-            self._last_switch_s = self._now_s
+            self._last_redeploy_s = self._now_s
             kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
-            after = _words(self._engines.values())
+            after = _configurations_text(self._engines.values())
             at_s, moved = self._now_s - started_s, kv.bytes if kv else 0.0
             _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
             step.redeployments.append(FleetChange(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
@@ -291,5 +291,5 @@ def _quick(run: ControlledRun) -> Config:
     return config.model_copy(update={"slow": config.slow.model_copy(update={"work_budget": 1})})
 
 
-def _words(engines: Iterable[LiveEngine]) -> str:
-    return words([engine.kind.id for engine in engines])
+def _configurations_text(engines: Iterable[LiveEngine]) -> str:
+    return instances_text([engine.kind.id for engine in engines])

@@ -24,7 +24,7 @@ class OverFabric:
     kv_bytes_per_token: float
 
     def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
-        place, homes, wishes = self._asked(leaving)
+        place, homes, wishes = self._wishes_of(leaving)
         rates = np.ones(len(homes))
         for each in leaving:
             rates[place[each.destination]] = each.prefill_tokens_per_s
@@ -39,10 +39,10 @@ class OverFabric:
         return KvOutcome(ready_s, by_network, moved.bytes, moved.tier_bytes)
 
     def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
-        _, homes, wishes = self._asked(leaving)
+        _, homes, wishes = self._wishes_of(leaving)
         return kv_tier_bytes(homes, wishes, self.kv_bytes_per_token, self.fabric)
 
-    def _asked(self, leaving: Sequence[Leaving]) -> tuple[dict[Place, int], list[Home], list[KvWish]]:
+    def _wishes_of(self, leaving: Sequence[Leaving]) -> tuple[dict[Place, int], list[Home], list[KvWish]]:
         """Engines by their place in the list of homes."""
         engines = sorted({each.source for each in leaving} | {each.destination for each in leaving}, key=_key)
         place = {engine: number for number, engine in enumerate(engines)}

@@ -70,7 +70,7 @@ class LiveEngine:
             prompt_tokens=live.request.prompt_tokens,
         )
 
-    def look(self, now_s: float, window_s: float) -> None:
+    def update_rate(self, now_s: float, window_s: float) -> None:
         """Take its rate over the last window."""
         since_s, tokens = self.seen
         if now_s - since_s >= window_s:

@@ -209,9 +209,9 @@ class _Line:
             self.trainer_free_s = self.engines_free_s
             row["train_waits_sync_s"] += self.engines_free_s - begin_s
 
-    def _hold_up_training(self, now_s: float, took: SyncTime) -> None:
+    def _hold_up_training(self, now_s: float, time: SyncTime) -> None:
         """From now on, also the training step that is under way."""
-        self.training.add(now_s, now_s + took.seconds, took.held_s.get(FabricStage.TRAIN, 0.0))
+        self.training.add(now_s, now_s + time.seconds, time.held_s.get(FabricStage.TRAIN, 0.0))
         held_s = self.training.held_s(now_s, max(0.0, self.trainer_free_s - now_s))
         if held_s <= 0:
             return

@@ -199,8 +199,10 @@ class ArmTimes:
             failed = self._schedule.network(now_s)
             return _or_never(failed, lambda: self.sync_stage(failed, beside).seconds)
 
-        took_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(SimulatedFailures(), beside)
-        return SyncTime(took_s, {stage: took_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()})
+        elapsed_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(SimulatedFailures(), beside)
+        return SyncTime(
+            elapsed_s, {stage: elapsed_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()}
+        )
 
     def sync_stage(self, failed: SimulatedFailures, beside: tuple[FabricStage, ...] = ()) -> SyncStage:
         """Beside what these stages send; alone, where none is named."""

@@ -68,10 +68,10 @@ class Processes:
             _end(list(running))
 
 
-def _work(work: Callable[[SweepPoint, Path], str], point: SweepPoint, folder: Path, told: Connection) -> None:
+def _work(work: Callable[[SweepPoint, Path], str], point: SweepPoint, folder: Path, outcome_pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us, who ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    told.send(work(point, folder))
+    outcome_pipe.send(work(point, folder))
 
 
 def _end_with_parent() -> None:

@@ -57,14 +57,14 @@ def training_stage(
     seconds = math.fsum(parts_s.values())
     return TrainStage(
         seconds=seconds,
-        mfu=asked_flops(job, recipe) / (job.layout.gpus * seconds * job.gpu.bf16_flops),
+        mfu=model_flops(job, recipe) / (job.layout.gpus * seconds * job.gpu.bf16_flops),
         parts_s=parts_s,
         updates=sum(times for times, _ in steps),
         update=steps[0][1],
     )
 
 
-def asked_flops(job: TrainJob, recipe: Recipe) -> float:
+def model_flops(job: TrainJob, recipe: Recipe) -> float:
     """Operations that the model asks for, those of its forward passes among them."""
     passes = recipe.log_prob_passes * job.sequences * forward_flops(job.model, job.tokens, job.square_tokens)
     return passes + recipe.epochs * step_flops(job.model, job.sequences, job.tokens, job.square_tokens)

@@ -33,7 +33,7 @@ def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstan
         raise ValueError(
             f"{fabric.name}: there is no way for gradients of {job.model.name}, on either period's circuits"
         )
-    return _told(found, taken, free, step_s, exchanges)
+    return _iteration_of(found, taken, free, step_s, exchanges)
 
 
 def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> float:
@@ -42,7 +42,7 @@ def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstan
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
-def _told(
+def _iteration_of(
     found: TrainingOnFabric, taken: Taken, free: Taken, step_s: float, exchanges: Mapping[str, GroupCollective]
 ) -> TrainingIteration:
     given, job = found.given, found.given.job

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ocs_drivers.model import ChangeMode, CircuitDiff, CrossConnect
 from orchestrrl.cli.fleet.status import summary
-from orchestrrl.cli.journal import entry_of, words
+from orchestrrl.cli.journal import entry_of, entry_text
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal import store as journal_module
@@ -36,7 +36,7 @@ from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_owners import CircuitOwners
-from orchestrrl.fabric.operator_overrides import _CONTROL, _said_in
+from orchestrrl.fabric.operator_overrides import _CONTROL, _constraints_in
 from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.periods import FabricControl, PeriodReport
@@ -239,7 +239,7 @@ def _plans(shelf: Shelf, draw: Drawn) -> None:
     again = PlanBook(shelf.again(), shelf.clock)
     again.recover()
     assert again.newest(0) == book.newest(0)
-    assert (again.calibration, again.last_switch_s) == (book.calibration, book.last_switch_s)
+    assert (again.calibration, again.last_redeploy_s) == (book.calibration, book.last_redeploy_s)
     plan_to_pb(again.newest(0)[0]).SerializeToString()
 
 
@@ -259,7 +259,7 @@ def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     )
     run: Any = object.__new__(RedeploymentRun)
     run.redeployment, run.acts, run._journal, run._clock = redeployment, acts, shelf.journal, shelf.clock
-    run._steps, run._told = {}, lambda: None
+    run._steps, run._notify = {}, lambda: None
     run._unready, run._stopping, run._dozing = set(), set(), set()
     step = dataclasses.replace(draw(values(StepReport)), direction=StepDirection.BACK)
     shelf.journal.append(
@@ -285,7 +285,7 @@ def _engine_ends(shelf: Shelf, draw: Drawn) -> None:
     book = RedeploymentBook(shelf.journal, shelf.clock, lambda: None)
     book.note_stopped(draw(TEXTS), done=draw(st.booleans()), detail=draw(TEXTS))
     body = {"done": True, "detail": draw(TEXTS), "configuration": draw(TEXTS), "gpus": [0]}
-    shelf.journal.append(NOW_S, EntryKind.ENGINE_STARTED, "e", {**body, "took_s": draw(SECONDS), "expected_s": 1.0})
+    shelf.journal.append(NOW_S, EntryKind.ENGINE_STARTED, "e", {**body, "elapsed_s": draw(SECONDS), "expected_s": 1.0})
     shelf.journal.append(NOW_S, EntryKind.ENGINE_STARTED, "e", {"done": False, "detail": draw(TEXTS)})
 
 
@@ -371,7 +371,7 @@ def _periods(shelf: Shelf, draw: Drawn) -> None:
     intent = Intent(draw(TEXTS.filter(bool)), draw(st.sampled_from(Stage)), (), {0: 1}, draw(st.text(max_size=5)))
     report = draw(values(PeriodReport))
     book = PeriodBook(shelf.journal)
-    book.know(intent, NOW_S)
+    book.record(intent, NOW_S)
     book.ended(report, NOW_S)
     again = PeriodBook(shelf.again())
     assert again.intent(intent.period, intent.job) == intent
@@ -385,7 +385,7 @@ def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
     control, masked = draw(values(FabricControl)), draw(st.lists(TEXTS, max_size=3))
     body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": masked, "reason": draw(TEXTS)}
     shelf.journal.append(NOW_S, EntryKind.FABRIC_CONTROL, control.state, body)
-    assert shelf.again().newest(EntryKind.FABRIC_CONTROL, _said_in) == (control, tuple(masked))
+    assert shelf.again().newest(EntryKind.FABRIC_CONTROL, _constraints_in) == (control, tuple(masked))
     control_of_fabric_to_pb(control).SerializeToString()
 
 
@@ -483,7 +483,7 @@ def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], da
                 message = control_pb2.JournalEntry.FromString(entry_to_pb(entry).SerializeToString())
                 shown = entry_of(message)
                 assert (shown["body"], shown["subject_id"]) == (entry.body, entry.subject)
-                words(shown).encode()
+                entry_text(shown).encode()
             plane = shelf.plane()
             plain(status_to_pb(plane, "test"))
             assert summary(plain(status_to_pb(plane, "test")))
@@ -574,7 +574,7 @@ def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: 
             assert (entry.at_s, entry.subject, entry.body) == (at_s, subject, body)
             message = entry_to_pb(entry)
             assert json.loads(message.body_json) == body
-            words(entry_of(control_pb2.JournalEntry.FromString(message.SerializeToString()))).encode()
+            entry_text(entry_of(control_pb2.JournalEntry.FromString(message.SerializeToString()))).encode()
 
 
 # --- what earlier versions have written
@@ -596,7 +596,7 @@ BODIES_OF_OTHERS = [
     '{"report": {"id": "w1", "version": 18446744073709551616, "state": "done", "began_s": 1.0}}',
     '{"report": {"id": "w1", "version": -1, "state": "done", "began_s": 1.0}}',
     '{"mode": "act", "configured": 7, "routes": 3, "operation": [], "pairs": {}, "roster": null, "state": "odd"}',
-    '{"lengths": {"bin_tokens": "x"}, "took_s": null, "cross_connects": [[1]], "control": [], "pauses": 1}',
+    '{"lengths": {"bin_tokens": "x"}, "elapsed_s": null, "cross_connects": [[1]], "control": [], "pauses": 1}',
 ]
 
 
@@ -654,13 +654,13 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
             message = period_to_pb(period)
             assert message is not None
             message.SerializeToString()
-        journal.newest(EntryKind.FABRIC_CONTROL, _said_in)
+        journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         journal.newest(EntryKind.REROUTED, _recorded_in)
         seen = plain(status_to_pb(plane, "test"))
         assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
         assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)
         for entry in journal.since(0):
-            words(entry_of(entry_to_pb(entry)))
+            entry_text(entry_of(entry_to_pb(entry)))
 
 
 def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_path: Path) -> None:

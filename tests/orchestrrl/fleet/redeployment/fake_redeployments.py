@@ -195,12 +195,12 @@ class FakeSwitching:
             self._step(redeployment.id, StepReport(step, direction, RedeployStepState.RUNNING, "", began_s))
             await self._tell()
             await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
-            took_s = self.clock.now_s() - began_s
+            elapsed_s = self.clock.now_s() - began_s
             # Of the engines that are worked on side by side, the first one has the fault.
             first = step.engine is None or step.engine in (redeployment.coming[0].engine, redeployment.old[0].engine)
             fault = self.failing.get((direction, step.kind), "") if first else ""
             state = RedeployStepState.FAILED if fault else RedeployStepState.DONE
-            self._step(redeployment.id, StepReport(step, direction, state, fault, began_s, took_s))
+            self._step(redeployment.id, StepReport(step, direction, state, fault, began_s, elapsed_s))
             await self._tell()
             if fault:
                 return f"{step.kind} of {step.engine or 'the fleet'}: {fault}"

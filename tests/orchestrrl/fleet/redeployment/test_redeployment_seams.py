@@ -626,13 +626,13 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Har
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.UNKNOWN
-        await redeployer._look()
+        await redeployer._scan()
         with pytest.raises(
             ProblemFaults, match=r"the 1 GPUs .*; the other GPUs have a, w \(.*nobody knows how they are"
         ):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.ALIVE
-        await redeployer._look()
+        await redeployer._scan()
         harness.plane.membership_changes.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         harness.machines.engines[W].life = EngineLife.ENDED

@@ -23,7 +23,7 @@ def tell(harness: Harness, *engines: str) -> None:
 def learnt(harness: Harness) -> list[str]:
     """Configurations of which a start was told with its seconds, in order."""
     return [
-        entry.body["configuration"] for entry in harness.entries(EntryKind.ENGINE_STARTED) if "took_s" in entry.body
+        entry.body["configuration"] for entry in harness.entries(EntryKind.ENGINE_STARTED) if "elapsed_s" in entry.body
     ]
 
 

@@ -68,7 +68,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
         assert harness.machines.stops == ["a", "b"]
         assert (report.requests_parked, report.requests_moved) == (3, 1)  # the wide one that stays takes its share
         assert report.closed_s is not None
-        assert report.took_s is not None
+        assert report.elapsed_s is not None
         assert report.engines == (f"{id}.0", "w")
         assert harness.watched == [{"a", "b", "w"}, {"b", "w"}, {"w"}, {f"{id}.0", "w"}]
         assert {f"{told.step.kind} {told.step.engine or ''}": told.detail for told in report.steps} == {
@@ -105,7 +105,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
     (started,) = harness.entries(EntryKind.ENGINE_STARTED)
     assert (started.subject, started.body["done"], started.body["configuration"]) == ("s1.0", True, "tp2")
     assert (started.body["gpus"], started.body["expected_s"]) == ([0, 1], 1.5)
-    assert started.body["took_s"] >= UP_AFTER_S
+    assert started.body["elapsed_s"] >= UP_AFTER_S
 
 
 async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> None:
@@ -117,7 +117,7 @@ async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> Non
         assert redeployer.history() == [report] == [redeployer.report(report.id)]
         with pytest.raises(Permanent, match="there is no redeployment 's9'"):
             redeployer.report("s9")
-        assert harness.plane.plans.last_switch_s == report.ended_s
+        assert harness.plane.plans.last_redeploy_s == report.ended_s
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         back = await harness.until_ended()
         assert back.state is RedeploymentState.DONE
@@ -373,7 +373,7 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harne
         assert outcome.ended_s == report.ended_s
         (start,) = outcome.starts  # from when those in its way began to stop
         assert (start.configuration, start.expected_s) == ("tp2", 1.5)
-        assert start.took_s == pytest.approx(2.0 + UP_AFTER_S)
+        assert start.elapsed_s == pytest.approx(2.0 + UP_AFTER_S)
         check_whole(harness, {"p7-0", "w"})
         assert sorted(harness.gateway.on(EngineId("p7-0"))) == ["r0", "r1", "r3", "r4"]
     assert harness.entries(EntryKind.DEPLOYMENT_ENDED) == []  # that is for who asked
@@ -474,7 +474,7 @@ async def test_engines_that_nobody_knows_of_are_ended_and_those_of_the_fleet_ado
 async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         harness.machines.engines[EngineId("a")].life = EngineLife.ENDED
-        await redeployer._look()
+        await redeployer._scan()
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         report = await harness.until_ended()
         assert report.state is RedeploymentState.DONE

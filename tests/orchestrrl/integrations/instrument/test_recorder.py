@@ -205,19 +205,19 @@ def test_what_a_device_has_been_given_runs_when_its_stream_gets_there(
     watch.run(issue, writer.issue(writer.op("all_reduce")), False, None)
     watch.run(issue, writer.issue(writer.op("broadcast")), True, None)
     with RingReader(writer.path) as reader:
-        watch.look()
+        watch.poll()
         assert (reader.in_flight, reader.header().queued, reader.header().lag_ns) == (0, 2, 400_000)
         assert {event.flags & (DEVICE | QUEUED) for event in reader.events()[0]} == {DEVICE | QUEUED}
         cuda.done = 1
-        watch.look()
+        watch.poll()
         assert (reader.in_flight, reader.header().queued) == (1, 1)
         cuda.done = 2
-        watch.look()
+        watch.poll()
         assert [(event.op, event.end_ns is None) for event in reader.events()[0]] == [
             ("all_reduce", False),
             ("broadcast", True),
         ]
         assert reader.in_flight == 1
         work.completed = True
-        assert not watch.look()
+        assert not watch.poll()
         assert reader.in_flight == 0

@@ -80,10 +80,10 @@ def test_it_is_seen_to_be_over_also_where_nobody_waits(
 ) -> None:
     work = Work()
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
-    assert watch.look() == 1
+    assert watch.poll() == 1
     assert reader.in_flight == 1
     work.completed = True
-    assert watch.look() == 0
+    assert watch.poll() == 0
     assert reader.in_flight == 0
     waiting(watch)(work)
     assert reader.in_flight == 0
@@ -92,7 +92,7 @@ def test_it_is_seen_to_be_over_also_where_nobody_waits(
 def test_what_its_owner_drops_runs_on(watch: WorkWatch, writer: RingWriter, reader: RingReader) -> None:
     watch.follow(Work(), writer, writer.begin(writer.op("x")), True)
     gc.collect()
-    watch.look()
+    watch.poll()
     assert reader.in_flight == 1
 
 
@@ -101,7 +101,7 @@ def test_a_wait_that_is_given_up_leaves_it_in_flight(watch: WorkWatch, writer: R
     watch.follow(work, writer, writer.begin(writer.op("x")), True)
     with pytest.raises(TimeoutError):
         waiting(watch)(work, timeout_s=1.0)
-    assert (watch.look(), reader.in_flight) == (1, 1)
+    assert (watch.poll(), reader.in_flight) == (1, 1)
     waiting(watch)(work)
     assert reader.in_flight == 0
 
@@ -112,7 +112,7 @@ def test_one_that_failed_is_over(watch: WorkWatch, writer: RingWriter, reader: R
     work.fault = "a peer is gone"
     with pytest.raises(RuntimeError, match="a peer is gone"):
         waiting(watch)(work)
-    assert (watch.look(), reader.in_flight) == (0, 0)
+    assert (watch.poll(), reader.in_flight) == (0, 0)
 
 
 def test_others_tell_by_their_future_or_by_whoever_waits(

@@ -23,8 +23,8 @@ def report(old: str = "narrow", new: str = "wide") -> dict[str, Any]:
         "old_engines": [{"engine_id": old}, {"engine_id": "stays"}],
         "new_engines": [{"engine_id": new}, {"engine_id": "stays"}],
         "steps": [
-            {"kind": "fence", "began_unix_s": FENCED_S, "took_s": 0.1},
-            {"kind": "admit", "began_unix_s": ADMITTED_S - 0.1, "took_s": 0.1},
+            {"kind": "fence", "began_unix_s": FENCED_S, "elapsed_s": 0.1},
+            {"kind": "admit", "began_unix_s": ADMITTED_S - 0.1, "elapsed_s": 0.1},
         ],
         "closed_s": ADMITTED_S - FENCED_S,
     }
@@ -87,7 +87,7 @@ def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() ->
     redeployment["steps"][1]["detail"] = "its words"
     found = followed(redeployment, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
     assert found is not None
-    assert (found.said, found.moves, found.took_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
+    assert (found.text, found.moves, found.elapsed_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
     assert found.period["announced_unix_s"] == ADMITTED_S - 0.05
     assert followed(redeployment, fabric_of(FENCED_S)) is None
     assert followed(redeployment, fabric_of(ADMITTED_S - 0.05, over=False)) is None

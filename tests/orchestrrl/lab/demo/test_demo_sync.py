@@ -75,7 +75,7 @@ def test_it_is_well_only_if_all_of_it_is() -> None:
         {"answered": 255},
         {"differing": 1},
         {"tokens": {None: 5, AFTER: 995}},
-        {"took": profile(replace(REPORT, code="some_quarantined"))},
+        {"profile": profile(replace(REPORT, code="some_quarantined"))},
     ):
         assert not outcome(**changes).is_well, changes
 

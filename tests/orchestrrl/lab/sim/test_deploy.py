@@ -27,13 +27,13 @@ def fresh_world(journal_path: Path) -> World:
     config = ControlledRun(of, kinds(of), NARROW, "balancing", 1, []).config()
     world = World(config, kinds(of), of, journal_path)
     world.deploy(NARROW, homogeneous(kinds(of)[NARROW], 8, 4))
-    world.plane.plans.pin("only the test plans", 0.0)
+    world.control_plane.plans.pin("only the test plans", 0.0)
     return world
 
 
 def to_wide(world: World) -> Plan:
     """Two wide engines instead of eight narrow ones."""
-    latest = world.plane.plans.latest
+    latest = world.control_plane.plans.latest
     assert latest is not None
     instances = tuple(
         PlannedInstance(
@@ -60,7 +60,7 @@ async def changed(world: World, at_s: float = 6.0) -> str:
 
     async def change() -> None:
         await world.clock.sleep(at_s)
-        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        snapshot = world.control_plane.state.snapshot(world.clock.now_s())
         outcome = await world.deployment.carry_out(to_wide(world), snapshot)
         said.append(f"{outcome.done}: {outcome.detail}")
 
@@ -84,10 +84,10 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert report.requests_parked > 0
     assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
     assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
-    assert sorted(engine.id for engine in world.plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
+    assert sorted(engine.id for engine in world.control_plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
     assert world.gateway.tokens_recomputed > 0
-    assert not world.plane.routes.draining
-    assert not world.plane.routes.expected
+    assert not world.control_plane.routes.draining
+    assert not world.control_plane.routes.expected
 
 
 async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch:
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         started = reader.tail(9, (EntryKind.ENGINE_STARTED,))
     assert [(entry.subject, entry.body["configuration"]) for entry in started] == [("w0", "wide"), ("w1", "wide")]
-    assert [entry.body["took_s"] for entry in started] == [pytest.approx(5.0 + 2.0, abs=0.3)] * 2
+    assert [entry.body["elapsed_s"] for entry in started] == [pytest.approx(5.0 + 2.0, abs=0.3)] * 2
     assert [entry.body["expected_s"] for entry in started] == [2.0] * 2
 
 
@@ -182,7 +182,7 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     async with world:
-        snapshot = world.plane.state.snapshot(world.clock.now_s())
+        snapshot = world.control_plane.state.snapshot(world.clock.now_s())
         first = asyncio.create_task(world.deployment.carry_out(to_wide(world), snapshot))
         await world.advance(1.0)
         assert world.deployment.busy

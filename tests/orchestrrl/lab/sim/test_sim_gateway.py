@@ -114,7 +114,7 @@ async def through_the_real_gateway() -> tuple[dict[str, str], dict[str, int], in
             default_model="m",
             now_s=clock.now_s(),
         )
-        jobs.append(await gateway.job(ask).__aenter__())
+        jobs.append(await gateway.request_group(ask).__aenter__())
         await clock.advance(0.0)
     began = {record.id: str(record.engine) for job in jobs for record in job.records}
     moving: list[asyncio.Task[Any]] = []

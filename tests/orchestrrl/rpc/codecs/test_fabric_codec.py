@@ -11,10 +11,10 @@ def test_a_host_is_not_blamed_for_jobs_that_it_has_not() -> None:
     """An announcement for a job that nobody records asks every host, each of which says that it has none of it."""
     host = TracedHost("node7", jobs={"tiny": frozenset({0, 1})})
     host.clock.add(ClockExchange(0.0, 0.001, 0.002, 0.003))
-    host.said[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
+    host.quiet_reports[""] = (0.0, 0, Hold("unlearnt", "no rank of job '' is traced here"))
     hub = WindowTracker(VirtualClock())
     hub.hosts["node7"] = host
     assert [each.detail for each in hosts_to_pb(hub, 0.0)] == [""]
 
-    host.said["tiny"] = (0.0, 0, Hold("traffic", "rank 0 has a collective in flight"))
+    host.quiet_reports["tiny"] = (0.0, 0, Hold("traffic", "rank 0 has a collective in flight"))
     assert [each.detail for each in hosts_to_pb(hub, 0.0)] == ["tiny: rank 0 has a collective in flight"]

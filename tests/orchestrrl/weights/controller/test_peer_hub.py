@@ -36,7 +36,7 @@ class Line:
         self.over = True
 
     def answer(self, place: int = -1) -> None:
-        self.stream.told(PeerResult(self.orders[place].id, OrderOutcome.DONE, "well"))
+        self.stream.on_news(PeerResult(self.orders[place].id, OrderOutcome.DONE, "well"))
 
 
 def play(scene: Callable[[PeerHub, VirtualClock], object]) -> None:
@@ -52,7 +52,7 @@ def play(scene: Callable[[PeerHub, VirtualClock], object]) -> None:
 def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         line = Line(hub.attach(peer()))
-        asked = [asyncio.ensure_future(hub.ask(P0, CheckVersion(version), 10.0)) for version in (1, 2)]
+        asked = [asyncio.ensure_future(hub.send_order(P0, CheckVersion(version), 10.0)) for version in (1, 2)]
         await clock.advance(0.1)
         assert [(each.generation, each.order) for each in line.orders] == [(7, CheckVersion(1)), (7, CheckVersion(2))]
         line.answer(1)
@@ -66,8 +66,8 @@ def test_an_order_is_answered_by_its_id_and_names_the_generation() -> None:
 def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_old_stream_ends() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         first = Line(hub.attach(peer()))
-        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 100.0))
-        answered = asyncio.ensure_future(hub.ask(P0, CheckVersion(2), 100.0))
+        asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 100.0))
+        answered = asyncio.ensure_future(hub.send_order(P0, CheckVersion(2), 100.0))
         await clock.advance(0.1)
         first.answer(1)
         await answered
@@ -90,12 +90,12 @@ def test_what_is_not_answered_is_given_again_to_a_peer_that_comes_back_and_the_o
 def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         with pytest.raises(Retryable, match="not attached"):
-            await hub.ask(P0, CheckVersion(1), 100.0)
+            await hub.send_order(P0, CheckVersion(1), 100.0)
         line = Line(hub.attach(peer()))
-        given = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 100.0))
+        given = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 100.0))
         await clock.advance(1.0)
         line.stream.end()
-        not_given = asyncio.ensure_future(hub.ask(P0, CheckVersion(2), 100.0))
+        not_given = asyncio.ensure_future(hub.send_order(P0, CheckVersion(2), 100.0))
         await clock.advance(29.0)
         assert not given.done()
         assert not not_given.done()
@@ -114,7 +114,7 @@ def test_a_peer_that_has_gone_is_waited_for_and_then_no_more() -> None:
 def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         Line(hub.attach(peer()))
-        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 10.0))
+        asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 10.0))
         await clock.advance(9.9)
         assert not asked.done()
         await clock.advance(0.2)
@@ -127,8 +127,8 @@ def test_a_peer_that_does_not_answer_is_not_waited_for_longer_than_was_said() ->
 def test_an_order_that_is_taken_back_before_it_was_sent_is_not_sent() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         stream = hub.attach(peer())
-        asked = asyncio.ensure_future(hub.ask(P0, CheckVersion(1), 10.0))
-        kept = asyncio.ensure_future(hub.ask(P0, KeepVersions((), None), 10.0))
+        asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 10.0))
+        kept = asyncio.ensure_future(hub.send_order(P0, KeepVersions((), None), 10.0))
         await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait({asked})
@@ -145,13 +145,13 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         heard: list[object] = []
         hub.listen(lambda who, news: heard.append((who, news)))
         stream = hub.attach(peer())
-        stream.told(ArrivedBytes(1, 10, 20))
+        stream.on_news(ArrivedBytes(1, 10, 20))
         changed = Peer(P0, PeerRole.ENGINE, "other", PeerLocation(pod="pod0"), {})
         await clock.advance(5.0)
-        stream.told(changed)
+        stream.on_news(changed)
         assert hub.peers[P0].peer == changed
-        assert hub.peers[P0].heard_s == 1005.0
-        stream.told(peer(P1))  # nobody becomes another
+        assert hub.peers[P0].last_report_s == 1005.0
+        stream.on_news(peer(P1))  # nobody becomes another
         assert hub.peers[P0].peer == changed
         stream.end()
         stream.end()

@@ -39,8 +39,8 @@ def test_an_offload_that_is_nearly_all_of_it_is_named_first() -> None:
     """Of 231 s, 227 were the offload, 1.7 the transfer and 1.5 loading."""
     told = found((SyncPhase.OFFLOAD, 227.3), (SyncPhase.PHASE_A, 1.7), (SyncPhase.INSTALL, 1.5))
     assert [each.code for each in told] == ["offload"]
-    assert told[0].words.startswith("trainer offload takes 227 s, 99 % of the whole: ")
-    assert "optimizer" in told[0].words
+    assert told[0].text.startswith("trainer offload takes 227 s, 99 % of the whole: ")
+    assert "optimizer" in told[0].text
 
 
 @given(st.dictionaries(st.sampled_from(SyncPhase), SECONDS, min_size=1))
@@ -71,13 +71,13 @@ def test_advice_is_on_what_is_worth_it_and_on_nothing_else(took: dict[SyncPhase,
 def test_each_phase_has_a_sentence_with_what_to_do(phase: SyncPhase) -> None:
     (told,) = found((phase, 8.0), (SyncPhase.PHASE_B, 2.0))
     assert told.code == phase
-    assert told.words.startswith(f"{PHASE_WORDS[phase]} takes 8 s, 80 % of the whole: ")
-    assert len(told.words) > 80
+    assert told.text.startswith(f"{PHASE_WORDS[phase]} takes 8 s, 80 % of the whole: ")
+    assert len(told.text) > 80
 
 
 def test_copying_is_told_with_its_rate() -> None:
     (told,) = found((SyncPhase.GATHER, 8.0), (SyncPhase.PHASE_B, 2.0))
-    assert "0.25 GB/s into the peer's folder" in told.words
+    assert "0.25 GB/s into the peer's folder" in told.text
 
 
 def gap(seconds: float, *after: SyncPhase) -> tuple[Advice, ...]:
@@ -92,9 +92,9 @@ def gap(seconds: float, *after: SyncPhase) -> tuple[Advice, ...]:
 def test_time_in_no_phase_is_told_too() -> None:
     (told,) = gap(7.0, SyncPhase.PUBLISH, SyncPhase.PHASE_A)
     assert (told.code, told.seconds) == ("between", pytest.approx(7.0))
-    assert told.words.startswith("7 s, 70 % of the whole, pass after gather in no phase: ")
-    assert "the trainer's peer was not attached" in told.words
-    assert "daemon's log" in gap(7.0, SyncPhase.PHASE_A)[-1].words
+    assert told.text.startswith("7 s, 70 % of the whole, pass after gather in no phase: ")
+    assert "the trainer's peer was not attached" in told.text
+    assert "daemon's log" in gap(7.0, SyncPhase.PHASE_A)[-1].text
     assert "between" not in [each.code for each in gap(0.09, SyncPhase.PHASE_A)]
     assert "between" not in [each.code for each in gap(0.9, SyncPhase.PHASE_A, SyncPhase.PHASE_B, SyncPhase.RESUME)]
 
@@ -139,7 +139,7 @@ def test_a_slow_transfer_is_slow_by_somebody(edges: list[EdgeTime], of: int, cod
     assert named in slow_by(report)[1]
     slow = found((SyncPhase.PHASE_A, 4.0), report=replace(report, estimate_s=2.0, mended_edges=1))
     assert [each.code for each in slow] == [code]
-    assert slow[0].words.startswith("the transfer takes 4 s, 2 times its estimate (edges that broke on the way: 1): ")
+    assert slow[0].text.startswith("the transfer takes 4 s, 2 times its estimate (edges that broke on the way: 1): ")
 
 
 def test_a_transfer_as_planned_is_left_alone_whatever_its_edges_did() -> None:
@@ -154,7 +154,7 @@ def test_one_engine_that_all_wait_for_is_named() -> None:
             EngineStatus(EngineId(f"e{n}"), EngineSync.SERVES, install_s=each) for n, each in enumerate(seconds)
         )
         (told,) = found((SyncPhase.INSTALL, 8.0), report=replace(done(), engines=engines))
-        return told.words
+        return told.text
 
     assert "e1 takes 8 s and others half of that at most" in installed(2.0, 8.0, 3.0)
     assert "read a whole checkpoint" in installed(7.0, 8.0, 3.0)

@@ -460,7 +460,7 @@ def test_no_engine_is_two_peers_and_who_can_be_served_is(
 ) -> None:
     states = _states(told)
     found = served(engines, states, 100.0, 5.0)
-    there = {id: state for id, state in states.items() if state.attached or 100.0 - state.heard_s < 5.0}
+    there = {id: state for id, state in states.items() if state.attached or 100.0 - state.last_report_s < 5.0}
     givers = [engine for wanted in found.wanted.values() for engine in wanted]
     assert len(givers) == len(set(givers))
     fixed = {each.engine for state in there.values() for each in state.peer.engines if not each.given}

@@ -71,9 +71,9 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
             case "broken", [int(n), int(size)]:
                 progress.broken(names[n % len(names)], size)
             case "gone", [int(n)]:
-                progress.told(PEERS[n], None)
+                progress.on_held(PEERS[n], None)
             case "told", [int(n), (shard, offset, size)]:
-                progress.told(PEERS[n], HeldVersion(2, SHARDS, {shard: ((offset, size),)}))
+                progress.on_held(PEERS[n], HeldVersion(2, SHARDS, {shard: ((offset, size),)}))
             case "corrupt", [int(n), (shard, offset, size)]:
                 progress.corrupt(PEERS[n], {shard: ((offset, size),)})
             case "added", [int(n), (shard, offset, size)]:
@@ -114,7 +114,7 @@ def test_the_peer_of_an_engine_is_whoever_is_attached_with_it() -> None:
     assert hub.with_engine(EngineId("e0")) is None
     first = hub.attach(peer("p0", "e0"))
     assert hub.with_engine(EngineId("e0")) == peer("p0", "e0")
-    first.told(peer("p0", "e0", "e1"))
+    first.on_news(peer("p0", "e0", "e1"))
     assert hub.with_engine(EngineId("e1")) == peer("p0", "e0", "e1")
     first.end()
     assert hub.with_engine(EngineId("e0")) is None

@@ -165,7 +165,7 @@ class FakePeer:
 
     def tell(self, news: Any) -> None:
         if self.alive and self.stream is not None:
-            self.stream.told(news)
+            self.stream.on_news(news)
 
     def has(self, edge: CarryEdge, version: int) -> bool:
         folder = self.folders.get(version)
@@ -399,7 +399,7 @@ class FakeFence:
 
     def recover(self) -> None:
         if self.state.lease is not None and not self.state.quiet:
-            self._put(self.state.given_up(self.state.lease.id, self.harness.clock.now_s(), "restarted"))
+            self._put(self.state.abandoned(self.state.lease.id, self.harness.clock.now_s(), "restarted"))
 
     async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
         self.harness.point("pause")
@@ -412,11 +412,11 @@ class FakeFence:
             await self.harness.clock.sleep(STEP_S)
         except asyncio.CancelledError:
             if self.harness.daemon is not None:
-                self._put(self.state.given_up(id, self.harness.clock.now_s(), "nobody waits"))
+                self._put(self.state.abandoned(id, self.harness.clock.now_s(), "nobody waits"))
             raise
         if self.refuses > 0:
             self.refuses -= 1
-            self._put(self.state.given_up(id, self.harness.clock.now_s(), "not quiet"))
+            self._put(self.state.abandoned(id, self.harness.clock.now_s(), "not quiet"))
             raise Retryable("e0 is not quiet", 1.0)
         self._put(self.state.at_rest(id))
         self.harness.point("paused")
@@ -434,7 +434,7 @@ class FakeFence:
 
     def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
         assert engines
-        self._put(self.state.told(engines, version))
+        self._put(self.state.with_versions(engines, version))
         self.harness.point("set_version")
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:

@@ -81,9 +81,9 @@ async def test_a_peer_keeps_deadlines_by_the_daemons_time_whatever_its_own_clock
         async with peer_at(port, tmp_path / "gen0", OffClock(ahead_s), [f"{ENGINE}={engine.url}"]):
             await came.wait()
             now_s = WallClock().now_s()
-            in_time = await hub.ask(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s + WITHIN_S), WITHIN_S)
+            in_time = await hub.send_order(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s + WITHIN_S), WITHIN_S)
             assert (in_time.outcome, len(in_time.tokens)) == (OrderOutcome.DONE, 3), in_time.detail
-            late = await hub.ask(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s - 1.0), WITHIN_S)
+            late = await hub.send_order(GEN0.id, ProbeWeights(ENGINE, (1, 2), 3, now_s - 1.0), WITHIN_S)
             assert late.outcome is OrderOutcome.FAILED
             assert "at the latest" in late.detail
             assert abs(hub.ours_s(GEN0.id, now_s + ahead_s) - now_s) < WITHIN_S
@@ -112,7 +112,7 @@ async def test_a_deadline_is_never_later_by_the_peers_clock_than_by_ours_however
         hub = PeerHub(clock, 1)
         stream = hub.attach(GEN0)
         until_s = clock.now_s() + 60.0
-        asked = asyncio.ensure_future(hub.ask(GEN0.id, InstallVersion(1, ENGINE, until_s), 100.0))
+        asked = asyncio.ensure_future(hub.send_order(GEN0.id, InstallVersion(1, ENGINE, until_s), 100.0))
         for _ in range(rng.randrange(1, 4)):
             said_s = clock.now_s() + ahead_s
             way_s = rng.uniform(0.0, 5.0)
@@ -130,7 +130,7 @@ async def test_a_peer_that_comes_back_with_another_clock_is_given_the_same_deadl
     hub = PeerHub(clock, 1)
     first = hub.attach(GEN0)
     first.stamped(1300.0)
-    asked = asyncio.ensure_future(hub.ask(GEN0.id, InstallVersion(1, ENGINE, 1060.0), 100.0))
+    asked = asyncio.ensure_future(hub.send_order(GEN0.id, InstallVersion(1, ENGINE, 1060.0), 100.0))
     await clock.advance(0.0)
     before = await given(first)
     second = hub.attach(GEN0)

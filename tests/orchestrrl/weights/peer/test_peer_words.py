@@ -24,14 +24,14 @@ def test_all_faults_at_once() -> None:
         tp=2,
         tp_ranks=[2],
         nic_gbps=-1,
-        ask_engines_s=0,
+        poll_engines_s=0,
     )
     with pytest.raises(ProblemFaults) as raised:
         settings_of(words)
     named = {fault.partition(":")[0] for fault in raised.value.faults}
     assert named == {
         "--id", "--daemon", "--engine[0]", "--engine[2]", "--ranks-of[0]", "--ranks-of[1]", "--product", "--folder",
-        "--transport", "--gpu", "--tp, --pp, --ep", "--nic-gbps", "--ask-engines-s",
+        "--transport", "--gpu", "--tp, --pp, --ep", "--nic-gbps", "--poll-engines-s",
     }  # fmt: skip
 
 

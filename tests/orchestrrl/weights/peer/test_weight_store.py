@@ -91,7 +91,7 @@ def test_no_sum_is_known_of_what_may_change_unseen(store: VersionStore) -> None:
     bring_all(staged, contents)
     staged.take_content_sum()
     assert staged.content_sum() == ""
-    staged.know(contents.map(7))
+    staged.update_sums(contents.map(7))
     staged.take_content_sum()
     assert staged.content_sum() == folder_sum(staged.install_folder())
 

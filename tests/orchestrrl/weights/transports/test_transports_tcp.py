@@ -34,12 +34,12 @@ class TestTcp(TransportConformance):
             stranger.sendall(said)
             with contextlib.suppress(ConnectionResetError):  # it had not read all of it
                 assert stranger.recv(1) == b""
-            self._one_word(two, "key")
+            self._exchange_one(two, "key")
 
     def test_a_crowd_that_says_nothing_keeps_nobody_out(self) -> None:
         with self.two() as two:
             crowd = [socket.create_connection(parts_of(two.address)) for _ in range(MOST_STRANGERS + 20)]
-            self._one_word(two, "key")
+            self._exchange_one(two, "key")
             crowd[0].settimeout(PATIENT_S)
             assert crowd[0].recv(1) == b""  # the first to come is the first to go
             for each in crowd:
@@ -49,7 +49,7 @@ class TestTcp(TransportConformance):
         with self.two() as two:
             with socket.create_connection(parts_of(two.address)) as gone:
                 gone.sendall(GREETING.pack(MAGIC, VERSION, 3) + b"key")
-            self._one_word(two, "key")
+            self._exchange_one(two, "key")
 
     def test_a_key_may_come_in_pieces(self) -> None:
         with self.two() as two, socket.create_connection(parts_of(two.address)) as slow:

@@ -55,8 +55,8 @@ class HostNetwork:
 
     @cached_property
     def nic_works(self) -> Bools:
-        _known("NICs", self.failed.nics, self.servers.nics)
-        _known("servers", self.failed.servers, self.servers.count)
+        _check_ids("NICs", self.failed.nics, self.servers.nics)
+        _check_ids("servers", self.failed.servers, self.servers.count)
         works = np.ones(self.servers.nics, np.bool_)
         works[list(self.failed.nics)] = False
         works.reshape(self.servers.count, -1)[list(self.failed.servers)] = False
@@ -183,7 +183,7 @@ class HostNetwork:
         return latency_s
 
 
-def _known(what: str, ids: frozenset[int], count: int) -> None:
+def _check_ids(what: str, ids: frozenset[int], count: int) -> None:
     if unknown := sorted(each for each in ids if not 0 <= each < count):
         raise ValueError(f"there are {what} 0 to {count - 1}, got {unknown[0]} as failed")
 

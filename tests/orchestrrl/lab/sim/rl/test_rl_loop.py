@@ -157,11 +157,11 @@ class Holding:
 
     def sync(self, version: int, begin_s: float, beside: tuple[FabricStage, ...]) -> SyncTime:
         self.told.append((begin_s, beside))
-        took_s, shares = (
+        elapsed_s, shares = (
             self.given.sync_s[version - 1],
             {FabricStage.TRAIN: self.of_train, FabricStage.GEN: self.of_gen},
         )
-        return SyncTime(took_s, {stage: shares[stage] * took_s for stage in beside})
+        return SyncTime(elapsed_s, {stage: shares[stage] * elapsed_s for stage in beside})
 
 
 def held(rules: LoopRules, gen_s: float, train_s: float, sync_s: float, steps: int = 4) -> RlRun:
@@ -227,8 +227,8 @@ def test_held_up_work_ends_when_small_steps_of_it_do(
     now_s, left_s = float(begin_s), float(work_s)
     while left_s > 1e-9:  # second by second
         speed = 1 - lost.get(int(now_s), 0.0)
-        took_s = min(1.0, left_s / speed) if speed else 1.0
-        left_s, now_s = left_s - took_s * speed, now_s + took_s
+        elapsed_s = min(1.0, left_s / speed) if speed else 1.0
+        left_s, now_s = left_s - elapsed_s * speed, now_s + elapsed_s
     assert begin_s + work_s + lane.held_s(begin_s, work_s) == pytest.approx(now_s)
 
 

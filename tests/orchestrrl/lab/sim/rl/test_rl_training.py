@@ -13,7 +13,7 @@ from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
-from orchestrrl.lab.sim.rl.training import LOG_PROBS, Recipe, asked_flops, training_bytes, training_stage
+from orchestrrl.lab.sim.rl.training import LOG_PROBS, Recipe, model_flops, training_bytes, training_stage
 from orchestrrl.lab.sim.train.constants import MEGATRON
 from orchestrrl.lab.sim.train.flops import step_flops
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
@@ -53,7 +53,7 @@ def test_each_pass_adds_itself_and_what_it_asks_for() -> None:
     assert two.seconds == pytest.approx(none.seconds + 2 * pass_s)
     assert two.parts_s[LOG_PROBS] == pytest.approx(2 * pass_s)
     step = step_flops(JOB.model, JOB.sequences, JOB.tokens)
-    assert asked_flops(JOB, Recipe(2)) == pytest.approx(step * 5 / 3)
+    assert model_flops(JOB, Recipe(2)) == pytest.approx(step * 5 / 3)
     assert two.mfu == pytest.approx(step * 5 / 3 / (32 * two.seconds * JOB.gpu.bf16_flops))
 
 
@@ -82,7 +82,7 @@ def test_uneven_lengths_take_longer_by_their_squares() -> None:
     # Sequences of 1000 and 3000 tokens are, one by one, what both are in the mean.
     one, other = (replace(JOB, sequences=64, tokens=tokens) for tokens in (1000.0, 3000.0))
     both = replace(JOB, tokens=2000.0, length_cv=0.5)
-    assert asked_flops(both, Recipe()) == pytest.approx(asked_flops(one, Recipe()) + asked_flops(other, Recipe()))
+    assert model_flops(both, Recipe()) == pytest.approx(model_flops(one, Recipe()) + model_flops(other, Recipe()))
 
 
 @pytest.mark.parametrize("job", [JOB, MOE])

@@ -19,7 +19,7 @@ from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.deployers.attended import LocalEngine
 from planner.model import EngineId, NodeId, RequestId, RequestState
-from tests.orchestrrl.gateway.held import HeldEngine
+from tests.orchestrrl.gateway.interruptible_engine import InterruptibleEngine
 from tests.system.streams import Answer, read_stream, read_whole
 from tests.vllm.conftest import INTERRUPTED_TOKENS, StartVllm
 
@@ -50,7 +50,9 @@ class Harness:
         self.http = http
         self.pause_registry: deque[int] = deque()
         self.released = asyncio.Event()
-        self.fleet = EngineBackends(lambda url: HeldEngine(url, self.pause_registry, self.released), clock=WallClock())
+        self.fleet = EngineBackends(
+            lambda url: InterruptibleEngine(url, self.pause_registry, self.released), clock=WallClock()
+        )
         limits = RelayLimits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
         self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
         self.gateway.set_routes(
@@ -164,10 +166,10 @@ async def test_the_text_is_right_wherever_the_cut_falls(harness: Harness) -> Non
 async def test_the_text_is_right_where_no_server_decodes_tokens(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def dropped(_: HeldEngine, token_ids: Sequence[int]) -> str:
+    async def dropped(_: InterruptibleEngine, token_ids: Sequence[int]) -> str:
         raise OutcomeUnknown(f"/detokenize of {len(token_ids)} tokens: Server disconnected")
 
-    monkeypatch.setattr(HeldEngine, "detokenize", dropped)
+    monkeypatch.setattr(InterruptibleEngine, "detokenize", dropped)
     path, body = COMPLETION
     body = {**body, "max_tokens": 60, "logprobs": None}
     undisturbed = await harness.ask(harness.engines[0].url, path, body, stream=True)

@@ -19,7 +19,7 @@ from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from planner.model import EngineId, NodeId
-from tests.orchestrrl.gateway.held import HeldEngine
+from tests.orchestrrl.gateway.interruptible_engine import InterruptibleEngine
 
 PROMPT = list(b"Once upon a time")
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
@@ -87,7 +87,7 @@ async def harness() -> AsyncIterator[Harness]:
     ):
         pause_registry: deque[int] = deque()
         released = asyncio.Event()
-        fleet = EngineBackends(lambda url: HeldEngine(url, pause_registry, released), clock=clock)
+        fleet = EngineBackends(lambda url: InterruptibleEngine(url, pause_registry, released), clock=clock)
         gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
         gateway.set_routes([EngineRoute(EngineId("e0"), first.url), EngineRoute(EngineId("e1"), second.url)])
         server = GatewayServer(gateway)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from statistics import median
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page import words
+from orchestrrl.lab.sim.report_page.display_names import LANES, STAGES, TIERS, display_name, rank
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
 from orchestrrl.lab.sim.report_page.svg import (
     BOTTOM,
@@ -70,9 +70,9 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
     labels = {span.label for span in spans if span.lane == FAULTS}
     few = len(labels) <= FAULT_LANES and all(len(label) <= FAULT_LETTERS for label in labels)
     lanes: dict[str, list[TimelineSpan]] = {}
-    for span in sorted(spans, key=lambda span: words.rank(words.LANES, span.lane)):
+    for span in sorted(spans, key=lambda span: rank(LANES, span.lane)):
         own = span.label if span.lane == FAULTS and few else ""
-        lanes.setdefault(own or words.display_name(words.LANES, span.lane), []).append(span)
+        lanes.setdefault(own or display_name(LANES, span.lane), []).append(span)
     return lanes
 
 
@@ -104,14 +104,14 @@ def tier_gbps(run: RlRun) -> dict[tuple[str, str], float]:
 
 def by_stage(stage: str, tier: str) -> tuple[tuple[int, str], tuple[int, str]]:
     """To sort bandwidths by."""
-    return words.rank(words.STAGES, stage), words.rank(words.TIERS, tier)
+    return rank(STAGES, stage), rank(TIERS, tier)
 
 
 def tiers(groups: Sequence[ArmGroup]) -> str | None:
     """Bars of bandwidth, a row for each stage, tier and group."""
     rates = [tier_gbps(group.first.run) for group in groups]
     bars = {
-        f"{words.display_name(words.STAGES, stage)}, {words.display_name(words.TIERS, tier)}": [
+        f"{display_name(STAGES, stage)}, {display_name(TIERS, tier)}": [
             (index, told[stage, tier]) for index, told in enumerate(rates) if (stage, tier) in told
         ]
         for stage, tier in sorted({key for told in rates for key in told}, key=lambda key: by_stage(*key))

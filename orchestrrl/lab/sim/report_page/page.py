@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.report_page import charts, tables, words
+from orchestrrl.lab.sim.report_page import charts, tables
+from orchestrrl.lab.sim.report_page.display_names import ARMS
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, groups_of
 from orchestrrl.lab.sim.report_page.naming import scenario_names
 from orchestrrl.lab.sim.report_page.style import CSS
@@ -170,7 +171,7 @@ def _cut(groups: Sequence[ArmGroup], most: int = charts.PER_CHART) -> list[list[
 
 
 def _arms(groups: Sequence[ArmGroup]) -> str:
-    told = [f"{arm}: {words.ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in words.ARMS]
+    told = [f"{arm}: {ARMS[arm]}" for arm in dict.fromkeys(group.arm for group in groups) if arm in ARMS]
     return f'<p class="note">{escape("; ".join(told))}.</p>' if told else ""
 
 

@@ -8,8 +8,8 @@ from html import escape
 import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page import words
 from orchestrrl.lab.sim.report_page.charts import by_stage, stage_s, tier_gbps
+from orchestrrl.lab.sim.report_page.display_names import OF_A_STEP, STAGES, TIERS, display_name, rank
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
 from orchestrrl.lab.sim.report_page.svg import number
 
@@ -112,10 +112,10 @@ def steps(groups: Sequence[ArmGroup]) -> str:
     told = [group.mean_step_s() for group in groups]
     names = sorted(
         {name for each in told for name, seconds in each.items() if seconds > 0},
-        key=lambda name: words.rank(words.OF_A_STEP, name),
+        key=lambda name: rank(OF_A_STEP, name),
     )
     rows = [[group.title, *(each.get(name) for name in names)] for group, each in zip(groups, told, strict=True)]
-    columns = (f"{words.display_name(words.OF_A_STEP, name)}, s" for name in names)
+    columns = (f"{display_name(OF_A_STEP, name)}, s" for name in names)
     return table(("", *columns), rows if names else [])
 
 
@@ -124,7 +124,10 @@ def tier_rates(groups: Sequence[ArmGroup]) -> str:
     for group in groups:
         run = group.first.run
         for (stage, tier), rate in sorted(tier_gbps(run).items(), key=lambda each: by_stage(*each[0])):
-            names = words.display_name(words.STAGES, stage), words.display_name(words.TIERS, tier)
+            names = (
+                display_name(STAGES, stage),
+                display_name(TIERS, tier),
+            )
             rows.append([group.title, *names, run.tier_bytes[stage][tier] / 1e9, rate])
     return table(("", "stage", "tier", "GB in one of it", "Gbps"), rows)
 
@@ -157,7 +160,7 @@ def staleness(groups: Sequence[ArmGroup]) -> str:
 def cost(groups: Sequence[ArmGroup]) -> str:
     """Rows on the frontier are marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
-    parts_of = (f"{words.display_name({}, name)}, $" for name in names)
+    parts_of = (f"{display_name({}, name)}, $" for name in names)
     columns = ("", "frontier", "network, $", *parts_of, "GPUs, $", "power of optics, W", "samples/s per M$ of network")
     best = frontier(groups)
     rows: list[list[Cell]] = []

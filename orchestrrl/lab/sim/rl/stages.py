@@ -19,10 +19,10 @@ from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
 from orchestrrl.lab.sim.rl.loop import GenTime
-from orchestrrl.lab.sim.rl.loop_held import SyncTime
 from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
+from orchestrrl.lab.sim.rl.sync_delays import SyncTime
 from orchestrrl.lab.sim.rl.training import training_bytes, training_stage
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside

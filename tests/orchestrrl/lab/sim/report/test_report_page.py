@@ -11,7 +11,7 @@ import pytest
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page import words
+from orchestrrl.lab.sim.report_page import display_names
 from orchestrrl.lab.sim.report_page.groups import frontier, groups_of
 from orchestrrl.lab.sim.report_page.page import SECTIONS, page, write
 from orchestrrl.lab.sim.rl.model import TimelineSpan
@@ -294,7 +294,7 @@ def test_every_part_of_a_training_step_has_a_colour_of_its_own() -> None:
 
 
 def test_every_arm_has_its_words() -> None:
-    assert set(words.ARMS) == set(ARMS)
+    assert set(display_names.ARMS) == set(ARMS)
     assert "both: our planner and balancer." in read([result()]).text["summary"]
 
 

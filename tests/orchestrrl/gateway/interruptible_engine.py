@@ -9,7 +9,7 @@ from orchestrrl.engines.base import Chunk, GenerationRequest
 from orchestrrl.engines.vllm import VllmEngine
 
 
-class HeldEngine(VllmEngine):
+class InterruptibleEngine(VllmEngine):
     """Reads an attempt up to a number of tokens (`holds`, for the next attempts in their order) and no further until
     released. What the server goes on to send is not read, as after any cut."""
 

@@ -4,7 +4,12 @@ import asyncio
 import heapq
 import itertools
 import time
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+from orchestrrl.core.errors import Permanent
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -62,3 +67,26 @@ class VirtualClock:
         # Enough turns of the event loop for chains of awaits to come to rest.
         for _ in range(10):
             await asyncio.sleep(0)
+
+
+async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
+    """Return what the work returns, like asyncio.timeout on `clock`. Raises Permanent past `limit_s`."""
+    task, expired = asyncio.current_task(), False
+    assert task is not None
+    cancelled_before = task.cancelling()
+
+    async def expire() -> None:
+        nonlocal expired
+        await clock.sleep(limit_s)
+        expired = True
+        task.cancel()
+
+    timer = asyncio.ensure_future(expire())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if expired and task.uncancel() <= cancelled_before:
+            raise Permanent(f"took longer than {limit_s:g} s") from None
+        raise
+    finally:
+        timer.cancel()

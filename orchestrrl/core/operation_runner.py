@@ -10,13 +10,15 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Retryable
-from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.journal.kinds import NODE_OPERATIONS
+from orchestrrl.core.journal.store import Journal, JournalEntry
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.core.operations import Action, Operation, OperationId, OperationResult, OperationStatus
 from orchestrrl.core.unknown_outcomes import OperationEvidence, settle
 from planner.model import NodeId
@@ -56,7 +58,7 @@ class OperationRunner:
     """Sends operations to nodes and sees every one of them closed, once."""
 
     def __init__(self, journal: Journal, nodes: NodeOrders, clock: Clock, on_closed: Closed) -> None:
-        self._journal = journal
+        self._log = OperationLog(journal, clock, NODE_OPERATIONS)
         self._nodes = nodes
         self._clock = clock
         self._on_closed = on_closed
@@ -70,11 +72,8 @@ class OperationRunner:
 
     def recover(self) -> int:
         """Take up the open operations of earlier generations; their number."""
-        for entry in self._journal.open_operations():
-            read = self._journal.interpret(entry, _written)
-            if read is None:
-                continue
-            operation, node = read
+        for left in self._log.left_open(_written):
+            operation, node = left.intent
             # It may have been sent, so it counts as sent.
             self._open[operation.id] = OpenOperation(operation, node, operation.valid_until_s, sends=1)
         return len(self._open)
@@ -82,7 +81,7 @@ class OperationRunner:
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
         """An operation of this generation that nobody has yet. Standing orders such as routes are sent as such,
         without a life of their own: the next one supersedes them."""
-        generation = self._journal.generation
+        generation = self._log.generation
         id = OperationId(f"{generation}-{next(self._count)}")
         return Operation(id, generation, self._clock.now_s() + valid_for_s, action)
 
@@ -92,7 +91,7 @@ class OperationRunner:
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
         opened = OpenOperation(operation, node, operation.valid_until_s, result=future)
         body = {"node": node, "operation": _OPERATION.dump_python(operation, mode="json")}
-        self._journal.append(self._clock.now_s(), EntryKind.OPERATION_INTENT, operation.id, body)
+        self._log.begin(operation.id, body)
         self._open[operation.id] = opened
         try:
             self._send(opened)
@@ -147,16 +146,13 @@ class OperationRunner:
     def _send(self, opened: OpenOperation) -> None:
         self._nodes.send(opened.node, opened.operation)
         opened.sends += 1
-        body = {"node": opened.node, "sends": opened.sends}
-        self._journal.append(self._clock.now_s(), EntryKind.OPERATION_SENT, opened.operation.id, body)
+        self._log.step(opened.operation.id, {"node": opened.node, "sends": opened.sends})
 
     def _failed(self, opened: OpenOperation, detail: str) -> OperationResult:
         return OperationResult(opened.operation.id, opened.node, OperationStatus.FAILED, detail)
 
     def _close(self, opened: OpenOperation, result: OperationResult) -> None:
-        now_s = self._clock.now_s()
-        body = _RESULT.dump_python(result, mode="json")
-        self._journal.append(now_s, EntryKind.OPERATION_RESULT, opened.operation.id, body)
+        self._log.end(opened.operation.id, _RESULT.dump_python(result, mode="json"))
         del self._open[opened.operation.id]
         why = result.detail or "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
         logger.info("operation %s on %s: %s %s", opened.operation.id, opened.node, result.status, why)
@@ -165,8 +161,8 @@ class OperationRunner:
             opened.result.set_result(result)
 
 
-def _written(body: Mapping[str, Any]) -> tuple[Operation, NodeId]:
-    return _OPERATION.validate_python(body["operation"]), NodeId(str(body["node"]))
+def _written(intent: JournalEntry) -> tuple[Operation, NodeId]:
+    return _OPERATION.validate_python(intent.body["operation"]), NodeId(str(intent.body["node"]))
 
 
 async def answers(

@@ -39,7 +39,9 @@ from orchestrrl.fleet.move_orders import MovesOutcome, checked_move, run_moves
 from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.steps import ServedWeights
+from orchestrrl.fleet.redeployment.steps import (
+    ServedWeights,
+)
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, ReportAck
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import FleetState, GenerationStep, StateCapacity

@@ -8,7 +8,9 @@ from orchestrrl.engines.managed import ManagedEngine, connect_managed
 from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
-from orchestrrl.fleet.redeployment.steps import RedeployTimeouts
+from orchestrrl.fleet.redeployment.steps import (
+    RedeployTimeouts,
+)
 
 if TYPE_CHECKING:  # heavy, and many configurations have none of it
     from orchestrrl.core.config.schema import Config

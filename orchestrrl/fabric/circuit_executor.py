@@ -15,7 +15,6 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -37,7 +36,9 @@ from ocs_drivers.model import (
 )
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
+from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class CircuitExecutor:
     ) -> None:
         self.owners = CircuitOwners(switches, journal, clock, owns_all)
         self._switches = switches
-        self._journal = journal
+        self._log = OperationLog(journal, clock, CIRCUIT_CHANGES)
         self._clock = clock
         self._turns = {switch: asyncio.Lock() for switch in switches}
         self._count = itertools.count(1)
@@ -258,7 +259,7 @@ class CircuitExecutor:
         return CircuitOperation(self._next_id(), switch, diff, self._clock.now_s() + valid_s, revert_in_s)
 
     def _note(self, operation: CircuitOperation) -> None:
-        self._write(EntryKind.CIRCUITS_INTENT, operation.id, operation_to_json(operation))
+        self._log.begin(operation.id, operation_to_json(operation))
 
     async def _arm(self, operation: CircuitOperation) -> Armed | None:
         """None: nothing is gained by it there."""
@@ -298,10 +299,8 @@ class CircuitExecutor:
 
     def recover(self) -> int:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
-        for entry in self._journal.open_operations(EntryKind.CIRCUITS_INTENT):
-            operation = self._journal.interpret(entry, partial(operation_from_json, entry.subject))
-            if operation is not None:
-                self._open[operation.id] = operation
+        for left in self._log.left_open(lambda entry: operation_from_json(entry.subject, entry.body)):
+            self._open[left.id] = left.intent
         self.owners.recover((operation.switch, operation.diff) for operation in self.open)
         return len(self._open)
 
@@ -513,7 +512,7 @@ class CircuitExecutor:
         """`gone`: what of the change is certainly not up; the rest is ours if it is."""
         if outcome.switch in self._switches:
             self.owners.ended(outcome.switch, gone)
-        self._write(EntryKind.CIRCUITS_RESULT, outcome.operation, outcome_to_json(outcome))
+        self._log.end(outcome.operation, outcome_to_json(outcome))
         self._open.pop(outcome.operation, None)
         self._not_seen_since_s.pop(outcome.operation, None)
         self._undone.pop(outcome.operation, None)
@@ -521,10 +520,7 @@ class CircuitExecutor:
         return outcome
 
     def _next_id(self) -> str:
-        return f"circuits-{self._journal.generation}-{next(self._count)}"
-
-    def _write(self, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> None:
-        self._journal.append(self._clock.now_s(), kind, subject, body)
+        return f"circuits-{self._log.generation}-{next(self._count)}"
 
 
 @dataclass(frozen=True, slots=True)

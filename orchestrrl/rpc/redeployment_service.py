@@ -6,15 +6,15 @@ from typing import Protocol
 import grpc
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operation import OperationState, Stage
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.redeployment.records import read_history
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
     RedeploymentId,
     RedeploymentReport,
-    RedeploymentState,
     RedeployRequest,
-    Stage,
+    RedeployStep,
 )
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, pause_request_from_pb, report_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -31,7 +31,7 @@ NO_DEPLOYER = (
 class RedeploymentsControl(Protocol):
     """Whoever carries redeployments out, one at a time. A redeployment runs by itself, whoever looks on."""
 
-    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[RedeployStep], ...]]:
         """What would be done. Raises ProblemFaults with all that is wrong with the wish, Permanent where it cannot be
         now."""
         ...
@@ -78,7 +78,7 @@ class RedeploymentService:
             if report != seen:
                 seen = report
                 yield report_to_pb(report)
-            if seen.state is RedeploymentState.RUNNING:
+            if seen.state is OperationState.RUNNING:
                 await self._control_plane.clock.sleep(TOLD_EVERY_S)
 
     async def get(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:

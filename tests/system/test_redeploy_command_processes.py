@@ -15,7 +15,7 @@ from redeploying_daemon import RedeploymentDaemon
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.fleet.redeploy_follow import EXIT_LEFT
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState
+from orchestrrl.core.operation import OperationState, StepState
 from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, harness, object_of, run, said
 
 
@@ -32,10 +32,10 @@ def test_it_is_followed_into_the_next_life_of_its_daemon(tmp_path: Path) -> None
         begun = process.stdout.readline()
         address, reports = first.address, first.redeployer.reports
     (report,) = reports.values()
-    step = replace(report.steps[0], state=RedeployStepState.FAILED, detail="the daemon ended", began_s=report.created_s)
+    step = replace(report.steps[0], state=StepState.FAILED, detail="the daemon ended", began_s=report.created_s)
     gone_back = replace(
         report,
-        state=RedeploymentState.ROLLED_BACK,
+        state=OperationState.ROLLED_BACK,
         detail="the daemon ended in the middle of it",
         ended_s=report.created_s + 7.0,
         steps=(step, *report.steps[1:]),

@@ -1,5 +1,6 @@
 """Kinds of entries of the journal. Apart from it, so that a command which only names them need not load SQLite."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -25,7 +26,6 @@ class EntryKind(StrEnum):
     PLAN_ACTUAL = "plan.actual"
     PLAN_CALIBRATION = "plan.calibration"
     PLAN_CONTROL = "plan.control"
-    DEPLOYMENT_BEGAN = "deployment.began"
     DEPLOYMENT_ENDED = "deployment.ended"
     REDEPLOYMENT_BEGAN = "redeployment.began"
     REDEPLOYMENT_STEP = "redeployment.step"
@@ -51,3 +51,22 @@ class EntryKind(StrEnum):
     SYNC_STEP = "sync.step"  # how it stands; what it is about to do is written down before
     SYNC_ENDED = "sync.ended"
     WEIGHTS = "weights"  # the version that the fleet is committed to, and engines that have not got it
+
+
+@dataclass(frozen=True, slots=True)
+class OperationEntries:
+    """The entries of one kind of operation, written by core/operation_log.py alone. An operation is open from its
+    intent until its result."""
+
+    intent: EntryKind
+    result: EntryKind
+    step: EntryKind | None = None
+
+
+NODE_OPERATIONS = OperationEntries(EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT, EntryKind.OPERATION_SENT)
+CIRCUIT_CHANGES = OperationEntries(EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT)
+REDEPLOYMENTS = OperationEntries(
+    EntryKind.REDEPLOYMENT_BEGAN, EntryKind.REDEPLOYMENT_ENDED, EntryKind.REDEPLOYMENT_STEP
+)
+WEIGHT_SYNCS = OperationEntries(EntryKind.SYNC_BEGAN, EntryKind.SYNC_ENDED, EntryKind.SYNC_STEP)
+OPERATIONS = (NODE_OPERATIONS, CIRCUIT_CHANGES, REDEPLOYMENTS, WEIGHT_SYNCS)

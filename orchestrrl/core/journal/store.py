@@ -49,6 +49,7 @@ from orchestrrl.core.journal.damage import (
     roll_back,
     write_meta,
 )
+from orchestrrl.core.journal.kinds import NODE_OPERATIONS, OPERATIONS, OperationEntries
 from orchestrrl.core.journal.kinds import EntryKind as EntryKind
 from orchestrrl.core.journal.values import EARLIEST_S, LATEST_S, body_faults, can_be_written
 
@@ -107,19 +108,11 @@ _DURABLE = frozenset(
     }
 )
 
-_RESULT_OF = {
-    EntryKind.OPERATION_INTENT: EntryKind.OPERATION_RESULT,
-    EntryKind.CIRCUITS_INTENT: EntryKind.CIRCUITS_RESULT,
-    EntryKind.REDEPLOYMENT_BEGAN: EntryKind.REDEPLOYMENT_ENDED,
-    EntryKind.SYNC_BEGAN: EntryKind.SYNC_ENDED,
-}
-_STEP_OF = {EntryKind.REDEPLOYMENT_STEP: EntryKind.REDEPLOYMENT_BEGAN, EntryKind.SYNC_STEP: EntryKind.SYNC_BEGAN}
 
-
-def _open(intent: EntryKind) -> str:
+def _open(entries: OperationEntries) -> str:
     return f"""
-(kind = '{intent}' AND NOT EXISTS (
-  SELECT 1 FROM entries AS result WHERE result.kind = '{_RESULT_OF[intent]}' AND result.subject = entries.subject
+(kind = '{entries.intent}' AND NOT EXISTS (
+  SELECT 1 FROM entries AS result WHERE result.kind = '{entries.result}' AND result.subject = entries.subject
 ))"""
 
 
@@ -183,9 +176,9 @@ class JournalReader:
         query = f"SELECT {_READ} FROM entries WHERE sequence IN ({newest}) ORDER BY sequence"
         return {entry.subject: entry for entry in self._read(query, kind)}
 
-    def open_operations(self, intent: EntryKind = EntryKind.OPERATION_INTENT) -> list[JournalEntry]:
-        """Intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
-        return self._read(f"SELECT {_READ} FROM entries WHERE {_open(intent)} ORDER BY sequence")
+    def open_operations(self, entries: OperationEntries = NODE_OPERATIONS) -> list[JournalEntry]:
+        """Return the intents of this kind without a result, oldest first: what a restarted daemon has to settle."""
+        return self._read(f"SELECT {_READ} FROM entries WHERE {_open(entries)} ORDER BY sequence")
 
     def interpret(self, entry: JournalEntry, parse: Callable[[Mapping[str, Any]], _Value]) -> _Value | None:
         """What `parse` makes of the entry's body. None for what this version cannot read: the entry is named in
@@ -351,8 +344,8 @@ class Journal(JournalReader):
         found = super().latest_by_subject(kind)
         return {subject: entry for subject, entry in found.items() if entry.sequence > self._damaged_at}
 
-    def open_operations(self, intent: EntryKind = EntryKind.OPERATION_INTENT) -> list[JournalEntry]:
-        return [entry for entry in super().open_operations(intent) if entry.sequence > self._damaged_at]
+    def open_operations(self, entries: OperationEntries = NODE_OPERATIONS) -> list[JournalEntry]:
+        return [entry for entry in super().open_operations(entries) if entry.sequence > self._damaged_at]
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         """Write one entry; its sequence number. Raises Permanent when the file cannot take it, and for what could not
@@ -426,10 +419,10 @@ class Journal(JournalReader):
     def _prune(self, newest: int) -> None:
         self._until_prune = PRUNE_EVERY
         kept = ", ".join("?" * len(_RECOVERED_FROM_LATEST))
-        still_open = " OR ".join(_open(intent) for intent in _RESULT_OF)
-        for step, began in _STEP_OF.items():  # what an open one has changed so far
-            subjects = f"SELECT subject FROM entries WHERE {_open(began)}"
-            still_open += f" OR (kind = '{step}' AND subject IN ({subjects}))"
+        still_open = " OR ".join(map(_open, OPERATIONS))
+        for each in OPERATIONS:  # what an open one has changed so far
+            subjects = f"SELECT subject FROM entries WHERE {_open(each)}"
+            still_open += f" OR (kind = '{each.step}' AND subject IN ({subjects}))"
         with self._naming_damage(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             gone = self._db.execute(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
@@ -27,7 +27,12 @@ from orchestrrl.fleet.redeployment.checks import (
     writing_fault,
 )
 from orchestrrl.fleet.redeployment.emptying import Emptying, MovesTally
-from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+    RedeployStep,
+    ServedWeights,
+    StepKind,
+)
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import Configuration, ConfigurationId, EngineId
 
@@ -240,6 +245,9 @@ class RedeployActions:
     # --- of an engine
 
     async def _of_engine(self, kind: StepKind, engine: EngineId) -> str:
+        self.waits_for.pop(engine, None)
+        if kind in (StepKind.START, StepKind.WAKE, StepKind.STOP, StepKind.SLEEP):
+            self.loaded.discard(engine)
         match kind:
             case StepKind.EVACUATE:
                 return await self._evacuate(engine)
@@ -256,7 +264,9 @@ class RedeployActions:
             case StepKind.READY:
                 return await self._until_ready(engine)
             case StepKind.LOAD:
-                return await self._with_client(engine, lambda client: self._load(engine, client))
+                detail = await self._with_client(engine, lambda client: self._load(engine, client))
+                self.loaded.add(engine)
+                return detail
             case StepKind.WARM_UP:
                 return await self._with_client(engine, self._warm_up)
             case StepKind.VERIFY:
@@ -463,26 +473,3 @@ async def _first_token(client: ManagedEngine) -> float:
     if not await client.healthy():
         raise Retryable("is not healthy", POLL_S)
     return await client.probe()
-
-
-async def within(clock: Clock, limit_s: float, work: Awaitable[_T]) -> _T:
-    """The work's outcome; Permanent when it takes longer: it is cancelled then. As asyncio.timeout, on our clock."""
-    task, expired = asyncio.current_task(), False
-    assert task is not None
-    cancelled_before = task.cancelling()
-
-    async def expire() -> None:
-        nonlocal expired
-        await clock.sleep(limit_s)
-        expired = True
-        task.cancel()
-
-    timer = asyncio.ensure_future(expire())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if expired and task.uncancel() <= cancelled_before:
-            raise Permanent(f"took longer than {limit_s:g} s") from None
-        raise
-    finally:
-        timer.cancel()

@@ -5,15 +5,16 @@ from collections.abc import AsyncIterator, Callable
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
+from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.operation import OperationState, StepState
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentId,
     RedeploymentReport,
-    RedeploymentState,
-    RedeployStepState,
     StepKind,
 )
 from planner.model import EngineId
@@ -26,6 +27,7 @@ class RedeploymentBook:
     under way, or that was last here."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
+        self.log = OperationLog(journal, clock, REDEPLOYMENTS)
         self._journal = journal
         self._clock = clock
         self._current = current
@@ -60,7 +62,7 @@ class RedeploymentBook:
         watchers.add(queue)
         try:
             yield report
-            while report.state is RedeploymentState.RUNNING:
+            while report.state is OperationState.RUNNING:
                 report = await queue.get()
                 while not queue.empty():  # only the newest matters
                     report = queue.get_nowait()
@@ -79,16 +81,16 @@ class RedeploymentBook:
         self._ended[report.id] = report
         for old in list(self._ended)[:-HISTORY]:
             del self._ended[old]
-        write_end(self._journal, self._clock.now_s(), report, fleet)
+        write_end(self.log, report, fleet)
 
     def note_engines(self, run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> None:
         """What became of each engine. What a start took is noted where it was as `usual`: later daemons learn by it."""
         specs = {spec.engine: spec for spec in run.redeployment.coming}
         for told in run.report().steps:
             engine = told.step.engine
-            if engine is None or told.state not in (RedeployStepState.DONE, RedeployStepState.FAILED):
+            if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
                 continue
-            done = told.state is RedeployStepState.DONE
+            done = told.state is StepState.DONE
             if told.step.kind in STOPS:
                 self.note_stopped(engine, done=done, detail=told.detail)
             elif told.step.kind is StepKind.VERIFY or not done:
@@ -127,11 +129,11 @@ def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId],
 
 
 def summary_text(report: RedeploymentReport) -> str:
-    done = [told for told in report.steps if told.state is RedeployStepState.DONE]
+    done = [told for told in report.steps if told.state is StepState.DONE]
     stopped = sum(told.step.kind in (StepKind.STOP, StepKind.SLEEP) for told in done)
     started = sum(told.step.kind is StepKind.VERIFY for told in done)
     moved = report.requests_moved + report.requests_parked
     said = f"{stopped} engines stopped, {started} started, {moved} requests moved"
-    if report.state is RedeploymentState.DONE:
+    if report.state is OperationState.DONE:
         return "; ".join(filter(None, [said, report.detail]))
     return f"{report.state.replace('_', ' ')}: {report.detail} ({said})"

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operation import OperationState, Stage
+from orchestrrl.core.operation_log import OpenIntent
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
@@ -23,16 +25,15 @@ from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, start
 from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.records import OpenRedeployment, RecordedFleet, read_fleet, read_open
+from orchestrrl.fleet.redeployment.records import RecordedFleet, read_fleet, read_open
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
     RedeploymentId,
     RedeploymentReport,
-    RedeploymentState,
     RedeployRequest,
+    RedeployStep,
     RedeployTimeouts,
-    Stage,
     check,
     stages_of,
 )
@@ -112,26 +113,20 @@ class RedeploymentController:
         """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
         await self._scan()
         opened = read_open(self._control_plane.journal)
-        ours = (
-            self._ours()
-            if opened is None
-            else (*opened.redeployment.old, *opened.redeployment.new, *opened.redeployment.asleep)
-        )
+        ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
         if ours is not None:
             await self._end_strangers({spec.engine for spec in ours})
         if opened is None:
             await self._end_dead()
             self._adopt()
             return
-        logger.warning("redeployment %s was cut short by the end of its daemon", opened.redeployment.id)
+        logger.warning("redeployment %s was cut short by the end of its daemon", opened.intent.id)
         self._adopt()
-        acts = self._acts(opened.redeployment)
-        self._run = run = RedeploymentRun(
-            opened.redeployment, acts, self._control_plane.journal, self._control_plane.clock, self._changed
-        )
+        acts = self._acts(opened.intent)
+        self._run = run = RedeploymentRun(opened.intent, acts, self._book.log, self._control_plane.clock, self._changed)
         self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
 
-    async def _resume(self, run: RedeploymentRun, opened: OpenRedeployment) -> None:
+    async def _resume(self, run: RedeploymentRun, opened: OpenIntent[Redeployment]) -> None:
         """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
         while self._control_plane.redeployment_hold():
             await self._control_plane.clock.sleep(POLL_S)
@@ -272,7 +267,7 @@ class RedeploymentController:
                 why[id] = str(error)
         return why
 
-    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage, ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[RedeployStep], ...]]:
         """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
         Permanent where it cannot be now."""
         standing = self._standing()
@@ -406,7 +401,7 @@ class RedeploymentController:
         self._run = run = RedeploymentRun(
             redeployment,
             self._acts(redeployment),
-            self._control_plane.journal,
+            self._book.log,
             self._control_plane.clock,
             self._changed,
         )
@@ -445,7 +440,7 @@ class RedeploymentController:
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
         now_s, starts = self._control_plane.clock.now_s(), starts_of(run, self._as_usual)
-        outcome = RedeploymentOutcome(report.state is RedeploymentState.DONE, summary_text(report), now_s, starts)
+        outcome = RedeploymentOutcome(report.state is OperationState.DONE, summary_text(report), now_s, starts)
         try:
             self._book.ended(report, self._fleet)
             self._book.note_engines(run, self._as_usual)

@@ -9,7 +9,9 @@ from typing import Protocol
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import RequestMove
 from orchestrrl.fleet.move_orders import MovesOutcome
-from orchestrrl.fleet.redeployment.steps import Redeployment
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+)
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import FleetState
 from planner.model import (

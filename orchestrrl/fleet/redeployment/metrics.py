@@ -5,9 +5,13 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from orchestrrl.fleet.redeployment.steps import RedeploymentReport, RedeploymentState, RedeployStepState, StepKind
+from orchestrrl.core.operation import OperationState, StepState
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentReport,
+    StepKind,
+)
 
-OUTCOMES = (RedeploymentState.DONE, RedeploymentState.ROLLED_BACK, RedeploymentState.DEGRADED)
+OUTCOMES = (OperationState.DONE, OperationState.ROLLED_BACK, OperationState.DEGRADED)
 
 
 class RedeploymentMetrics:
@@ -15,7 +19,7 @@ class RedeploymentMetrics:
 
     def __init__(self) -> None:
         self._counted: set[str] = set()
-        self._outcomes: Counter[RedeploymentState] = Counter()
+        self._outcomes: Counter[OperationState] = Counter()
         self._steps: Counter[StepKind] = Counter()
         self._failed: Counter[StepKind] = Counter()
         self._elapsed_s: dict[StepKind, float] = dict.fromkeys(StepKind, 0.0)
@@ -23,7 +27,7 @@ class RedeploymentMetrics:
 
     def collect(self, history: Sequence[RedeploymentReport]) -> Iterator[Metric]:
         """`history`: all redeployments that are remembered."""
-        ended = [report for report in history if report.state is not RedeploymentState.RUNNING]
+        ended = [report for report in history if report.state is not OperationState.RUNNING]
         for report in ended:
             if report.id not in self._counted:
                 self._count(report)
@@ -55,8 +59,8 @@ class RedeploymentMetrics:
         self._outcomes[report.state] += 1
         self._closed_s += report.closed_s or 0.0
         for told in report.steps:
-            if told.state is RedeployStepState.DONE and told.elapsed_s is not None:
+            if told.state is StepState.DONE and told.elapsed_s is not None:
                 self._steps[told.step.kind] += 1
                 self._elapsed_s[told.step.kind] += told.elapsed_s
-            elif told.state is RedeployStepState.FAILED:
+            elif told.state is StepState.FAILED:
                 self._failed[told.step.kind] += 1

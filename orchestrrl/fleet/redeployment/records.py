@@ -1,19 +1,21 @@
 """Redeployments and the fleet that they left, in the journal: written and read in one form."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
+from orchestrrl.core.journal.kinds import REDEPLOYMENTS
+from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.core.operation import check_record
+from orchestrrl.core.operation_log import OpenIntent, OperationLog, left_open
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
     RedeploymentId,
     RedeploymentReport,
-    RedeployStepState,
     StepKind,
 )
 
@@ -23,7 +25,6 @@ REPORT = TypeAdapter(RedeploymentReport)
 _SPECS = TypeAdapter(tuple[EngineSpec, ...])
 
 HISTORY = 256  # redeployments that are remembered
-MOST_STEPS = 100_000  # entries of one redeployment
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +35,13 @@ class RecordedFleet:
     asleep: tuple[EngineSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRedeployment:
-    """One whose daemon did not live to end it, and what it wrote of its steps."""
-
-    redeployment: Redeployment
-    steps: tuple[JournalEntry, ...]
-
-
-def write_end(journal: Journal, at_s: float, report: RedeploymentReport, fleet: RecordedFleet) -> None:
+def write_end(log: OperationLog, report: RedeploymentReport, fleet: RecordedFleet) -> None:
     body = {
         "report": REPORT.dump_python(report, mode="json"),
         "serving": _SPECS.dump_python(fleet.serving, mode="json"),
         "asleep": _SPECS.dump_python(fleet.asleep, mode="json"),
     }
-    journal.append(at_s, EntryKind.REDEPLOYMENT_ENDED, report.id, body)
+    log.end(report.id, body)
 
 
 def read_fleet(journal: JournalReader) -> RecordedFleet | None:
@@ -57,23 +50,18 @@ def read_fleet(journal: JournalReader) -> RecordedFleet | None:
     return None if latest is None else journal.interpret(latest, _fleet_from)
 
 
-def read_open(journal: JournalReader) -> OpenRedeployment | None:
+def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
     """The latest that was not ended: there is one at a time."""
-    opened = journal.open_operations(EntryKind.REDEPLOYMENT_BEGAN)
-    if not opened:
+    opened = left_open(journal, REDEPLOYMENTS, lambda entry: REDEPLOYMENT.validate_python(entry.body["redeployment"]))
+    latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
+    newest = journal.latest(EntryKind.REDEPLOYMENT_BEGAN)
+    if not opened or newest is None or newest.sequence != opened[-1].sequence:
         return None
-    begun, ended = opened[-1], journal.latest(EntryKind.REDEPLOYMENT_ENDED)
-    if ended is not None and ended.sequence > begun.sequence:  # it has ended, and that could not be written down
-        return None
-    redeployment = journal.interpret(begun, lambda body: REDEPLOYMENT.validate_python(body["redeployment"]))
-    if redeployment is None:
-        return None
-    steps = [
-        entry
-        for entry in journal.since(begun.sequence, (EntryKind.REDEPLOYMENT_STEP,), MOST_STEPS)
-        if entry.subject == redeployment.id and journal.interpret(entry, _checked_step) is not None
-    ]
-    return OpenRedeployment(redeployment, tuple(steps))
+    left = opened[-1]
+    if latest is not None and latest.sequence > left.sequence:
+        return None  # it has ended, and that could not be written down
+    steps = tuple(step for step in left.steps if journal.interpret(step, _checked_step) is not None)
+    return replace(left, steps=steps)
 
 
 def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
@@ -91,11 +79,8 @@ def _fleet_from(body: Mapping[str, Any]) -> RecordedFleet:
 
 
 def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a step, which has what a resumed redeployment reads of it."""
-    StepKind(body["kind"]), RedeployStepState(body["state"])
+    """Return the body of a step's entry, with what a resumed redeployment reads of it. Raises ValueError."""
+    StepKind(body["kind"]), body["engine"]
     if "reference" in body:
         EXCERPT.validate_python(body["reference"])
-    missing = {"engine", "number", "direction", "detail", "began_s", "elapsed_s"} - body.keys()
-    if missing:
-        raise ValueError(f"has no {min(missing)}")
-    return body
+    return check_record(body)

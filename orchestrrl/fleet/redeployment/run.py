@@ -1,66 +1,47 @@
-"""Carry one redeployment out, step by step, each written down before and after; where a step fails, go back.
+"""A redeployment as an operation: what each of its steps does, and how it goes back.
 
-Whatever happens, the run ends with the old engines, the new ones, or, where going back fails for some, with all others.
-A run that its daemon did not live to end is taken up by the next one: `resume` decides by what was written down and by
-what the deployer has.
+Whatever happens, it ends with the old engines, the new ones, or, where going back fails for some, with all others.
+Running the steps, journalling them and resuming after a restart is core/operation.py.
 """
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
+from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.journal.store import JournalEntry
+from orchestrrl.core.operation import (
+    Chain,
+    OperationRun,
+    Stage,
+    StepDirection,
+    StepRecord,
+    StepState,
+    steps_in,
+)
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.fleet.deployers.base import EngineLife
-from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions, within
+from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions
 from orchestrrl.fleet.redeployment.records import EXCERPT, REDEPLOYMENT
 from orchestrrl.fleet.redeployment.steps import (
     BRING_UP,
     Redeployment,
     RedeploymentReport,
-    RedeploymentState,
     RedeployStep,
-    RedeployStepState,
-    Stage,
-    StepDirection,
     StepKind,
-    StepReport,
     check,
     goes_on,
     stages_back,
     stages_of,
-    steps_in,
 )
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-POLL_AGAIN_S = 2.0
-BACK_ATTEMPTS = 2  # for an engine of before: memory of what was on its GPUs may be freed late
 _TAKES_GPUS = (StepKind.START, StepKind.WAKE)
 _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
-
-
-@dataclass(frozen=True, slots=True)
-class RedeployFailure:
-    """Why it does not go on."""
-
-    step: RedeployStep | None  # None: it was called off
-    why: str
-
-    def __str__(self) -> str:
-        if self.step is None:
-            return self.why
-        return f"{self.step.kind}{f' of {self.step.engine}' if self.step.engine else ''}: {self.why}"
-
-
-class _ChainFailed(Exception):
-    def __init__(self, failure: RedeployFailure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
 
 
 class RedeploymentRun:
@@ -70,383 +51,219 @@ class RedeploymentRun:
         self,
         redeployment: Redeployment,
         acts: RedeployActions,
-        journal: Journal,
+        log: OperationLog,
         clock: Clock,
         changed: Callable[[], None],
     ) -> None:
         self.redeployment = redeployment
         self.acts = acts
-        self._journal = journal
         self._clock = clock
-        self._changed = changed
-        self._stages: dict[StepDirection, tuple[Stage, ...]] = {
-            StepDirection.FORWARD: stages_of(redeployment),
-            StepDirection.BACK: (),
-        }
-        check(redeployment, self._stages[StepDirection.FORWARD])
-        self._steps: dict[tuple[StepDirection, int], StepReport] = {}
-        self._list_steps(StepDirection.FORWARD)
-        self._state = RedeploymentState.RUNNING
-        self._detail = ""
-        self._ended_s: float | None = None
-        self._fenced_s: float | None = None
-        self._closed_s: float | None = None
-        self._going: asyncio.Task[None] | None = None  # forward
-        self._called_off = ""
-        self._point_of_no_return = False
-        self._stopping: set[EngineId] = set()  # begun, and not known to have been done
-        self._dozing: set[EngineId] = set()  # that may sleep, whatever the deployer knows of it
-        self._unready: set[EngineId] = set()  # on their way up, and not known to have been verified
+        self._stages = stages_of(redeployment)
+        check(redeployment, self._stages)
+        self._present: set[EngineId] = set()  # as observed last
+        self._expects = False  # gateways have been told which engines are to come
+        self._operation = OperationRun(self, log, clock, changed)
+        self.call_off = self._operation.call_off
 
-    # --- told
+    @property
+    def id(self) -> str:
+        return self.redeployment.id
+
+    def __str__(self) -> str:
+        return f"redeployment {self.redeployment.id}"
 
     def report(self) -> RedeploymentReport:
+        operation = self._operation
         return RedeploymentReport(
             id=self.redeployment.id,
             plan=self.redeployment.plan,
             reason=self.redeployment.reason,
             created_s=self.redeployment.created_s,
-            state=self._state,
+            state=operation.state,
             old=self.redeployment.old,
             new=self.redeployment.new,
-            engines=tuple(sorted(e for e, d in self.acts.running.items() if d.life is EngineLife.ALIVE and not d.lent)),
-            steps=tuple(self._steps.values()),
-            detail=self._detail,
-            ended_s=self._ended_s,
+            engines=tuple(sorted(self._serving())),
+            steps=operation.steps,
+            detail=operation.detail,
+            ended_s=operation.ended_s,
             requests_moved=len(self.acts.tally.moved - self.acts.tally.parked),
             requests_parked=len(self.acts.tally.parked),
-            closed_s=self._closed_s,
+            closed_s=_closed_s(operation.records),
         )
 
     def elapsed_s(self, engine: EngineId) -> float | None:
-        """Seconds from when what was in its way began to leave until it was verified; None: it was not."""
+        """Return the seconds from when the engines in its way began to leave until it was verified, or None."""
         verified_s, began_s = None, []
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
-        for (direction, _), told in self._steps.items():
-            if direction is not StepDirection.FORWARD or told.began_s is None:
+        for report in self._operation.steps:
+            if report.direction is not StepDirection.FORWARD or report.began_s is None:
                 continue
-            step = told.step
+            step = report.step
             if step.engine in in_the_way and step.kind in _FREES_GPUS:
-                began_s.append(told.began_s)
+                began_s.append(report.began_s)
             if step.engine == engine and step.kind in _TAKES_GPUS:
-                began_s.append(told.began_s)
-            if step.engine == engine and step.kind is StepKind.VERIFY and told.elapsed_s is not None:
-                verified_s = told.began_s + told.elapsed_s
+                began_s.append(report.began_s)
+            if step.engine == engine and step.kind is StepKind.VERIFY and report.elapsed_s is not None:
+                verified_s = report.began_s + report.elapsed_s
         return None if verified_s is None or not began_s else verified_s - min(began_s)
 
-    def call_off(self, because: str) -> None:
-        """Go back. Raises Permanent where that is no longer possible."""
-        going = self._going  # None: it is yet to begin
-        over = (
-            self.acts.going_back or self._state is not RedeploymentState.RUNNING or (going is not None and going.done())
-        )
-        if over or self._point_of_no_return:
-            raise Permanent(f"redeployment {self.redeployment.id} can no longer be called off")
-        self._called_off = because
-        if going is not None:
-            going.cancel()
-
-    # --- run
-
     async def run(self) -> None:
-        """From the beginning to the end."""
-        # Who comes on free GPUs is verified before any engine is emptied that could be asked then.
-        early = next(steps_in(self._stages[StepDirection.FORWARD])).kind in _TAKES_GPUS
+        """Run it from the beginning to the end."""
+        # Engines that come on free GPUs are verified before any engine is emptied that could be asked then.
+        early = next(steps_in(self._stages)).kind in _TAKES_GPUS
         limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S
         try:
             reference = await within(self._clock, limit_s, self.acts.reference(patient=early))
         except OrchestrRLError as error:
-            logger.warning("redeployment %s: nobody was there to compare answers with: %s", self.redeployment.id, error)
+            logger.warning("%s: no engine gave answers to compare with: %s", self, error)
             reference = None
         self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
-        body = {"redeployment": REDEPLOYMENT.dump_python(self.redeployment, mode="json")}
-        try:
-            self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_BEGAN, self.redeployment.id, body)
-        except OrchestrRLError as error:
-            self._state, self._ended_s = RedeploymentState.ROLLED_BACK, self._clock.now_s()
-            self._detail = f"nothing was begun, since it cannot be written down: {error}"
-            return
-        failure = RedeployFailure(None, self._called_off) if self._called_off else await self._forward()
-        await self._end(failure)
+        await self._operation.run()
 
-    async def resume(self, steps: Sequence[JournalEntry]) -> None:
-        """Take up what a daemon before left open; `steps` are its entries of this redeployment, in order."""
-        done = self._recall(steps)
+    async def resume(self, entries: Sequence[JournalEntry]) -> None:
+        """Bring it to its end after its daemon ended; `entries` are those of its steps, in order."""
+        await self._operation.resume(entries)
+
+    # --- what core/operation.py asks of it
+
+    def forward(self) -> tuple[Stage[RedeployStep], ...]:
+        return self._stages
+
+    def intent(self) -> Mapping[str, Any]:
+        return {"redeployment": REDEPLOYMENT.dump_python(self.redeployment, mode="json")}
+
+    def record(self, step: RedeployStep) -> Mapping[str, Any]:
+        body: dict[str, Any] = {"kind": step.kind, "engine": step.engine}
+        if self.redeployment.reference is None and self.acts.redeployment.reference is not None:
+            self.redeployment = self.acts.redeployment
+            body["reference"] = EXCERPT.dump_python(self.acts.redeployment.reference, mode="json")
+        return body
+
+    async def do(self, step: RedeployStep) -> str:
+        if not self._expects:
+            self._expects = True
+            self.acts.expect(spec.engine for spec in self.redeployment.preparing)
+        return await self.acts.forward(step)
+
+    async def undo(self, step: RedeployStep) -> str:
+        return await self.acts.back(step)
+
+    async def observe(self) -> None:
+        self._present = await self.acts.scan()
+
+    def back(self, records: Sequence[StepRecord]) -> tuple[Stage[RedeployStep], ...]:
+        self.acts.going_back = True
+        left = _unsettled(records)
+        self.acts.loaded = left.loaded
+        running = self.acts.running
+        old = {spec.engine for spec in self.redeployment.leaving}
+        asleep = {engine for engine in self._present if running[engine].lent}
+        asleep |= self._present & left.dozing & old
+        there = self._present - (left.unready & old)  # starting one again is harmless, and brings it up
+        ended = {engine for engine in self._present if running[engine].life is EngineLife.ENDED}
+        stages = stages_back(self.redeployment, there, asleep, left.scaled, left.stopping | ended)
+        brought_up = {step.engine for step in steps_in(stages) if step.kind is StepKind.READY}
+        self.acts.expect(engine for engine in brought_up if engine is not None)
+        return stages
+
+    def restored(self) -> bool:
+        return self._serving() == {spec.engine for spec in self.redeployment.old}
+
+    def resume_from(self, records: Sequence[StepRecord]) -> frozenset[int] | None:
+        for record in records:
+            if "reference" in record.entry:
+                reference = EXCERPT.validate_python(record.entry["reference"])
+                self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
+        self.acts.loaded = _unsettled(records).loaded
+        forward = {step.number: step for step in steps_in(self._stages)}
+        done = {
+            (forward[record.number].kind, forward[record.number].engine)
+            for record in records
+            if record.direction is StepDirection.FORWARD and record.state is StepState.DONE and record.number in forward
+        }
         alive = {engine for engine, deployed in self.acts.running.items() if deployed.life is EngineLife.ALIVE}
         if not goes_on(self.redeployment, done, alive):
-            return await self._end(RedeployFailure(None, "the daemon ended in the middle of it"))
-        logger.warning("redeployment %s is finished: all that is new had been verified", self.redeployment.id)
+            return None
         stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
         # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
         again: set[tuple[StepKind, EngineId | None]] = {(StepKind.FENCE, None), (StepKind.ADMIT, None)}
         again |= {(StepKind.EVACUATE, spec.engine) for spec in self.redeployment.leaving if spec.engine not in stopped}
-        return await self._end(await self._forward(done - again))
+        return frozenset(step.number for step in forward.values() if (step.kind, step.engine) in done - again)
 
-    async def _forward(self, done: set[tuple[StepKind, EngineId | None]] | None = None) -> RedeployFailure | None:
-        skip = done or set()
-        self.acts.expect(spec.engine for spec in self.redeployment.preparing)
-        self._going = asyncio.ensure_future(self._run_stages(skip))
+    def is_final(self, step: RedeployStep) -> bool:
+        return step.kind is StepKind.ADMIT
+
+    def is_optional(self, step: RedeployStep) -> bool:
+        """The new deployment stands: an engine that could not be stopped is left to the next redeployment."""
+        return step.kind is StepKind.RETIRE
+
+    async def again(self, chain: Chain[RedeployStep], failed: RedeployStep) -> Chain[RedeployStep]:
+        """Free the GPUs of an engine that came up by half; one that could not be woken is started."""
+        if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
+            return chain
         try:
-            await self._going
-        except _ChainFailed as failed:
-            return failed.failure
+            await within(self._clock, self.redeployment.limits.stop_s, self.acts.discard(failed.engine))
         except OrchestrRLError as error:
-            return RedeployFailure(None, f"it cannot be written down: {error}")
-        except asyncio.CancelledError:
-            if not self._called_off:  # the daemon ends: the next one takes it up
-                self._going.cancel()
-                await asyncio.wait({self._going})
-                raise
-            return RedeployFailure(None, self._called_off)
-        return None
+            logger.error("%s: %s", failed.engine, error)
+        if chain[0].kind is StepKind.WAKE:
+            start = replace(chain[0], kind=StepKind.START, within_s=self.redeployment.limits.start_s)
+            return (start, *chain[1:])
+        return chain
 
-    async def _end(self, failure: RedeployFailure | None) -> None:
-        amiss: list[str] = []
-        if failure is not None:
-            logger.warning("redeployment %s goes back: %s", self.redeployment.id, failure)
-            self._detail = str(failure)
-            self._notify()
-            amiss = await self._back()
-        state = RedeploymentState.DONE
-        if failure is not None:
-            # What failed on the way may have come right in the end, e.g. an engine that would not stop and serves on.
-            state = RedeploymentState.ROLLED_BACK if await self._as_before() else RedeploymentState.DEGRADED
-            self._detail = "; ".join([str(failure), *amiss])
-        self._state = state  # in one go: whoever looks sees a redeployment that runs, or how it ended
-        self._ended_s = self._clock.now_s()
-        # Whose run it is tells of it, once the next one may begin.
+    def waits_for(self, step: RedeployStep) -> str:
+        return self.acts.waits_for.get(step.engine, "") if step.engine is not None else ""
 
-    async def _back(self) -> list[str]:
-        """What failed on the way."""
-        for key, told in list(self._steps.items()):
-            if told.state is RedeployStepState.PENDING:
-                self._steps[key] = replace(told, state=RedeployStepState.SKIPPED)
-        self.acts.going_back = True
-        present = await self._scan()
-        asleep = {engine for engine in present if self.acts.running[engine].lent}
-        old = {spec.engine for spec in self.redeployment.leaving}
-        asleep |= present & self._dozing & old
-        there = present - (self._unready & old)  # starting one again is harmless, and brings it up
-        ended = {engine for engine in present if self.acts.running[engine].life is EngineLife.ENDED}
-        scaled = {
-            told.step.engine
-            for told in self._steps.values()
-            if told.step.kind is StepKind.SCALE and told.step.engine is not None and told.began_s is not None
-        }
-        self._stages[StepDirection.BACK] = stages_back(self.redeployment, there, asleep, scaled, self._stopping | ended)
-        self._list_steps(StepDirection.BACK)
-        brought_up = {step.engine for step in steps_in(self._stages[StepDirection.BACK]) if step.kind is StepKind.READY}
-        self.acts.expect(engine for engine in brought_up if engine is not None)
-        self._notify()
-        amiss: list[str] = []
-        for stage in self._stages[StepDirection.BACK]:
-            outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
-            amiss += [outcome for outcome in outcomes if outcome]
-        return list(dict.fromkeys(amiss))
+    def _serving(self) -> set[EngineId]:
+        running = self.acts.running.items()
+        return {engine for engine, up in running if up.life is EngineLife.ALIVE and not up.lent}
 
-    async def _scan(self) -> set[EngineId]:
-        """What is there. Without that nothing can be undone, so a deployer that does not answer is asked again."""
-        while True:
-            try:
-                return await self.acts.scan()
-            except OrchestrRLError as error:
-                logger.error(
-                    "redeployment %s cannot go back: the deployer does not say what there is: %s",
-                    self.redeployment.id,
-                    error,
-                )
-                await self._clock.sleep(POLL_AGAIN_S)
 
-    async def _as_before(self) -> bool:
-        await self._scan()
-        serving = {engine for engine, up in self.acts.running.items() if up.life is EngineLife.ALIVE and not up.lent}
-        return serving == {spec.engine for spec in self.redeployment.old}
+@dataclass(slots=True)
+class _Unsettled:
+    """Engines whose processes may be there without serving or staying, by the steps that were begun."""
 
-    async def _chain_back(self, chain: Sequence[RedeployStep]) -> str:
-        """Nobody else goes without an engine because of this one; why it failed, if it did."""
-        failure: RedeployFailure | None = None
-        for _ in range(BACK_ATTEMPTS):
-            try:
-                for step in chain:
-                    await self._do(StepDirection.BACK, step, self.acts.back)
-            except _ChainFailed as failed:
-                failure = failed.failure
-                logger.error("redeployment %s, on its way back: %s", self.redeployment.id, failure)
-                if failure.step is not None and failure.step.kind in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
-                    await self._let_go(failure.step)
-                    if chain[0].kind is StepKind.WAKE:  # nobody is there to be woken now
-                        start = replace(chain[0], kind=StepKind.START, within_s=self.redeployment.limits.start_s)
-                        chain = [start, *chain[1:]]
-            else:
-                return ""
-        return str(failure)
+    stopping: set[EngineId] = field(default_factory=set)  # begun, and not known to have been done
+    dozing: set[EngineId] = field(default_factory=set)  # that may sleep, whatever the deployer knows of it
+    unready: set[EngineId] = field(default_factory=set)  # on their way up, and not known to have been verified
+    loaded: set[EngineId] = field(default_factory=set)  # with the weights that all have to serve
+    scaled: set[EngineId] = field(default_factory=set)  # whose scaling was begun
 
-    async def _let_go(self, step: RedeployStep) -> None:
-        """What came up by half is not left on its GPUs."""
-        assert step.engine is not None
-        try:
-            await within(self._clock, self.redeployment.limits.stop_s, self.acts.discard(step.engine))
-        except OrchestrRLError as error:
-            logger.error("%s: %s", step.engine, error)
 
-    async def _run_stages(self, skip: set[tuple[StepKind, EngineId | None]]) -> None:
-        for stage in self._stages[StepDirection.FORWARD]:
-            chains = [asyncio.ensure_future(self._run_chain(chain, skip)) for chain in stage]
-            try:
-                await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
-            finally:
-                # Where one fails the others are not waited for: all go back.
-                for chain in chains:
-                    chain.cancel()
-                outcomes = await asyncio.gather(*chains, return_exceptions=True)
-            failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-            told = [outcome for outcome in failures if not isinstance(outcome, asyncio.CancelledError)]
-            if failures:
-                raise (told or failures)[0]
-
-    async def _run_chain(self, chain: Sequence[RedeployStep], skip: set[tuple[StepKind, EngineId | None]]) -> None:
-        for step in chain:
-            if (step.kind, step.engine) in skip:
-                continue
-            try:
-                await self._do(StepDirection.FORWARD, step, self.acts.forward)
-            except _ChainFailed as failed:
-                if step.kind is not StepKind.RETIRE:
-                    raise
-                # The new deployment stands: what could not be stopped is told, and stopped by the next redeployment.
-                self._detail = "; ".join(filter(None, [self._detail, str(failed.failure)]))
-
-    async def _do(
-        self, direction: StepDirection, step: RedeployStep, act: Callable[[RedeployStep], Awaitable[str]]
-    ) -> None:
-        if direction is StepDirection.FORWARD and step.kind is StepKind.ADMIT:
-            self._point_of_no_return = True
-        began_s = self._clock.now_s()
-        if step.kind is StepKind.FENCE and self._fenced_s is None:
-            self._fenced_s = began_s
-        self._write(StepReport(step, direction, RedeployStepState.RUNNING, began_s=began_s))
-        if step.engine is not None:
-            self.acts.waits_for.pop(step.engine, None)
-        try:
-            detail = await within(self._clock, step.within_s, act(step))
-        except OrchestrRLError as error:
-            waits = self.acts.waits_for.get(step.engine, "") if step.engine is not None else ""
-            why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
-            self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
-            raise _ChainFailed(RedeployFailure(step, why)) from error
-        except Exception as error:
-            # A defect, ours or a deployer's, must not leave the fleet between the two.
-            logger.exception("redeployment %s: %s %s", self.redeployment.id, step.kind, step.engine or "")
-            why = f"a defect: {error!r}"
-            self._write(self._ended_step(direction, step, RedeployStepState.FAILED, why, began_s))
-            raise _ChainFailed(RedeployFailure(step, why)) from error
-        except asyncio.CancelledError:
-            # What became of it is looked at before anything else is done.
-            self._steps[direction, step.number] = self._ended_step(
-                direction, step, RedeployStepState.FAILED, "cut short", began_s
-            )
-            raise
-        if step.kind is StepKind.ADMIT and self._fenced_s is not None:
-            self._closed_s = self._clock.now_s() - self._fenced_s
-        self._write(self._ended_step(direction, step, RedeployStepState.DONE, detail, began_s))
-
-    def _ended_step(
-        self, direction: StepDirection, step: RedeployStep, state: RedeployStepState, detail: str, began_s: float
-    ) -> StepReport:
-        return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
-
-    # --- written down
-
-    def _write(self, report: StepReport) -> None:
-        step = report.step
-        self._steps[report.direction, step.number] = report
-        self._note(step.kind, step.engine, report.state)
-        body: dict[str, Any] = {
-            "id": f"{self.redeployment.id}/{report.direction}/{step.number}",
-            "direction": report.direction,
-            "number": step.number,
-            "kind": step.kind,
-            "engine": step.engine,
-            "state": report.state,
-            "detail": report.detail,
-            "began_s": report.began_s,
-            "elapsed_s": report.elapsed_s,
-            "valid_until_s": (report.began_s or 0.0) + step.within_s,
-        }
-        if self.redeployment.reference is None and self.acts.redeployment.reference is not None:
-            self.redeployment = self.acts.redeployment
-            body["reference"] = EXCERPT.dump_python(self.acts.redeployment.reference, mode="json")
-        try:
-            self._journal.append(self._clock.now_s(), EntryKind.REDEPLOYMENT_STEP, self.redeployment.id, body)
-        except OrchestrRLError as error:
-            if report.direction is StepDirection.FORWARD:
-                raise
-            # A full disk must not keep the fleet from being whole again.
-            logger.error("redeployment %s: %s", self.redeployment.id, error)
-        logger.info(
-            "redeployment %s: %s %s %s %s",
-            self.redeployment.id,
-            step.kind,
-            step.engine or "",
-            report.state,
-            report.detail,
-        )
-        self._notify()
-
-    def _note(self, kind: StepKind, engine: EngineId | None, state: RedeployStepState) -> None:
-        """Whose processes may be there now, and neither serve nor stay."""
+def _unsettled(records: Iterable[StepRecord]) -> _Unsettled:
+    left = _Unsettled()
+    for record in records:
+        kind, engine, state = StepKind(record.entry["kind"]), record.entry["engine"], record.state
         if engine is None:
-            return
-        if kind in _TAKES_GPUS and state is RedeployStepState.RUNNING:
-            self._unready.add(engine)
-        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is RedeployStepState.RUNNING:
-            self.acts.loaded.discard(engine)
+            continue
+        if kind in _TAKES_GPUS and state is StepState.RUNNING:
+            left.unready.add(engine)
+        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is StepState.RUNNING:
+            left.loaded.discard(engine)
         match kind, state:
-            case (StepKind.LOAD, RedeployStepState.DONE):
-                self.acts.loaded.add(engine)
-            case (StepKind.VERIFY, RedeployStepState.DONE):
-                self._unready.discard(engine)
-            case (StepKind.STOP, RedeployStepState.RUNNING):
-                self._stopping.add(engine)
-            case (StepKind.STOP, RedeployStepState.DONE) | (StepKind.START, RedeployStepState.RUNNING):
-                self._stopping.discard(engine)
-            case (StepKind.SLEEP, RedeployStepState.RUNNING):
-                self._dozing.add(engine)
-            case (StepKind.WAKE, RedeployStepState.DONE):
-                self._dozing.discard(engine)
+            case (StepKind.LOAD, StepState.DONE):
+                left.loaded.add(engine)
+            case (StepKind.VERIFY, StepState.DONE):
+                left.unready.discard(engine)
+            case (StepKind.STOP, StepState.RUNNING):
+                left.stopping.add(engine)
+            case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):
+                left.stopping.discard(engine)
+            case (StepKind.SLEEP, StepState.RUNNING):
+                left.dozing.add(engine)
+            case (StepKind.WAKE, StepState.DONE):
+                left.dozing.discard(engine)
+            case (StepKind.SCALE, StepState.RUNNING):
+                left.scaled.add(engine)
+    return left
 
-    def _recall(self, entries: Sequence[JournalEntry]) -> set[tuple[StepKind, EngineId | None]]:
-        """What was done, forward. A step that had begun may have been done or not."""
-        done = set()
-        forward = {step.number: step for step in steps_in(self._stages[StepDirection.FORWARD])}
-        for entry in entries:
-            body = entry.body
-            self._note(StepKind(body["kind"]), body["engine"], RedeployStepState(body["state"]))
-            if "reference" in body:
-                reference = EXCERPT.validate_python(body["reference"])
-                self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
-            step = forward.get(body["number"])
-            if body["direction"] != StepDirection.FORWARD or step is None:
-                continue
-            state = RedeployStepState(body["state"])
-            self._steps[StepDirection.FORWARD, step.number] = StepReport(
-                step, StepDirection.FORWARD, state, body["detail"], body["began_s"], body["elapsed_s"]
-            )
-            if step.kind is StepKind.FENCE and self._fenced_s is None:
-                self._fenced_s = body["began_s"]
-            if state is RedeployStepState.DONE:
-                done.add((step.kind, step.engine))
-        for key, told in list(self._steps.items()):
-            if told.state is RedeployStepState.RUNNING:
-                self._steps[key] = replace(told, state=RedeployStepState.FAILED, detail="the daemon ended")
-        if any(entry.body["direction"] == StepDirection.BACK for entry in entries):
-            return set()  # it was on its way back already
-        return done
 
-    def _list_steps(self, direction: StepDirection) -> None:
-        for step in steps_in(self._stages[direction]):
-            self._steps[direction, step.number] = StepReport(step, direction)
-
-    def _notify(self) -> None:
-        self._changed()
+def _closed_s(records: Collection[StepRecord]) -> float | None:
+    """Return the seconds from the fence until requests went to the new engines, or None where they have not."""
+    fenced_s = [record.entry["began_s"] for record in records if record.entry["kind"] == StepKind.FENCE]
+    admitted_s = [
+        record.entry["began_s"] + record.entry["elapsed_s"]
+        for record in records
+        if record.entry["kind"] == StepKind.ADMIT and record.state is StepState.DONE
+    ]
+    return admitted_s[-1] - fenced_s[0] if fenced_s and admitted_s else None

@@ -5,11 +5,12 @@ about to stop; none stops while a request is there that its gateway would not ta
 time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from orchestrrl.core.operation import OperationState, Stage, StepReport, steps_in
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import EngineId, GpuId, PlanId, RequestId
@@ -155,6 +156,9 @@ class RedeployStep:
     engine: EngineId | None
     within_s: float
 
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.engine}" if self.engine else self.kind
+
 
 @dataclass(frozen=True, slots=True)
 class RedeployRequest:
@@ -166,41 +170,6 @@ class RedeployRequest:
     reason: str = ""
 
 
-# Steps of one chain follow each other; the chains of a stage run side by side; stages follow each other.
-Chain = tuple[RedeployStep, ...]
-Stage = tuple[Chain, ...]
-
-
-class StepDirection(StrEnum):
-    FORWARD = "forward"
-    BACK = "back"
-
-
-class RedeployStepState(StrEnum):
-    PENDING = "pending"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-    SKIPPED = "skipped"  # something before it had failed
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    step: RedeployStep
-    direction: StepDirection
-    state: RedeployStepState = RedeployStepState.PENDING
-    detail: str = ""
-    began_s: float | None = None
-    elapsed_s: float | None = None
-
-
-class RedeploymentState(StrEnum):
-    RUNNING = "running"
-    DONE = "done"
-    ROLLED_BACK = "rolled_back"  # the fleet is as it was before
-    DEGRADED = "degraded"  # going back failed for some engines; the others serve
-
-
 @dataclass(frozen=True, slots=True)
 class RedeploymentReport:
     """A redeployment as it stands, or as it ended. Seconds are the daemon's."""
@@ -209,11 +178,11 @@ class RedeploymentReport:
     plan: PlanId
     reason: str
     created_s: float
-    state: RedeploymentState
+    state: OperationState
     old: tuple[EngineSpec, ...]
     new: tuple[EngineSpec, ...]
     engines: tuple[EngineId, ...]  # that the fleet has now
-    steps: tuple[StepReport, ...]  # forward, then those back where it was rolled back
+    steps: tuple[StepReport[RedeployStep], ...]  # forward, then those back where it was rolled back
     detail: str = ""  # why it was rolled back, what is missing
     ended_s: float | None = None
     requests_moved: int = 0
@@ -229,7 +198,7 @@ class RedeploymentReport:
 _Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
 
 
-def stages_of(redeployment: Redeployment) -> tuple[Stage, ...]:
+def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
     """Forward. Engines whose GPUs are free come up while the old ones still serve."""
     held = {gpu for spec in redeployment.old for gpu in spec.gpus}
     early = [spec for spec in redeployment.coming if not held.intersection(spec.gpus)]
@@ -268,7 +237,7 @@ def stages_back(
     asleep: Collection[EngineId] = (),
     scaled: Collection[EngineId] = (),
     failing: Collection[EngineId] = (),
-) -> tuple[Stage, ...]:
+) -> tuple[Stage[RedeployStep], ...]:
     """Back to the old engines, from wherever it broke off. `alive`: all engines of either side whose processes are
     there now, `asleep` those of them that sleep; `scaled`, whose scaling was begun: some may find that nothing came of
     it; `failing`, who are there and will not be: their stop was begun, or they have ended."""
@@ -318,9 +287,9 @@ def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKi
 
 def _numbered(
     plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: RedeployTimeouts
-) -> tuple[Stage, ...]:
+) -> tuple[Stage[RedeployStep], ...]:
     number = 0
-    stages: list[Stage] = []
+    stages: list[Stage[RedeployStep]] = []
     for stage in plan:
         chains = []
         for chain in stage:
@@ -334,16 +303,11 @@ def _numbered(
     return tuple(stages)
 
 
-def steps_in(stages: Sequence[Stage]) -> Iterator[RedeployStep]:
-    """In order of their numbers."""
-    return (step for stage in stages for chain in stage for step in chain)
-
-
 class InvariantViolated(ValueError):
     """An order of steps would break what the fleet relies on."""
 
 
-def check(redeployment: Redeployment, stages: Sequence[Stage]) -> None:
+def check(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> None:
     """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
     specs = {spec.engine: spec for spec in (*redeployment.asleep, *redeployment.old, *redeployment.new)}
     staying = {spec.engine for spec in redeployment.staying}

@@ -2,18 +2,13 @@
 
 from collections.abc import Sequence
 
+from orchestrrl.core.operation import OperationState, Stage, StepDirection, StepReport, StepState, steps_in
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
     RedeploymentReport,
-    RedeploymentState,
     RedeployRequest,
     RedeployStep,
-    RedeployStepState,
-    Stage,
-    StepDirection,
-    StepReport,
-    steps_in,
 )
 from orchestrrl.rpc.pb import control_pb2 as pb
 
@@ -25,7 +20,7 @@ def pause_request_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
     return RedeployRequest(targets, message.plan_id, message.reason)
 
 
-def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage]) -> pb.RedeploymentReport:
+def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> pb.RedeploymentReport:
     """What would be done. It has no id, and nothing can be asked of it later."""
     return pb.RedeploymentReport(
         plan_id=redeployment.plan,
@@ -35,7 +30,7 @@ def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage]) -> pb.Redep
         old_engines=map(_engine_to_pb, redeployment.old),
         new_engines=map(_engine_to_pb, redeployment.new),
         engine_ids=[spec.engine for spec in redeployment.old],
-        steps=[_step_to_pb(step, StepDirection.FORWARD, RedeployStepState.PENDING) for step in steps_in(stages)],
+        steps=[_step_to_pb(step, StepDirection.FORWARD, StepState.PENDING) for step in steps_in(stages)],
     )
 
 
@@ -61,7 +56,7 @@ def report_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.Redepl
 
 def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
     """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
-    if report is None or report.state not in (RedeploymentState.RUNNING, RedeploymentState.DEGRADED):
+    if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
         return None
     return report_to_pb(report)
 
@@ -70,7 +65,7 @@ def _engine_to_pb(spec: EngineSpec) -> pb.RedeployEngine:
     return pb.RedeployEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
 
 
-def _taken_to_pb(taken: StepReport) -> pb.RedeployStep:
+def _taken_to_pb(taken: StepReport[RedeployStep]) -> pb.RedeployStep:
     message = _step_to_pb(taken.step, taken.direction, taken.state)
     message.detail = taken.detail
     if taken.began_s is not None:
@@ -80,7 +75,7 @@ def _taken_to_pb(taken: StepReport) -> pb.RedeployStep:
     return message
 
 
-def _step_to_pb(step: RedeployStep, direction: StepDirection, state: RedeployStepState) -> pb.RedeployStep:
+def _step_to_pb(step: RedeployStep, direction: StepDirection, state: StepState) -> pb.RedeployStep:
     return pb.RedeployStep(
         number=step.number,
         stage=step.stage,

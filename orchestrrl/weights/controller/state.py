@@ -18,7 +18,9 @@ from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import cut
+from orchestrrl.core.journal.kinds import WEIGHT_SYNCS
 from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.weights.backends.base import TREE
 from orchestrrl.weights.controller.reports import (
     SYNC,
@@ -209,6 +211,7 @@ class WeightBook:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
+        self._log = OperationLog(journal, clock, WEIGHT_SYNCS)
         self.fleet = FleetWeights()
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
@@ -237,27 +240,25 @@ class WeightBook:
     def left_open(self) -> list[OpenSync]:
         """Begun, and not ended."""
         left = []
-        for entry in self._journal.open_operations(EntryKind.SYNC_BEGAN):
+        for each in self._log.left_open(lambda entry: _report_from(entry.body)):
             changed: dict[EngineId, None] = {}
-            for step in self._journal.since(entry.sequence, (EntryKind.SYNC_STEP,), limit=1_000_000):
-                if step.subject == entry.subject and step.body.get("step") == "install":
-                    engines = self._journal.interpret(step, lambda body: [EngineId(each) for each in body["engines"]])
+            for step in each.steps:
+                if step.body.get("step") == "install":
+                    engines = self._journal.interpret(step, lambda body: [EngineId(name) for name in body["engines"]])
                     changed.update(dict.fromkeys(engines or ()))
-            report = self._journal.interpret(entry, _report_from)
-            if report is not None:
-                left.append(OpenSync(report, tuple(changed)))
+            left.append(OpenSync(each.intent, tuple(changed)))
         return left
 
     def began(self, report: SyncReport) -> None:
-        self._write(EntryKind.SYNC_BEGAN, report.id, {"report": SYNC.dump_python(report, mode="json")})
+        self._log.begin(report.id, {"report": SYNC.dump_python(report, mode="json")})
 
     def step(self, sync_id: str, step: str, engines: Sequence[EngineId] = (), **more: Any) -> None:
         """What it is about to do."""
-        self._write(EntryKind.SYNC_STEP, sync_id, {"step": step, "engines": list(engines), **more})
+        self._log.step(sync_id, {"step": step, "engines": list(engines), **more})
 
     def ended(self, report: SyncReport) -> None:
         self.over.append(report)  # it has, though that may not be written down
-        self._write(EntryKind.SYNC_ENDED, report.id, {"report": SYNC.dump_python(report, mode="json")})
+        self._log.end(report.id, {"report": SYNC.dump_python(report, mode="json")})
 
     def commit(self, committed: CommittedVersion, map: VersionMap) -> None:
         """The point of no return."""
@@ -268,12 +269,10 @@ class WeightBook:
 
     def stands(self, fleet: FleetWeights) -> None:
         """Who has what has changed."""
-        self._write(EntryKind.WEIGHTS, "", {"fleet": _FLEET.dump_python(fleet, mode="json")})
+        body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
+        self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet
         self.changed()
-
-    def _write(self, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> None:
-        self._journal.append(self._clock.now_s(), kind, subject, body)
 
     # --- the map, which may be large: one for each of its blocks has a sum
 

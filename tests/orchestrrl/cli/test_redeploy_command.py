@@ -17,7 +17,10 @@ from typer.testing import CliRunner, Result
 
 from orchestrrl.cli.control import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
-from orchestrrl.fleet.redeployment.steps import StepDirection, StepKind
+from orchestrrl.core.operation import StepDirection
+from orchestrrl.fleet.redeployment.steps import (
+    StepKind,
+)
 
 DEADLINE_S = 120.0
 READY, BACK = (StepDirection.FORWARD, StepKind.READY), (StepDirection.BACK, StepKind.START)

@@ -8,19 +8,22 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from orchestrrl.cli.fleet import redeploy_text as words
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState, StepDirection, StepKind
+from orchestrrl.core.operation import OperationState, StepDirection, StepState
+from orchestrrl.fleet.redeployment.steps import (
+    StepKind,
+)
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.plain_values import plain
 
 NAMES = st.sampled_from(["", "e0", "e1", "s17-2.0", "s17-2.3", "[red]x[/red]", "a b", "07"])
 SECONDS = st.floats(0.0, 1e5)
 WORDS = st.sampled_from(["", "ok", "[/x] broke", "two\nlines", "e0: is not e1", "y" * 900, words.CUT_SHORT])
-STARTED = {RedeployStepState.RUNNING, RedeployStepState.DONE, RedeployStepState.FAILED}
+STARTED = {StepState.RUNNING, StepState.DONE, StepState.FAILED}
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> pb.RedeployStep:
-    state = draw(st.sampled_from(RedeployStepState))
+    state = draw(st.sampled_from(StepState))
     step = pb.RedeployStep(
         number=draw(st.integers(1, 30)),
         stage=draw(st.integers(1, 6)),
@@ -33,7 +36,7 @@ def steps(draw: st.DrawFn) -> pb.RedeployStep:
     )
     if state in STARTED:
         step.began_unix_s = 1e9 + draw(SECONDS)
-        if state is not RedeployStepState.RUNNING and draw(st.booleans()):
+        if state is not StepState.RUNNING and draw(st.booleans()):
             step.elapsed_s = draw(SECONDS)
     return step
 
@@ -53,7 +56,7 @@ REPORTS = st.builds(
     plan_id=NAMES,
     reason=WORDS,
     created_unix_s=st.just(1e9),
-    state=st.sampled_from(["planned", *RedeploymentState, "of a later version"]),
+    state=st.sampled_from(["planned", *OperationState, "of a later version"]),
     old_engines=ENGINES,
     new_engines=ENGINES,
     engine_ids=st.lists(NAMES, max_size=3),

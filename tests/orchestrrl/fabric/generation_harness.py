@@ -17,7 +17,9 @@ from orchestrrl.fabric.operator_overrides import OperatorOverrides
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
-from orchestrrl.fleet.redeployment.steps import StepKind
+from orchestrrl.fleet.redeployment.steps import (
+    StepKind,
+)
 from planner.cost.models import model_named
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.generate import regular_site

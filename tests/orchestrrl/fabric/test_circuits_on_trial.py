@@ -11,6 +11,7 @@ from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.circuit_executor import VALID_S, CircuitExecutor, CircuitOperation, operation_to_json
 
@@ -75,7 +76,7 @@ async def test_what_is_confirmed_stays(
     executor: CircuitExecutor, journal: Journal, switch: VirtualSwitch, clock: VirtualClock
 ) -> None:
     await on_trial(executor)
-    assert len(journal.open_operations(EntryKind.CIRCUITS_INTENT)) == 1
+    assert len(journal.open_operations(CIRCUIT_CHANGES)) == 1
     with pytest.raises(CircuitConflict, match="waits to be confirmed until"):
         await executor.change("ocs1", CircuitChange((THEIRS,)), ChangeMode.SAFE)
     assert (await executor.confirm("ocs1")).detail == "confirmed"

@@ -6,6 +6,7 @@ import pytest
 from fabric_harness import ACROSS_RAILS, GEN, OVER_CORE, SYNC, Harness, harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.coordinator import CommitRules
@@ -49,7 +50,7 @@ async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
         site.start()
         await site.pass_time(6.0)
         assert site.circuits.open == ()
-        assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+        assert site.journal.open_operations(CIRCUIT_CHANGES) == []
         ports = [(each.switch, port) for each in site.up() for port in each.ports]
         assert len(ports) == len(set(ports))
         # An operator's word is as it was written down, or not there.
@@ -115,7 +116,7 @@ async def test_a_change_that_is_not_wanted_any_more_is_not_taken_up(tmp_path: Pa
         operation = await site.circuits.prepare(core, change, 600.0)
         site.journal.full_in = 0
         site.circuits.abandon(operation, "no window")
-        assert len(site.journal.open_operations(EntryKind.CIRCUITS_INTENT)) == 1
+        assert len(site.journal.open_operations(CIRCUIT_CHANGES)) == 1
         site.journal.full_in = None
         await site.pass_time(6.0)
-        assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+        assert site.journal.open_operations(CIRCUIT_CHANGES) == []

@@ -14,6 +14,7 @@ from redeployment_harness import CONFIG, Harness
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.operation import OperationState
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
@@ -21,7 +22,9 @@ from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.found_engines import FoundFleet
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest
+from orchestrrl.fleet.redeployment.steps import (
+    RedeployRequest,
+)
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.model import Mode
 
@@ -51,12 +54,12 @@ async def test_a_redeployment_changes_demand_and_circuits_before_requests_are_le
     harness = FabricHarness(narrow)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert harness.circuits() == PAIRS
         assert harness.let_in_under == [PAIRS, PAIRS]
         assert "circuits committed" in harness.admitted()
         redeployer.begin(TO_TP1)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert harness.circuits() == MESH
         assert harness.let_in_under[2:] == [MESH] * 4
         assert not narrow.gateway.cut
@@ -69,13 +72,13 @@ async def test_on_the_way_back_the_engines_of_before_get_their_circuits(narrow: 
     async with harness.daemon() as redeployer:
         assert harness.circuits() == {}
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
+        assert (await narrow.until_ended()).state is OperationState.ROLLED_BACK
         assert harness.circuits() == MESH
         assert harness.let_in_under == [MESH] * 4
         assert "circuits committed" in harness.admitted()
         # Another one that fails finds them up.
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.ROLLED_BACK
+        assert (await narrow.until_ended()).state is OperationState.ROLLED_BACK
         assert "circuits committed: 0 cross-connects changed (was_so" in harness.admitted()
         assert harness.circuits() == MESH
 
@@ -118,7 +121,7 @@ async def test_a_fabric_that_holds_holds_nobody_else(narrow: Harness, case: str)
     async with harness.daemon() as redeployer:
         hold(harness)
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert words in harness.admitted()
         assert harness.circuits() == {}
         assert not narrow.gateway.cut
@@ -134,7 +137,7 @@ async def test_circuits_that_an_operator_prefers_stay(narrow: Harness) -> None:
         pinned = [f"{each.switch}:{each.port_a}-{each.port_b}" for each in harness.fabric.site_reading.cross_connects]
         harness.fabric.overrides.pin(pinned, "each of them", 0.0)
         redeployer.begin(TO_TP1)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert harness.circuits() == PAIRS
         harness.fabric.overrides.release("done")
         harness.fabric.announce(PERIOD, boundary=True)
@@ -147,7 +150,7 @@ async def test_a_redeployment_that_takes_too_long_keeps_nobody_waiting(narrow: H
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await narrow.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         assert "circuits are still being changed after 2 s" in harness.admitted()
         (elapsed_s,) = (each.elapsed_s for each in report.steps if each.step.kind == "admit")
         assert elapsed_s == pytest.approx(2.0)
@@ -158,7 +161,7 @@ async def test_a_redeployment_that_breaks_keeps_nobody_waiting(narrow: Harness) 
     async with harness.daemon() as redeployer:
         break_all(harness)
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert "; circuits failed: 0 cross-connects changed (switch_failed: " in harness.admitted()
         assert len(harness.admitted()) < 300  # the period's report has all of it
         assert harness.circuits() == {}
@@ -168,7 +171,7 @@ async def test_gpus_that_the_site_does_not_know_have_no_circuits(narrow: Harness
     harness = FabricHarness(narrow, first_gpu=1000)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        assert (await narrow.until_ended()).state is RedeploymentState.DONE
+        assert (await narrow.until_ended()).state is OperationState.DONE
         assert "circuits kept: 0 cross-connects changed (nobody_placed: " in harness.admitted()
 
 

@@ -13,6 +13,7 @@ from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import CircuitChange, CircuitDiff, Connectivity, CrossConnectReading
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.periods import PeriodState
@@ -35,7 +36,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Harness]:
 def sound(site: Harness) -> bool:
     """Nothing is open, and what is shown is what is."""
     assert site.circuits.open == ()
-    assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+    assert site.journal.open_operations(CIRCUIT_CHANGES) == []
     assert site.coordinator.site_reading.cross_connects == site.up()
     ports = [(each.switch, port) for each in site.up() for port in each.ports]
     assert len(ports) == len(set(ports))
@@ -278,7 +279,7 @@ async def test_circuits_that_packets_stay_on_are_not_touched(routed: Harness) ->
     assert routed.up() == before
     assert len(routed.sent) == so_far
     assert router(routed).on == before  # what was moved off them is brought back
-    assert routed.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+    assert routed.journal.open_operations(CIRCUIT_CHANGES) == []
     router(routed).refuses = 1
     assert (await routed.in_window(ACROSS_RAILS)).state is PeriodState.COMMITTED
 
@@ -323,7 +324,7 @@ async def test_a_full_journal_stops_what_is_not_begun(site: Harness, entries: in
     site.journal.full_in = None
     await site.pass_time(6.0)  # what stayed open is written off, or found carried out
     assert site.circuits.open == ()
-    assert site.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+    assert site.journal.open_operations(CIRCUIT_CHANGES) == []
     assert (await site.in_window(OVER_CORE)).state is PeriodState.COMMITTED
     assert validate(site.site, FabricState(site.up()), site.up()) == ()
 

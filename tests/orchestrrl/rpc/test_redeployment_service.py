@@ -15,12 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import ListenSettings
+from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operation import StepDirection
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.fleet.redeployment.records import RecordedFleet, write_end
-from orchestrrl.fleet.redeployment.steps import StepDirection, StepKind
+from orchestrrl.fleet.redeployment.steps import (
+    StepKind,
+)
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.pb import control_pb2_grpc
 from orchestrrl.rpc.server import DaemonServer
@@ -187,7 +192,7 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
     last = (await harness.all_of(TO_TP8))[-1]
     await harness.all_of(pb.RedeployRequest(plan_id="p1"))
     for report in reversed(harness.redeployer.history(0)):
-        write_end(harness.plane.journal, harness.plane.clock.now_s(), report, RecordedFleet())
+        write_end(OperationLog(harness.plane.journal, harness.plane.clock, REDEPLOYMENTS), report, RecordedFleet())
     harness.plane.redeployer = None
     listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
     assert [report.redeployment_id for report in listed] == ["s2", "s1"]

@@ -17,6 +17,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal import damage as journal_guard
 from orchestrrl.core.journal import store as journal_module
+from orchestrrl.core.journal.kinds import OPERATIONS
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
@@ -303,13 +304,8 @@ def test_nothing_is_carried_on_that_may_have_changed_in_lost_entries(tmp_path: P
     with Journal(path, 0.0) as journal:
         for kind in (EntryKind.BARRIER, EntryKind.WEIGHTS, EntryKind.REDEPLOYMENT_ENDED):
             assert journal.latest(kind) is None
-        for intent in (
-            EntryKind.OPERATION_INTENT,
-            EntryKind.CIRCUITS_INTENT,
-            EntryKind.REDEPLOYMENT_BEGAN,
-            EntryKind.SYNC_BEGAN,
-        ):
-            assert journal.open_operations(intent) == []
+        for entries in OPERATIONS:
+            assert journal.open_operations(entries) == []
         for kind in (EntryKind.PAUSES, EntryKind.ENGINES, EntryKind.PLAN_CONTROL):  # an operator's words
             assert journal.latest(kind) is not None
         journal.append(1.0, EntryKind.BARRIER, "after", {})

@@ -23,9 +23,12 @@ from orchestrrl.cli.journal import entry_of, entry_text
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal import store as journal_module
+from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES, REDEPLOYMENTS
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
 from orchestrrl.core.nodes import NodeHello, NodeKind
+from orchestrrl.core.operation import OperationRun, StepDirection, StepReport
+from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, Operation, OperationResult
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
@@ -45,7 +48,6 @@ from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from orchestrrl.fleet.redeployment.book import RedeploymentBook
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.records import (
-    REDEPLOYMENT,
     RecordedFleet,
     read_fleet,
     read_history,
@@ -53,7 +55,11 @@ from orchestrrl.fleet.redeployment.records import (
     write_end,
 )
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
-from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, StepDirection, StepReport
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+    RedeploymentReport,
+    RedeployStep,
+)
 from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
@@ -107,12 +113,16 @@ def values(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
         return TEXTS
     if isinstance(kind, type) and issubclass(kind, Enum):
         return st.sampled_from(kind)
-    hints = typing.get_type_hints(kind)
-    fields = {each.name: values(hints[each.name], each.name) for each in dataclasses.fields(kind) if each.init}
+    hints = typing.get_type_hints(origin or kind)
+    bound = dict(zip(getattr(origin, "__parameters__", ()), arguments, strict=True))  # of a generic dataclass
+    hints = {field: bound.get(hint, hint) for field, hint in hints.items()}
+    fields = {
+        each.name: values(hints[each.name], each.name) for each in dataclasses.fields(origin or kind) if each.init
+    }
 
     def make(given: tuple[Any, ...]) -> Any:
         try:
-            return kind(**dict(zip(fields, given, strict=True)))
+            return (origin or kind)(**dict(zip(fields, given, strict=True)))
         except ValueError:
             return None
 
@@ -254,27 +264,22 @@ def _plan_control(shelf: Shelf, draw: Drawn) -> None:
 
 def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     redeployment, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
-    acts: Any = types.SimpleNamespace(
-        redeployment=redeployment, running={}, loaded=set(), waits_for={}, configurations={}, going_back=False
-    )
+    log = OperationLog(shelf.journal, shelf.clock, REDEPLOYMENTS)
     run: Any = object.__new__(RedeploymentRun)
-    run.redeployment, run.acts, run._journal, run._clock = redeployment, acts, shelf.journal, shelf.clock
-    run._steps, run._notify = {}, lambda: None
-    run._unready, run._stopping, run._dozing = set(), set(), set()
-    step = dataclasses.replace(draw(values(StepReport)), direction=StepDirection.BACK)
-    shelf.journal.append(
-        NOW_S,
-        EntryKind.REDEPLOYMENT_BEGAN,
-        redeployment.id,
-        {"redeployment": REDEPLOYMENT.dump_python(redeployment, mode="json")},
-    )
-    run._write(step)
+    run.redeployment = redeployment
+    run.acts = types.SimpleNamespace(redeployment=redeployment)
+    step = dataclasses.replace(draw(values(StepReport[RedeployStep])), direction=StepDirection.BACK)
+    log.begin(redeployment.id, run.intent())
+    operation: Any = object.__new__(OperationRun)
+    operation._description, operation._log, operation._changed = run, log, lambda: None
+    operation._reports, operation.records = {}, []
+    operation._write(step)
     opened = read_open(shelf.again())
     assert opened is not None
-    assert opened.redeployment == redeployment
+    assert opened.intent == redeployment
     assert [entry.body["detail"] for entry in opened.steps] == [step.detail]
     fleet = RecordedFleet(redeployment.old, redeployment.new)
-    write_end(shelf.journal, NOW_S, report, fleet)
+    write_end(OperationLog(shelf.journal, shelf.clock, REDEPLOYMENTS), report, fleet)
     journal = shelf.again()
     assert read_fleet(journal) == fleet
     assert read_history(journal) == {report.id: report}
@@ -359,7 +364,7 @@ def _circuits(shelf: Shelf, draw: Drawn) -> None:
     assert again.recover() == 1
     assert again.open == (operation,)
     again._close(dataclasses.replace(draw(values(CircuitOutcome)), operation=operation.id))
-    assert shelf.journal.open_operations(EntryKind.CIRCUITS_INTENT) == []
+    assert shelf.journal.open_operations(CIRCUIT_CHANGES) == []
     owners = CircuitOwners({}, shelf.journal, shelf.clock)
     owners.ended(operation.switch, (), [*add, CrossConnect(1, 999)])
     recovered = CircuitOwners({}, shelf.again(), shelf.clock)
@@ -457,11 +462,10 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.SYNC_ENDED, EntryKind.WEIGHTS): _syncs,
 }
 # Where the daemon was killed when it was read again: their results are those of another life.
-BEFORE = {EntryKind.DEPLOYMENT_BEGAN}  # written by daemons of earlier versions alone
 
 
 def test_every_kind_has_its_writer() -> None:
-    assert {kind for kinds in WRITERS for kind in kinds} | BEFORE == set(EntryKind)
+    assert {kind for kinds in WRITERS for kind in kinds} == set(EntryKind)
 
 
 @pytest.mark.parametrize("kinds", WRITERS, ids=lambda kinds: kinds[0])

@@ -8,22 +8,16 @@ from dataclasses import replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.operation import Chain, OperationState, Stage, StepDirection, StepReport, StepState, steps_in
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
-    Chain,
     Redeployment,
     RedeploymentId,
     RedeploymentReport,
-    RedeploymentState,
     RedeployRequest,
-    RedeployStepState,
-    Stage,
-    StepDirection,
     StepKind,
-    StepReport,
     stages_back,
     stages_of,
-    steps_in,
 )
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism, PlanId
 
@@ -101,7 +95,7 @@ class FakeSwitching:
         engines = tuple(engine.engine for engine in redeployment.old)
         self.reports[redeployment.id] = RedeploymentReport(
             redeployment.id, redeployment.plan, redeployment.reason, redeployment.created_s,
-            RedeploymentState.RUNNING, redeployment.old, redeployment.new, engines, steps,
+            OperationState.RUNNING, redeployment.old, redeployment.new, engines, steps,
         )  # fmt: skip
         self._running = asyncio.ensure_future(self._run(redeployment))
         return redeployment.id
@@ -119,7 +113,7 @@ class FakeSwitching:
         try:
             seen = self.report(id)
             yield seen
-            while seen.state is RedeploymentState.RUNNING:
+            while seen.state is OperationState.RUNNING:
                 async with self._changed:
                     while self.report(id) == seen:
                         await self._changed.wait()
@@ -155,14 +149,14 @@ class FakeSwitching:
 
     async def _run(self, redeployment: Redeployment) -> None:
         why = await self._direction(redeployment, StepDirection.FORWARD, stages_of(redeployment))
-        state, detail = RedeploymentState.DONE, self.remark
+        state, detail = OperationState.DONE, self.remark
         if why:
             self._set(redeployment.id, steps=self._skipped(redeployment.id))
             stages = stages_back(redeployment, {e.engine for e in redeployment.coming})
             back = tuple(StepReport(step, StepDirection.BACK) for step in steps_in(stages))
             self._set(redeployment.id, steps=(*self.reports[redeployment.id].steps, *back), detail=why)
             missing = await self._direction(redeployment, StepDirection.BACK, stages)
-            state, detail = RedeploymentState.DEGRADED if missing else RedeploymentState.ROLLED_BACK, why
+            state, detail = OperationState.DEGRADED if missing else OperationState.ROLLED_BACK, why
             if missing:
                 self.engines = redeployment.old[1:]
                 detail = f"{why}; {missing}"
@@ -192,14 +186,14 @@ class FakeSwitching:
                 return self._called_off
             began_s = self.clock.now_s()
             self._fenced_s = began_s if step.kind is StepKind.FENCE else self._fenced_s
-            self._step(redeployment.id, StepReport(step, direction, RedeployStepState.RUNNING, "", began_s))
+            self._step(redeployment.id, StepReport(step, direction, StepState.RUNNING, "", began_s))
             await self._tell()
             await self.clock.sleep(self.pace_s * SLOWNESS.get(step.kind, 1.0))
             elapsed_s = self.clock.now_s() - began_s
             # Of the engines that are worked on side by side, the first one has the fault.
             first = step.engine is None or step.engine in (redeployment.coming[0].engine, redeployment.old[0].engine)
             fault = self.failing.get((direction, step.kind), "") if first else ""
-            state = RedeployStepState.FAILED if fault else RedeployStepState.DONE
+            state = StepState.FAILED if fault else StepState.DONE
             self._step(redeployment.id, StepReport(step, direction, state, fault, began_s, elapsed_s))
             await self._tell()
             if fault:
@@ -213,10 +207,9 @@ class FakeSwitching:
         return ""
 
     def _skipped(self, id: RedeploymentId) -> tuple[StepReport, ...]:
-        pending = RedeployStepState.PENDING
+        pending = StepState.PENDING
         return tuple(
-            replace(told, state=RedeployStepState.SKIPPED) if told.state is pending else told
-            for told in self.reports[id].steps
+            replace(told, state=StepState.SKIPPED) if told.state is pending else told for told in self.reports[id].steps
         )
 
     def _step(self, id: RedeploymentId, told: StepReport) -> None:

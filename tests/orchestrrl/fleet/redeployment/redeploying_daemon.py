@@ -13,7 +13,9 @@ from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.fleet.redeployment.steps import RedeploymentReport
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentReport,
+)
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
 

@@ -31,7 +31,10 @@ from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment.controller import RedeploymentController, RedeployPolicy
-from orchestrrl.fleet.redeployment.steps import RedeploymentReport, RedeployTimeouts
+from orchestrrl.fleet.redeployment.steps import (
+    RedeploymentReport,
+    RedeployTimeouts,
+)
 from planner.model import EngineId, GpuId, NodeId, RequestId, RequestView
 
 CONFIG = """

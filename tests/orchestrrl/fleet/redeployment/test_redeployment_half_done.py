@@ -8,14 +8,12 @@ from builders import engine_report, sample
 from redeployment_harness import FakeEngine, Harness
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.core.operation import OperationState, StepDirection, StepState
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.redeployment.steps import (
     BRING_UP,
-    RedeploymentState,
     RedeployRequest,
-    RedeployStepState,
-    StepDirection,
     StepKind,
 )
 from planner.model import EngineId
@@ -56,7 +54,7 @@ async def test_a_stop_that_was_begun_is_ended_before_going_back(harness: Harness
     harness.machines.hangs.clear()
     async with harness.daemon():
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert (harness.machines.stops, harness.machines.starts) == (["b", "a"], {"a": 1, "b": 1})
 
@@ -69,7 +67,7 @@ async def test_so_is_one_that_is_called_off(harness: Harness) -> None:
         harness.machines.hangs.clear()
         redeployer.cancel("", "changed my mind")
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {"a": 1, "b": 1}
 
@@ -87,7 +85,7 @@ async def test_one_that_was_started_again_is_not_stopped_by_the_next_daemon(harn
     harness.machines.hangs.clear()
     async with harness.daemon():
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {"a": 1, "b": 1}
         back = [told.step for told in report.steps if told.direction is StepDirection.BACK]
@@ -106,7 +104,7 @@ async def test_who_fell_asleep_and_is_not_known_to_is_woken(tmp_path: Path) -> N
     harness.machines.hangs.clear()
     async with harness.daemon():
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {"b": 1}
 
@@ -119,12 +117,12 @@ async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
         tell_that_it_sleeps(harness, "a")
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK, report.detail
+        assert report.state is OperationState.ROLLED_BACK, report.detail
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {f"{report.id}.0": 1, "a": 1, "b": 1}
         back = [told for told in report.steps if told.direction is StepDirection.BACK and told.step.engine == "a"]
         assert [(told.step.kind, told.state) for told in back] == [
-            (kind, RedeployStepState.DONE) for kind in (StepKind.START, *BRING_UP)
+            (kind, StepState.DONE) for kind in (StepKind.START, *BRING_UP)
         ]
 
 
@@ -141,7 +139,7 @@ async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stoppe
         await harness.clock.advance(1.0)
         harness.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         check_whole(harness, f"{report.id}.0", "w")
 
 
@@ -160,7 +158,7 @@ async def test_one_that_ends_while_others_come_up_is_not_admitted(tmp_path: Path
         harness.machines.engines[EngineId("s1.0")].life = EngineLife.ENDED
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
-            RedeploymentState.ROLLED_BACK,
+            OperationState.ROLLED_BACK,
             "admit: s1.0 ended before it served: died",
         )
         check_whole(harness, "wide")
@@ -173,6 +171,6 @@ async def test_going_back_brings_back_who_ended_meanwhile(harness: Harness) -> N
         await harness.clock.advance(1.0)
         harness.machines.engines[EngineId("a")].life = EngineLife.ENDED
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.starts == {"a": 1}

@@ -14,6 +14,7 @@ from redeployment_harness import CONFIG, Client, FakeEngine, Harness
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.operation import OBSERVE_AGAIN_S, OperationRun, OperationState, StepState
 from orchestrrl.core.operations import MoveRequests, Operation, OperationItemResult, OperationResult
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
@@ -21,8 +22,9 @@ from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.redeployment.actions import POLL_S
-from orchestrrl.fleet.redeployment.run import POLL_AGAIN_S, RedeploymentRun
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest, RedeployStepState
+from orchestrrl.fleet.redeployment.steps import (
+    RedeployRequest,
+)
 from planner.model import EngineHealth, EngineId
 
 TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
@@ -94,7 +96,7 @@ async def test_an_engine_of_which_nothing_is_left_keeps_no_gpus(harness: Harness
         check_whole(harness, "b", "w")
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         check_whole(harness, "b", "w", f"{report.id}.0")
         tending.cancel()
 
@@ -118,7 +120,7 @@ async def test_a_look_that_a_redeployment_has_overtaken_is_not_taken_for_the_tru
         assert "s1.0" in harness.machines.engines
         may_answer.set()
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         check_whole(harness, "s1.0", "w")
         tending.cancel()
 
@@ -147,7 +149,7 @@ async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_w
         breaks(harness)
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         tell_tokens(harness, "a", 17)
         await harness.clock.advance(1.0)
         assert harness.plane.barrier.state.versions[A] == 7
@@ -169,7 +171,7 @@ async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(har
         breaks(harness)
         redeployer.begin(RedeployRequest((("tp2", 2),)))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
         assert not harness.plane.barrier.state.serves(W)
 
@@ -203,7 +205,7 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ha
     async with harness.daemon():
         await harness.clock.advance(0.5)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.engines[A].weights == 7
         assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
@@ -226,7 +228,7 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
-            RedeploymentState.ROLLED_BACK,
+            OperationState.ROLLED_BACK,
             "verify of s1.0: its weights are version 6, the fleet's 7",
         )
 
@@ -242,7 +244,7 @@ async def test_one_that_is_not_healthy_is_waited_for(harness: Harness, monkeypat
             await harness.clock.advance(5.0)
             assert redeployer.report().engines == ("s1.0", "w")
             assert harness.gateway.usable() == ["w"]
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
         check_whole(harness, "s1.0", "w")
 
 
@@ -256,7 +258,7 @@ async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(har
         harness.plane.barrier.set_version([W], 8, "", "/ckpt/8")
         harness.machines.engines[W].weights = 8
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
         assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
@@ -277,7 +279,7 @@ async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_red
             "remove", A, harness.plane.membership_changes.membership.with_removed(A), ""
         )
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK, report.detail
+        assert report.state is OperationState.ROLLED_BACK, report.detail
         check_whole_but(harness, "a")
 
 
@@ -292,7 +294,7 @@ async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(ha
         harness.plane.membership_changes.drain(W)
         redeployer.begin(RedeployRequest((("tp2", 1),)))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE, report.detail
+        assert report.state is OperationState.DONE, report.detail
         assert harness.gateway.on(W) == ["r2", "r5"]
         assert report.requests_moved == 0
         assert set(harness.gateway.usable()) == {f"{report.id}.0"}
@@ -314,7 +316,7 @@ async def test_who_is_refused_by_an_engine_goes_to_another(harness: Harness) -> 
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE, report.detail
+        assert report.state is OperationState.DONE, report.detail
         assert report.requests_moved == 0
         assert report.requests_parked == 4
 
@@ -324,7 +326,7 @@ async def test_an_engine_that_does_not_say_what_it_has_is_not_stopped(harness: H
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert report.detail == "evacuate of a: took longer than 5 s: it does not say what it has: is too busy"
         assert harness.machines.stops == []
         check_whole(harness, "a", "b", "w")
@@ -336,7 +338,7 @@ async def test_a_stop_that_fails_leaves_an_engine_that_serves_on(harness: Harnes
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
-            RedeploymentState.ROLLED_BACK,
+            OperationState.ROLLED_BACK,
             "stop of a: does not end; stop of a: does not end",
         )
         check_whole(harness, "a", "b", "w")
@@ -350,7 +352,7 @@ async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(har
         harness.gateway.on = lambda engine: ["elsewhere"] * 3  # type: ignore[method-assign,assignment]
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert "it has 3 requests that no gateway has told of" in report.detail
 
 
@@ -360,7 +362,7 @@ async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that
         await harness.plane.membership_changes.remove(B)
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         check_whole(harness, "a", "w", f"{report.id}.0")
 
 
@@ -395,7 +397,7 @@ async def test_a_deployer_that_does_not_answer_at_the_end_does_not_leave_the_red
 
         redeployer._deployer.list_engines = refusing
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         assert len(refusals) == 1
         assert [entry.subject for entry in harness.entries(EntryKind.REDEPLOYMENT_ENDED)] == [report.id]
         check_whole(harness, f"{report.id}.0", "w")
@@ -416,9 +418,9 @@ async def test_going_back_waits_for_a_deployer_that_does_not_say_what_there_is(h
             return await listed()
 
         deployer.list_engines = refusing
-        assert (await harness.until_ended()).state is RedeploymentState.ROLLED_BACK
+        assert (await harness.until_ended()).state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
-        assert [later - before for before, later in pairwise(asked_s[:3])] == [POLL_AGAIN_S] * 2
+        assert [later - before for before, later in pairwise(asked_s[:3])] == [OBSERVE_AGAIN_S] * 2
 
 
 async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness: Harness) -> None:
@@ -444,10 +446,10 @@ async def test_steps_have_ended_when_the_daemon_lets_go_of_the_deployer(harness:
 async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def broken(run: RedeploymentRun, failure: object) -> None:
+    async def broken(run: OperationRun[Any], failure: object) -> None:
         raise ZeroDivisionError("of ours")
 
-    monkeypatch.setattr(RedeploymentRun, "_end", broken)
+    monkeypatch.setattr(OperationRun, "_end", broken)
     breaks(harness)
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
@@ -480,7 +482,7 @@ async def test_a_start_that_came_to_nothing_yet_is_asked_for_again(
     harness.machines.meddle = refusing  # type: ignore[method-assign]
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
         assert [later - before for before, later in pairwise(asked_s)] == pytest.approx([every_s] * 2)
 
 
@@ -497,11 +499,11 @@ async def test_a_redeployment_that_was_never_closed_is_not_taken_up_after_a_late
         harness.plane.journal.append = full
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         harness.plane.journal.append = append
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         back = await harness.until_ended()
-        assert back.state is RedeploymentState.DONE
+        assert back.state is OperationState.DONE
     async with harness.daemon() as redeployer:
         await harness.until_ended()
         assert harness.machines.stops == ["a", "b", "w"]
@@ -513,7 +515,7 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
         harness.machines.faults["layout", "tp2"] = ZeroDivisionError("of somebody")  # type: ignore[assignment]
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert "ZeroDivisionError('of somebody')" in report.detail
         check_whole(harness, "a", "b", "w")
 
@@ -535,7 +537,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness:
             await harness.until_ended()
         harness.plane.journal.append = append
         await harness.clock.advance(2.0)
-        assert harness.redeployer.report().state is RedeploymentState.ROLLED_BACK
+        assert harness.redeployer.report().state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
 
@@ -572,9 +574,9 @@ async def test_configurations_that_are_no_more_do_not_keep_engines_from_coming_b
     if when == "restart":
         async with harness.daemon():
             report = await harness.until_ended()
-            assert report.state is RedeploymentState.ROLLED_BACK, report.detail
+            assert report.state is OperationState.ROLLED_BACK, report.detail
             check_whole(harness, "a", "b", "w")
-    assert report.state is RedeploymentState.ROLLED_BACK, report.detail
+    assert report.state is OperationState.ROLLED_BACK, report.detail
 
 
 async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: Harness) -> None:
@@ -589,7 +591,7 @@ async def test_a_redeployment_that_cannot_be_written_down_is_not_begun(harness: 
         harness.plane.journal.append = full
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert report.detail == "nothing was begun, since it cannot be written down: disk full"
         check_whole(harness, "a", "b", "w")
 
@@ -607,8 +609,8 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
         async def follow() -> str:
             done = set()
             async for report in redeployer.watch(redeployer.begin(TO_TP2)):
-                done.add(sum(told.state is RedeployStepState.DONE for told in report.steps))
-            assert report.state is RedeploymentState.DONE
+                done.add(sum(told.state is StepState.DONE for told in report.steps))
+            assert report.state is OperationState.DONE
             assert len(done) > 3  # of each step that takes a while
             return str(redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1)))))
 
@@ -617,7 +619,7 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
             await harness.clock.advance(0.5)
         assert following.result() == "s2"
         assert not redeployer._book._watchers
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
 
 
 async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Harness) -> None:
@@ -669,7 +671,7 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
         assert harness.machines.stops == stops
         closed[0] = ""
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}

@@ -7,12 +7,11 @@ import pytest
 from redeployment_harness import Client, FakeEngine, Harness
 
 from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.operation import OperationState, StepState
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
-    RedeploymentState,
     RedeployRequest,
-    RedeployStepState,
     StepKind,
 )
 from planner.model import RequestId
@@ -54,7 +53,7 @@ def wide_ones_answer_otherwise(engine: FakeEngine) -> None:
 
 
 def failed_at(report: RedeploymentReport) -> list[StepKind]:
-    return [told.step.kind for told in report.steps if told.state is RedeployStepState.FAILED]
+    return [told.step.kind for told in report.steps if told.state is StepState.FAILED]
 
 
 async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(harness: Harness) -> None:
@@ -63,7 +62,7 @@ async def test_the_first_that_is_emptied_is_asked_and_nobody_waits_for_a_seat(ha
         began_s = harness.clock.now_s()
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-    assert (report.state, failed_at(report)) == (RedeploymentState.ROLLED_BACK, [StepKind.VERIFY])
+    assert (report.state, failed_at(report)) == (OperationState.ROLLED_BACK, [StepKind.VERIFY])
     assert "answers otherwise than the engines before" in report.detail
     fence = next(told for told in report.steps if told.step.kind is StepKind.FENCE)
     assert fence.began_s is not None
@@ -74,7 +73,7 @@ async def test_with_a_right_answer_it_is_done(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-    assert report.state is RedeploymentState.DONE
+    assert report.state is OperationState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
     assert "no other to compare" not in verified.detail
     assert harness.asked == ["a", *[f"{report.id}.0"] * 2]  # type: ignore[attr-defined]  # one of those before; the new
@@ -89,7 +88,7 @@ async def test_a_later_daemon_still_knows_the_answer(harness: Harness) -> None:
     harness.machines.made = answers_otherwise
     async with harness.daemon():
         report = await harness.until_ended()
-    assert report.state is RedeploymentState.DEGRADED
+    assert report.state is OperationState.DEGRADED
     assert "answers otherwise than the engines before" in report.detail
 
 
@@ -102,7 +101,7 @@ async def test_where_no_engine_leaves_a_seat_is_waited_for(harness: Harness) -> 
         assert harness.machines.starts.total() == 0
         del harness.gateway.requests[RequestId("r0")]
         report = await harness.until_ended()
-    assert (report.state, failed_at(report)) == (RedeploymentState.ROLLED_BACK, [StepKind.VERIFY])
+    assert (report.state, failed_at(report)) == (OperationState.ROLLED_BACK, [StepKind.VERIFY])
     assert report.closed_s is None
 
 
@@ -110,7 +109,7 @@ async def test_but_not_for_ever(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
         redeployer.begin(MORE_TP1)
         report = await harness.until_ended()
-    assert report.state is RedeploymentState.DONE
+    assert report.state is OperationState.DONE
     (verified,) = [told for told in report.steps if told.step.kind is StepKind.VERIFY]
     assert "no other to compare" in verified.detail
 
@@ -121,6 +120,6 @@ async def test_it_can_be_called_off_meanwhile(harness: Harness) -> None:
         await harness.clock.advance(1.0)
         redeployer.cancel(id, "enough")
         report = await harness.until_ended()
-    assert report.state is RedeploymentState.ROLLED_BACK
+    assert report.state is OperationState.ROLLED_BACK
     assert "enough" in report.detail
     assert harness.machines.starts.total() == 0

@@ -8,8 +8,11 @@ from builders import engine_report, sample
 from redeployment_harness import Harness
 
 from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.operation import OperationState
 from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployRequest
+from orchestrrl.fleet.redeployment.steps import (
+    RedeployRequest,
+)
 
 
 def tell(harness: Harness, *engines: str) -> None:
@@ -35,9 +38,9 @@ async def test_a_first_start_counts_unless_later_ones_are_wakings(tmp_path: Path
     async with harness.daemon() as redeployer:
         tell(harness, "a", "b")
         redeployer.begin(RedeployRequest((("tp2", 1),)))
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
         assert learnt(harness) == ([] if kept else ["tp2"])
         tell(harness, *harness.machines.alive())
         redeployer.begin(RedeployRequest((("tp1", 2),)))
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
         assert learnt(harness) == (["tp1", "tp1"] if kept else ["tp2", "tp1", "tp1"])

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.operation import Stage, steps_in
 from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.checks import (
@@ -21,13 +22,11 @@ from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
     RedeploymentId,
     RedeployRequest,
-    Stage,
     StepKind,
     check,
     goes_on,
     stages_back,
     stages_of,
-    steps_in,
 )
 from orchestrrl.fleet.redeployment.targets import StandingEngine, wanted_by_targets
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Parallelism, PlanId

@@ -12,12 +12,11 @@ from redeployment_harness import UP_AFTER_S, FakeEngine, Harness
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.core.operation import OperationState, StepState
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.redeployment.steps import (
-    RedeploymentState,
     RedeployRequest,
-    RedeployStepState,
     ServedWeights,
     StepKind,
 )
@@ -62,7 +61,7 @@ async def test_two_narrow_engines_become_a_wide_one(harness: Harness) -> None:
         assert harness.watched == [{"a", "b", "w"}]
         id = redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert (report.id, report.state) == (id, RedeploymentState.DONE)
+        assert (report.id, report.state) == (id, OperationState.DONE)
         check_whole(harness, {f"{id}.0", "w"})
         assert harness.gateway.cut == []
         assert harness.machines.stops == ["a", "b"]
@@ -120,7 +119,7 @@ async def test_a_later_daemon_knows_what_was_redeployed(harness: Harness) -> Non
         assert harness.plane.plans.last_redeploy_s == report.ended_s
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         back = await harness.until_ended()
-        assert back.state is RedeploymentState.DONE
+        assert back.state is OperationState.DONE
         check_whole(harness, {f"{back.id}.0", f"{back.id}.1", "w"})
 
 
@@ -141,11 +140,11 @@ async def test_a_daemon_that_is_killed_leaves_the_old_fleet_or_the_new(harness: 
     async with harness.daemon():
         report = await harness.until_ended()
         assert report.id == id
-        assert not {RedeployStepState.PENDING, RedeployStepState.RUNNING} & {told.state for told in report.steps}
-        if report.state is RedeploymentState.DONE:
+        assert not {StepState.PENDING, StepState.RUNNING} & {told.state for told in report.steps}
+        if report.state is OperationState.DONE:
             check_whole(harness, {f"{id}.0", "w"})
         else:
-            assert report.state is RedeploymentState.ROLLED_BACK
+            assert report.state is OperationState.ROLLED_BACK
             check_whole(harness, {"a", "b", "w"})
         steps = harness.entries(EntryKind.REDEPLOYMENT_STEP)
         fenced = [entry.body["began_s"] for entry in steps if entry.body["kind"] == "fence"]
@@ -168,7 +167,7 @@ async def test_killed_again_on_the_way_back(harness: Harness) -> None:
     harness.killed_after = None
     async with harness.daemon():
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, {"a", "b", "w"})
 
 
@@ -194,7 +193,7 @@ async def test_a_new_engine_that_fails_in_any_step_has_the_old_ones_come_back(
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert says in report.detail
         assert "is broken" in report.detail or "took longer" in report.detail
         check_whole(harness, {"a", "b", "w"})
@@ -235,7 +234,7 @@ async def test_a_new_engine_that_is_not_as_wanted(harness: Harness, made: object
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         assert says in report.detail
         check_whole(harness, {"a", "b", "w"})
         failed, *back = harness.engines_noted(EntryKind.ENGINE_STARTED)
@@ -250,13 +249,13 @@ async def test_where_going_back_fails_too_the_others_serve(harness: Harness) -> 
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DEGRADED
+        assert report.state is OperationState.DEGRADED
         assert "start of b: took longer than 5 s: no room" in report.detail
         check_whole(harness, {"a", "w"})
         del harness.machines.faults["start", "b"]
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))  # an operator mends it
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         assert len(harness.machines.alive()) == 3
 
 
@@ -265,7 +264,7 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.ROLLED_BACK
+        assert report.state is OperationState.ROLLED_BACK
         why = "1 requests are still there, 1 of them cannot move"
         assert f"evacuate of a: took longer than 5 s: {why}" in report.detail
         assert harness.machines.stops == []
@@ -273,7 +272,7 @@ async def test_requests_that_cannot_move_are_waited_for_or_the_redeployment_does
         redeployer.begin(TO_TP2)
         await harness.clock.advance(1.0)
         del harness.gateway.requests[next(id for id in harness.gateway.requests if id == "stuck")]
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.6, 1.2, 2.0])
@@ -284,11 +283,11 @@ async def test_an_operator_may_call_it_off(harness: Harness, after_s: float) -> 
         try:
             redeployer.cancel(id, "changed my mind")
         except Permanent:
-            assert (await harness.until_ended()).state is RedeploymentState.DONE
+            assert (await harness.until_ended()).state is OperationState.DONE
             return
         report = await harness.until_ended()
-        assert (report.state, report.detail) == (RedeploymentState.ROLLED_BACK, "called off: changed my mind")
-        assert {told.detail for told in report.steps if told.state is RedeployStepState.FAILED} <= {"cut short"}
+        assert (report.state, report.detail) == (OperationState.ROLLED_BACK, "called off: changed my mind")
+        assert {told.detail for told in report.steps if told.state is StepState.FAILED} <= {"cut short"}
         check_whole(harness, {"a", "b", "w"})
         with pytest.raises(Permanent, match="not under way"):
             redeployer.cancel(id, "")
@@ -306,7 +305,7 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness
             await harness.clock.advance(0.1)
         with pytest.raises(Permanent, match="can no longer be called off"):
             redeployer.cancel(id, "")
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
 
 
 async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(harness: Harness) -> None:
@@ -322,7 +321,7 @@ async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(h
             redeployer.begin(TO_TP2)
         with pytest.raises(Permanent, match="redeployment s7 is not under way"):
             redeployer.cancel("s7", "")
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
 
 
 # --- plans
@@ -368,7 +367,7 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harne
             await redeployer.carry_out(*plan)
         report = await harness.until_ended()
         outcome = await carrying
-        assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", RedeploymentState.DONE)
+        assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", OperationState.DONE)
         assert (outcome.done, outcome.detail) == (True, "2 engines stopped, 1 started, 4 requests moved")
         assert outcome.ended_s == report.ended_s
         (start,) = outcome.starts  # from when those in its way began to stop
@@ -394,7 +393,7 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
     harness.gateway.put("late", "a")
     async with harness.daemon():
         report = await harness.until_ended()
-        assert (report.state, harness.gateway.cut) == (RedeploymentState.DONE, [])
+        assert (report.state, harness.gateway.cut) == (OperationState.DONE, [])
         check_whole(harness, {"p7-0"}, 2)
 
 
@@ -442,7 +441,7 @@ async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool
         harness.plane.current_weights = lambda: weights
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE, report.detail
+        assert report.state is OperationState.DONE, report.detail
         new = EngineId(f"{report.id}.0")
         assert harness.machines.engines[new].spec.weights == ("" if tensors_only else "/ckpt/7")
         (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
@@ -477,7 +476,7 @@ async def test_an_engine_that_ended_by_itself_is_cleared_and_can_be_replaced(har
         await redeployer._scan()
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 0))))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         check_whole(harness, {f"{report.id}.0", "b", "w"})
 
 
@@ -489,7 +488,7 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
         tell_capabilities(harness, "a", "b")
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         assert {str(id) for id, engine in harness.machines.engines.items() if engine.lent} == {"a", "b"}
         assert all(harness.machines.engines[EngineId(name)].sleeping for name in "ab")
     async with harness.daemon() as redeployer:  # they sleep on
@@ -497,7 +496,7 @@ async def test_engines_that_can_sleep_are_woken_for_the_way_back(tmp_path: Path)
         harness.machines.faults["check", "tp1"] = ProblemFaults(["tp1: is not installed any more"])  # to be started
         redeployer.begin(RedeployRequest((("tp1", 2),)))
         back = await harness.until_ended()
-        assert back.state is RedeploymentState.DONE
+        assert back.state is OperationState.DONE
         assert StepKind.WAKE in [told.step.kind for told in back.steps]
         check_whole(harness, {"a", "b"}, 0)
         assert harness.machines.starts.keys() == {f"{report.id}.0", f"{report.id}.1"}
@@ -512,7 +511,7 @@ async def test_engines_that_slept_are_stopped_where_none_are_kept(tmp_path: Path
         harness.machines.faults["stop", "b"] = Permanent("does not end")
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
-        assert (report.state, report.detail) == (RedeploymentState.DONE, "retire of b: does not end")
+        assert (report.state, report.detail) == (OperationState.DONE, "retire of b: does not end")
         assert [str(id) for id, engine in harness.machines.engines.items() if engine.lent] == ["b"]
         del harness.machines.faults["stop", "b"]
 
@@ -528,21 +527,21 @@ async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path
         tell_capabilities(harness, "a", "b")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE, report.detail
+        assert report.state is OperationState.DONE, report.detail
         check_whole(harness, {"a"}, 2)
         assert (harness.machines.engines[EngineId("a")].dp, harness.machines.stops) == (4, ["b"])
         assert harness.machines.starts == {}
         assert harness.plane.state.configuration_of(EngineId("a")) == "ep4"
         redeployer.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE, report.detail
+        assert report.state is OperationState.DONE, report.detail
         (started,) = harness.machines.starts
         check_whole(harness, {"a", started}, 2)
         assert harness.machines.engines[EngineId("a")].dp == 2
         harness.machines.faults["score", "a"] = Permanent("is broken")
         redeployer.begin(RedeployRequest((("ep4", 1),)))
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DEGRADED  # it is broken on the way back, too
+        assert report.state is OperationState.DEGRADED  # it is broken on the way back, too
         assert serving(harness) == {started}  # nothing is left on GPUs that does not answer as it should
 
 
@@ -561,7 +560,7 @@ async def test_a_daemon_that_is_killed_while_it_scales(tmp_path: Path, after: in
     harness.killed_after = None
     async with harness.daemon():
         report = await harness.until_ended()
-        done = report.state is RedeploymentState.DONE
+        done = report.state is OperationState.DONE
         check_whole(harness, {"a"} if done else {"a", "b"}, 1)
         engine = harness.machines.engines[EngineId("a")]
         assert (engine.dp, len(engine.spec.gpus)) == ((4, 4) if done else (2, 2))
@@ -583,7 +582,7 @@ async def test_all_engines_may_stop_once_their_requests_have_finished(harness: H
         assert harness.machines.stops == []
         harness.gateway.requests.clear()
         report = await harness.until_ended()
-        assert report.state is RedeploymentState.DONE
+        assert report.state is OperationState.DONE
         assert harness.machines.engines == {}
 
 
@@ -597,7 +596,7 @@ async def test_who_sleeps_ends_too_when_all_are_to_stop(tmp_path: Path) -> None:
         await harness.until_ended()
         assert len(harness.machines.engines) == 3
         redeployer.begin(RedeployRequest((("nothing", 0),)))
-        assert (await harness.until_ended()).state is RedeploymentState.DONE
+        assert (await harness.until_ended()).state is OperationState.DONE
         assert harness.machines.engines == {}
         with pytest.raises(Permanent, match="nothing to redeploy"):
             redeployer.begin(RedeployRequest((("nothing", 0),)))

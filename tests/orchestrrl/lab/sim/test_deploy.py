@@ -9,9 +9,12 @@ import pytest
 
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.core.operation import OperationState, StepState
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import RedeploymentState, RedeployStepState, StepKind
+from orchestrrl.fleet.redeployment.steps import (
+    StepKind,
+)
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.run import steps_of
@@ -79,8 +82,8 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert said.startswith("True: 8 engines stopped, 2 started")
     assert sorted(world.engines) == ["w0", "w1"]
     report = world.deployment.report()
-    assert report.state is RedeploymentState.DONE
-    assert [told.state for told in report.steps] == [RedeployStepState.DONE] * len(report.steps)
+    assert report.state is OperationState.DONE
+    assert [told.state for told in report.steps] == [StepState.DONE] * len(report.steps)
     assert report.requests_parked > 0
     assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
     assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
@@ -124,9 +127,9 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
     assert said.startswith("False: rolled back: start of w0: no such image")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
     report = world.deployment.report()
-    assert report.state is RedeploymentState.ROLLED_BACK
+    assert report.state is OperationState.ROLLED_BACK
     assert report.engines == tuple(sorted(world.engines))
-    skipped = [told.step.kind for told in report.steps if told.state is RedeployStepState.SKIPPED]
+    skipped = [told.step.kind for told in report.steps if told.state is StepState.SKIPPED]
     assert StepKind.ADMIT in skipped
 
 

@@ -1,0 +1,397 @@
+"""Run a journalled operation to its end: forward by its steps, or back where one fails.
+
+A description says what the steps are and what each does to the world; this module decides what is done next. The steps
+of a chain follow one another, the chains of a stage run in parallel, stages follow one another. Each step is written to
+the journal before and after it. After a failure, the description observes the world and plans the steps that lead back.
+A restarted daemon resumes an open operation: the description finds, from the entries and from what it observes, whether
+the operation can be finished or has to be undone. Doing a step twice must be harmless.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.journal.store import JournalEntry
+from orchestrrl.core.operation_log import OperationLog
+
+logger = logging.getLogger(__name__)
+
+OBSERVE_AGAIN_S = 2.0
+BACK_ATTEMPTS = 2  # for a chain on the way back: what its first attempt needs may be freed late
+
+
+class StepDirection(StrEnum):
+    FORWARD = "forward"
+    BACK = "back"
+
+
+class StepState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # an earlier step failed
+
+
+class OperationState(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"  # the world is as it was before
+    DEGRADED = "degraded"  # some of the way back failed
+
+
+class Step(Protocol):
+    """One step. `number` counts from 1 over a direction."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def within_s(self) -> float: ...
+
+
+S = TypeVar("S", bound=Step)
+Chain = tuple[S, ...]
+Stage = tuple[tuple[S, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport(Generic[S]):
+    step: S
+    direction: StepDirection
+    state: StepState = StepState.PENDING
+    detail: str = ""
+    began_s: float | None = None
+    elapsed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One entry of a step; records are kept in the order in which they were written."""
+
+    direction: StepDirection
+    number: int
+    state: StepState
+    entry: Mapping[str, Any]
+
+
+class Description(Protocol[S]):
+    """What one kind of operation is."""
+
+    @property
+    def id(self) -> str: ...
+
+    def forward(self) -> Sequence[Stage[S]]: ...
+
+    def intent(self) -> Mapping[str, Any]:
+        """Return the body of the intent's entry."""
+        ...
+
+    def record(self, step: S) -> Mapping[str, Any]:
+        """Return what the entries of a step hold besides its state: enough to plan the way back from them."""
+        ...
+
+    async def do(self, step: S) -> str:
+        """Do a step; return a remark for the report. Raises OrchestrRLError."""
+        ...
+
+    async def undo(self, step: S) -> str:
+        """Do a step of the way back."""
+        ...
+
+    async def observe(self) -> None:
+        """Read what there is now. Raises OrchestrRLError where that cannot be read yet: it is tried again."""
+        ...
+
+    def back(self, records: Sequence[StepRecord]) -> Sequence[Stage[S]]:
+        """Plan the way back from what was observed and written."""
+        ...
+
+    def restored(self) -> bool:
+        """Return whether what was observed last is what was there before the operation."""
+        ...
+
+    def resume_from(self, records: Sequence[StepRecord]) -> frozenset[int] | None:
+        """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
+        ...
+
+    def is_final(self, step: S) -> bool:
+        """Return whether the operation can no longer be called off once this step has begun."""
+        ...
+
+    def is_optional(self, step: S) -> bool:
+        """Return whether the operation stands although this step failed."""
+        ...
+
+    async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
+        """Clean up after a step that failed on the way back; return the chain to try again."""
+        ...
+
+    def waits_for(self, step: S) -> str:
+        """Return what a step that takes long is waiting for; empty where that is unknown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OperationFailure(Generic[S]):
+    """Why an operation goes back. `step` is None where it was called off."""
+
+    step: S | None
+    why: str
+
+    def __str__(self) -> str:
+        return self.why if self.step is None else f"{self.step}: {self.why}"
+
+
+class _StepFailed(Exception):
+    def __init__(self, failure: OperationFailure[Any]) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class OperationRun(Generic[S]):
+    """One operation under way. `changed` is called whenever what is reported of it changes."""
+
+    def __init__(
+        self, description: Description[S], log: OperationLog, clock: Clock, changed: Callable[[], None]
+    ) -> None:
+        self.state = OperationState.RUNNING
+        self.detail = ""
+        self.ended_s: float | None = None
+        self.going_back = False
+        self._description = description
+        self._log = log
+        self._clock = clock
+        self._changed = changed
+        self._forward_stages = tuple(description.forward())
+        self._reports: dict[tuple[StepDirection, int], StepReport[S]] = {}
+        self.records: list[StepRecord] = []  # of its steps, also those of earlier daemons
+        self._going: asyncio.Task[None] | None = None  # forward
+        self._called_off = ""
+        self._is_final = False
+        self._list_steps(StepDirection.FORWARD, self._forward_stages)
+
+    @property
+    def steps(self) -> tuple[StepReport[S], ...]:
+        """The steps forward, then those back where the operation goes back."""
+        return tuple(self._reports.values())
+
+    def call_off(self, because: str) -> None:
+        """Go back. Raises Permanent where that is no longer possible."""
+        going = self._going  # None: it is yet to begin
+        over = self.going_back or self.state is not OperationState.RUNNING or (going is not None and going.done())
+        if over or self._is_final:
+            raise Permanent(f"{self._description} can no longer be called off")
+        self._called_off = because
+        if going is not None:
+            going.cancel()
+
+    async def run(self) -> None:
+        """Run it from the beginning to its end."""
+        try:
+            self._log.begin(self._description.id, self._description.intent())
+        except OrchestrRLError as error:
+            self.state, self.ended_s = OperationState.ROLLED_BACK, self._clock.now_s()
+            self.detail = f"nothing was begun, since it cannot be written down: {error}"
+            return
+        await self._end(OperationFailure(None, self._called_off) if self._called_off else await self._go(frozenset()))
+
+    async def resume(self, entries: Sequence[JournalEntry]) -> None:
+        """End an operation that an earlier daemon left open; `entries` are those of its steps, in order."""
+        self._recall(entries)
+        went_back = any(record.direction is StepDirection.BACK for record in self.records)
+        done = None if went_back else self._description.resume_from(self.records)
+        if done is None:
+            return await self._end(OperationFailure(None, "the daemon ended in the middle of it"))
+        logger.warning("%s had come far enough and is finished", self._description)
+        return await self._end(await self._go(done))
+
+    async def _go(self, done: frozenset[int]) -> OperationFailure[S] | None:
+        self._going = asyncio.ensure_future(self._run_stages(done))
+        try:
+            await self._going
+        except _StepFailed as failed:
+            return failed.failure
+        except OrchestrRLError as error:
+            return OperationFailure(None, f"it cannot be written down: {error}")
+        except asyncio.CancelledError:
+            if not self._called_off:  # the daemon ends: the next one resumes it
+                self._going.cancel()
+                await asyncio.wait({self._going})
+                raise
+            return OperationFailure(None, self._called_off)
+        return None
+
+    async def _end(self, failure: OperationFailure[S] | None) -> None:
+        state = OperationState.DONE
+        if failure is not None:
+            logger.warning("%s goes back: %s", self._description, failure)
+            self.detail = str(failure)
+            self._changed()
+            failed = await self._go_back()
+            # What failed on the way may have come right in the end.
+            await self._observe()
+            state = OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED
+            self.detail = "; ".join([str(failure), *failed])
+        self.state = state
+        self.ended_s = self._clock.now_s()
+
+    async def _go_back(self) -> list[str]:
+        """Return what failed on the way."""
+        for key, report in self._reports.items():
+            if report.state is StepState.PENDING:
+                self._reports[key] = replace(report, state=StepState.SKIPPED)
+        self.going_back = True
+        await self._observe()
+        stages = self._description.back(self.records)
+        self._list_steps(StepDirection.BACK, stages)
+        self._changed()
+        failed: list[str] = []
+        for stage in stages:
+            outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
+            failed += [outcome for outcome in outcomes if outcome]
+        return list(dict.fromkeys(failed))
+
+    async def _observe(self) -> None:
+        """Without an observation nothing can be undone, so it is repeated until there is one."""
+        while True:
+            try:
+                return await self._description.observe()
+            except OrchestrRLError as error:
+                logger.error("%s waits to go back: %s", self._description, error)
+                await self._clock.sleep(OBSERVE_AGAIN_S)
+
+    async def _run_stages(self, done: frozenset[int]) -> None:
+        for stage in self._forward_stages:
+            chains = [asyncio.ensure_future(self._run_chain(chain, done)) for chain in stage]
+            try:
+                await asyncio.wait(chains, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for chain in chains:  # where one fails, the others are not waited for: all go back
+                    chain.cancel()
+                outcomes = await asyncio.gather(*chains, return_exceptions=True)
+            errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            own = [error for error in errors if not isinstance(error, asyncio.CancelledError)]
+            if errors:
+                raise (own or errors)[0]
+
+    async def _run_chain(self, chain: Chain[S], done: frozenset[int]) -> None:
+        for step in chain:
+            if step.number in done:
+                continue
+            try:
+                await self._do(StepDirection.FORWARD, step, self._description.do)
+            except _StepFailed as failed:
+                if not self._description.is_optional(step):
+                    raise
+                self.detail = "; ".join(filter(None, [self.detail, str(failed.failure)]))
+
+    async def _chain_back(self, chain: Chain[S]) -> str:
+        """Return why it failed, if it did; the other chains go on."""
+        failure: OperationFailure[S] | None = None
+        for _ in range(BACK_ATTEMPTS):
+            try:
+                for step in chain:
+                    await self._do(StepDirection.BACK, step, self._description.undo)
+            except _StepFailed as failed:
+                failure = failed.failure
+                logger.error("%s, on its way back: %s", self._description, failure)
+                assert failure.step is not None
+                chain = await self._description.again(chain, failure.step)
+            else:
+                return ""
+        return str(failure)
+
+    async def _do(self, direction: StepDirection, step: S, act: Callable[[S], Awaitable[str]]) -> None:
+        if direction is StepDirection.FORWARD and self._description.is_final(step):
+            self._is_final = True
+        began_s = self._clock.now_s()
+        self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
+        why: str | None = None
+        try:
+            detail = await within(self._clock, step.within_s, act(step))
+        except OrchestrRLError as error:
+            waits = self._description.waits_for(step)
+            why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
+        except Exception as error:  # a defect must not leave the world between the two
+            logger.exception("%s: %s", self._description, step)
+            why = f"a defect: {error!r}"
+        except asyncio.CancelledError:  # the world is observed before anything else is done
+            cut_short = self._over(direction, step, StepState.FAILED, "cut short", began_s)
+            self._reports[direction, step.number] = cut_short
+            raise
+        if why is not None:
+            self._write(self._over(direction, step, StepState.FAILED, why, began_s))
+            raise _StepFailed(OperationFailure(step, why))
+        self._write(self._over(direction, step, StepState.DONE, detail, began_s))
+
+    def _over(self, direction: StepDirection, step: S, state: StepState, detail: str, began_s: float) -> StepReport[S]:
+        return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
+
+    def _write(self, report: StepReport[S]) -> None:
+        step = report.step
+        entry = {
+            "id": f"{self._description.id}/{report.direction}/{step.number}",
+            "direction": report.direction,
+            "number": step.number,
+            **self._description.record(step),
+            "state": report.state,
+            "detail": report.detail,
+            "began_s": report.began_s,
+            "elapsed_s": report.elapsed_s,
+            "valid_until_s": (report.began_s or 0.0) + step.within_s,
+        }
+        self._reports[report.direction, step.number] = report
+        self.records.append(StepRecord(report.direction, step.number, report.state, entry))
+        try:
+            self._log.step(self._description.id, entry)
+        except OrchestrRLError as error:
+            if report.direction is StepDirection.FORWARD:
+                raise
+            # A full disk must not keep the world from being whole again.
+            logger.error("%s: %s", self._description, error)
+        logger.info("%s: %s %s %s", self._description, step, report.state, report.detail)
+        self._changed()
+
+    def _recall(self, entries: Sequence[JournalEntry]) -> None:
+        """Take over what an earlier daemon wrote. A step that had begun may have been done or not."""
+        forward = {step.number: step for step in steps_in(self._forward_stages)}
+        for entry in entries:
+            body = entry.body
+            record = StepRecord(StepDirection(body["direction"]), body["number"], StepState(body["state"]), body)
+            self.records.append(record)
+            if record.direction is StepDirection.FORWARD and record.number in forward:
+                self._reports[record.direction, record.number] = StepReport(
+                    forward[record.number],
+                    record.direction,
+                    record.state,
+                    body["detail"],
+                    body["began_s"],
+                    body["elapsed_s"],
+                )
+        for key, report in self._reports.items():
+            if report.state is StepState.RUNNING:
+                self._reports[key] = replace(report, state=StepState.FAILED, detail="the daemon ended")
+
+    def _list_steps(self, direction: StepDirection, stages: Sequence[Stage[S]]) -> None:
+        for step in steps_in(stages):
+            self._reports[direction, step.number] = StepReport(step, direction)
+
+
+def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a step's entry. Raises ValueError where it lacks what `resume` reads."""
+    missing = {"number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
+    if missing:
+        raise ValueError(f"has no {min(missing)}")
+    StepDirection(entry["direction"]), StepState(entry["state"])
+    return entry
+
+
+def steps_in(stages: Sequence[Stage[S]]) -> Iterator[S]:
+    """Iterate over the steps in the order of their numbers."""
+    return (step for stage in stages for chain in stage for step in chain)

@@ -1,0 +1,71 @@
+"""The journal's entries of operations: intents, steps and results. No other module writes them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.journal.kinds import OperationEntries
+from orchestrrl.core.journal.store import Journal, JournalEntry, JournalReader
+
+T = TypeVar("T")
+MOST_STEPS = 1_000_000  # entries of one operation that are read
+
+
+@dataclass(frozen=True, slots=True)
+class OpenIntent(Generic[T]):
+    """An operation that an earlier daemon began and did not end, with the entries of its steps in order."""
+
+    id: str
+    sequence: int  # of its intent's entry
+    intent: T
+    steps: tuple[JournalEntry, ...]
+
+
+class OperationLog:
+    """Writes the entries of one kind of operation. Each method raises Permanent where the journal takes nothing."""
+
+    def __init__(self, journal: Journal, clock: Clock, entries: OperationEntries) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._entries = entries
+
+    @property
+    def generation(self) -> int:
+        return self._journal.generation
+
+    def begin(self, id: str, body: Mapping[str, Any]) -> None:
+        """Write the intent, before anything is done."""
+        self._journal.append(self._clock.now_s(), self._entries.intent, id, body)
+
+    def step(self, id: str, body: Mapping[str, Any]) -> None:
+        assert self._entries.step is not None
+        self._journal.append(self._clock.now_s(), self._entries.step, id, body)
+
+    def end(self, id: str, body: Mapping[str, Any]) -> None:
+        self._journal.append(self._clock.now_s(), self._entries.result, id, body)
+
+    def left_open(self, parse: Callable[[JournalEntry], T]) -> list[OpenIntent[T]]:
+        return left_open(self._journal, self._entries, parse)
+
+
+def left_open(
+    journal: JournalReader, entries: OperationEntries, parse: Callable[[JournalEntry], T]
+) -> list[OpenIntent[T]]:
+    """Return the operations without a result whose intent `parse` can read, oldest first."""
+    found = []
+    for entry in journal.open_operations(entries):
+        intent = journal.interpret(entry, partial(_parsed, parse, entry))
+        if intent is None:
+            continue
+        steps: tuple[JournalEntry, ...] = ()
+        if entries.step is not None:
+            written = journal.since(entry.sequence, (entries.step,), MOST_STEPS)
+            steps = tuple(step for step in written if step.subject == entry.subject)
+        found.append(OpenIntent(entry.subject, entry.sequence, intent, steps))
+    return found
+
+
+def _parsed(parse: Callable[[JournalEntry], T], entry: JournalEntry, _: Mapping[str, Any]) -> T:
+    return parse(entry)

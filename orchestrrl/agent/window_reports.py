@@ -124,7 +124,7 @@ class WindowReports:
         elif watched.reported != found.code:
             watched.reported = found.code
             traffic = fabric_pb2.Traffic(
-                at_s=now_s, why=f"{found.code}: {found.detail}", armed=watched.id, job=watched.job
+                at_s=now_s, code=found.code, detail=found.detail, armed=watched.id, job=watched.job
             )
             self._put(fabric_pb2.TraceMessage(traffic=traffic))
 

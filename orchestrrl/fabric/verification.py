@@ -90,7 +90,7 @@ class FabricVerifier:
                 async with self._routing.standing_still():
                     await self._walk(self._routing, site_reading, findings)
         ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
-        unknown = sorted(ports - findings.good - {_port_of(fault) for fault in findings.faults})
+        unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
         if unknown and self._routing is not None:
             more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
@@ -131,7 +131,7 @@ class FabricVerifier:
         seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(site_reading.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, site_reading.of_site, seen)
         findings.faults += faults
-        bad = {_port_of(fault) for fault in faults}
+        bad = {fault.port for fault in faults}
         for lit in lits:
             if any(tor in silent for tor, _ in lit.link.ends):
                 continue
@@ -184,7 +184,7 @@ class FabricVerifier:
             else:
                 what = f"no light gets from it over {port_text(_ports_of(one)[1])} and {port_text(_ports_of(other)[1])}"
                 what += f" to {port_text(_ports_of(other)[0])}: one of the two lanes ends elsewhere, or is broken"
-                findings.faults.append(CablingFault(DARK, port_text(_ports_of(one)[0]), what))
+                findings.faults.append(CablingFault.at_port(DARK, _ports_of(one)[0], what))
 
     def _good_at(
         self, routing: FabricRouting, switch: OcsId, barred: Collection[Port], findings: _Findings
@@ -250,7 +250,7 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
     told = {(pair.switch, port) for pair in site_reading.cross_connects - site_reading.of_site for port in pair.ports}
     told |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
     faults += [
-        CablingFault("failed_port", port_text(port), "by the word of its switch")
+        CablingFault.at_port("failed_port", port, "by the word of its switch")
         for port in sorted(site_reading.failures.ports - told)
     ]
     return faults
@@ -279,8 +279,3 @@ def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]
 
 def _ports_of(lane: Lane) -> tuple[Port, Port]:
     return (lane.agg, lane.agg_port), (lane.core, lane.core_port)
-
-
-def _port_of(fault: CablingFault) -> Port | None:
-    switch, colon, port = fault.where.rpartition(":")
-    return (OcsId(switch), int(port)) if colon and port.isdecimal() else None

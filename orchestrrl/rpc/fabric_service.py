@@ -95,8 +95,8 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 quiet = message.quiet
                 stream.on_remaining_quiet(quiet.job, quiet.told_s, quiet.rank, remaining_from_pb(quiet))
             case "traffic":
-                code, _, why = message.traffic.why.partition(": ")
-                stream.on_remaining_quiet(message.traffic.job, message.traffic.at_s, -1, Hold(code, why))
+                traffic = message.traffic
+                stream.on_remaining_quiet(traffic.job, traffic.at_s, -1, Hold(traffic.code, traffic.detail))
             case "pong":
                 pong = message.pong
                 stream.answers(ClockExchange(pong.sent_s, pong.received_s, pong.answered_s, self._now_s()))

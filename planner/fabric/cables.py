@@ -5,7 +5,7 @@ ToR has a signal that nobody sent it, or another router than expected answers th
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from planner.fabric.light import Interface, Lit, links_up
@@ -21,11 +21,16 @@ STRANGER = "stranger"
 
 @dataclass(frozen=True, slots=True, order=True)
 class CablingFault:
-    """`where`: a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
+    """One fault. `where` names a port as `SWITCH:PORT`, or an interface as `TOR/INTERFACE`."""
 
     kind: str
     where: str
     what: str
+    port: Port | None = field(default=None, compare=False)  # the port that `where` names, if it is one
+
+    @classmethod
+    def at_port(cls, kind: str, port: Port, what: str) -> "CablingFault":
+        return cls(kind, port_text(port), what, port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def faults_seen(
     for here in sorted(dark - explained):
         end = ends[here]
         far = "has none either" if end.far in dark else "has one" if end.far in seen.signals else "does not answer"
-        faults.append(CablingFault(DARK, port_text(end.port), f"no signal at {text(here)}, {text(end.far)} {far}"))
+        faults.append(CablingFault.at_port(DARK, end.port, f"no signal at {text(here)}, {text(end.far)} {far}"))
     faults += _strangers(ends, seen, explained)
     faults += [
         CablingFault(
@@ -95,9 +100,9 @@ def _strangers(ends: Mapping[Interface, _End], seen: ObservedCables, explained: 
         if here in seen.signals and here not in explained and end.far[0] not in seen.answering.get(here, ())
     }
     return [
-        CablingFault(
+        CablingFault.at_port(
             STRANGER,
-            port_text(end.port),
+            end.port,
             f"{end.far[0]} should be seen at {text(here)}{_responders_text(seen, here) or ': nobody answers'}",
         )
         for here, end in strange.items()
@@ -148,9 +153,7 @@ def traced(
         seen_at = sorted(frozenset().union(*came[port]))
         where = f"it comes out at {', '.join(map(text, seen_at))}" if seen_at else "it comes out nowhere"
         faults.append(
-            CablingFault(
-                DARK, port_text(port), f"light that it sends does not get to {text(interfaces[port])}: {where}"
-            )
+            CablingFault.at_port(DARK, port, f"light that it sends does not get to {text(interfaces[port])}: {where}")
         )
     return good, tuple(faults)
 
@@ -178,8 +181,8 @@ def _found(
 
 
 def wrong_cable(port: Port, expected: Interface, found: Interface) -> CablingFault:
-    return CablingFault(
-        WRONG_CABLE, port_text(port), f"its fibre ends at {text(found)}, by the site it ends at {text(expected)}"
+    return CablingFault.at_port(
+        WRONG_CABLE, port, f"its fibre ends at {text(found)}, by the site it ends at {text(expected)}"
     )
 
 

@@ -34,7 +34,6 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeployRequest,
     RedeployStep,
     RedeployTimeouts,
-    check,
     stages_of,
 )
 from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
@@ -314,7 +313,6 @@ class RedeploymentController:
             weights=weights,
             limits=self.policy.limits,
         )
-        check(redeployment, stages_of(redeployment))
         self._check_starts(redeployment)
         return redeployment
 

@@ -31,8 +31,8 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
     RedeployStep,
     StepKind,
-    check,
     goes_on,
+    order_faults,
     stages_back,
     stages_of,
 )
@@ -59,7 +59,8 @@ class RedeploymentRun:
         self.acts = acts
         self._clock = clock
         self._stages = stages_of(redeployment)
-        check(redeployment, self._stages)
+        fault = next(order_faults(redeployment, self._stages), "")
+        assert not fault, fault
         self._present: set[EngineId] = set()  # as observed last
         self._expects = False  # gateways have been told which engines are to come
         self._operation = OperationRun(self, log, clock, changed)

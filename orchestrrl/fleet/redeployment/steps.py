@@ -5,7 +5,7 @@ about to stop; none stops while a request is there that its gateway would not ta
 time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -303,12 +303,8 @@ def _numbered(
     return tuple(stages)
 
 
-class InvariantViolated(ValueError):
-    """An order of steps would break what the fleet relies on."""
-
-
-def check(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> None:
-    """The invariants of going forward, step by step. Raises Intact with the first one that is broken."""
+def order_faults(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> Iterator[str]:
+    """Check the order of the steps forward. What follows the first fault yielded depends on it."""
     specs = {spec.engine: spec for spec in (*redeployment.asleep, *redeployment.old, *redeployment.new)}
     staying = {spec.engine for spec in redeployment.staying}
     before = {old.engine: old for old, _ in redeployment.scaled}
@@ -325,50 +321,48 @@ def check(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> 
                 serving -= {spec.engine for spec in redeployment.leaving} | before.keys()
             elif step.kind is StepKind.ADMIT:
                 if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
-                    raise InvariantViolated(f"requests go to {unready} unverified")
+                    yield f"requests go to {unready} unverified"
                 serving |= coming
             continue
         if engine in staying:
-            raise InvariantViolated(f"{engine} is touched, and stays")
+            yield f"{engine} is touched, and stays"
         match step.kind:
             case StepKind.EVACUATE:
                 if engine in serving:
-                    raise InvariantViolated(f"{engine} is evacuated before it is fenced")
+                    yield f"{engine} is evacuated before it is fenced"
                 evacuated.add(engine)
             case StepKind.STOP | StepKind.SLEEP:
                 if engine not in evacuated or engine not in owner.values():
-                    raise InvariantViolated(f"{engine} stops before its requests have left, or twice")
+                    yield f"{engine} stops before its requests have left, or twice"
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
                 if step.kind is StepKind.SLEEP:
                     asleep.add(engine)
             case StepKind.SCALE:
                 if engine not in evacuated or engine in passed:
-                    raise InvariantViolated(f"{engine} is scaled before its requests have left, or twice")
+                    yield f"{engine} is scaled before its requests have left, or twice"
                 owner = {gpu: of for gpu, of in owner.items() if of != engine}
-                _take(owner, specs[engine])
+                yield from _take(owner, specs[engine])
                 passed[engine] = []
             case StepKind.RETIRE:
                 if engine not in asleep:
-                    raise InvariantViolated(f"{engine} is retired, and does not sleep")
+                    yield f"{engine} is retired, and does not sleep"
                 asleep.remove(engine)
             case StepKind.START | StepKind.WAKE:
                 if (engine in asleep) is not (step.kind is StepKind.WAKE):
-                    raise InvariantViolated(
-                        f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
-                    )
-                _take(owner, specs[engine])
+                    yield f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
+                yield from _take(owner, specs[engine])
                 asleep.discard(engine)
                 passed[engine] = []
             case _:
                 if engine not in passed or passed[engine] != list(BRING_UP[: BRING_UP.index(step.kind)]):
-                    raise InvariantViolated(f"{step.kind} of {engine} comes out of order")
+                    yield f"{step.kind} of {engine} comes out of order"
                 passed[engine].append(step.kind)
 
 
-def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> None:
+def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> Iterator[str]:
     for gpu in spec.gpus:
         if gpu in owner:
-            raise InvariantViolated(f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has")
+            yield f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has"
         owner[gpu] = spec.engine
 
 

@@ -167,25 +167,28 @@ class Traffic(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AT_S_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     ARMED_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
-    why: _builtins.str
-    """Why nothing can be said where none is in flight, e.g. an iteration that is being learnt."""
+    detail: _builtins.str
+    """Why no end can be given, e.g. a collective in flight, or an iteration that is being learnt."""
     armed: _builtins.int
     job: _builtins.str
+    code: _builtins.str
     def __init__(
         self,
         *,
         at_s: _builtins.float = ...,
-        why: _builtins.str = ...,
+        detail: _builtins.str = ...,
         armed: _builtins.int = ...,
         job: _builtins.str = ...,
+        code: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "at_s", b"at_s", "job", b"job", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["armed", b"armed", "at_s", b"at_s", "code", b"code", "detail", b"detail", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

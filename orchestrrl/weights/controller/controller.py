@@ -28,7 +28,7 @@ from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.publications import PublicationCollector
-from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, is_of
+from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, fingerprints
 from orchestrrl.weights.controller.repair import EngineRepairs
 from orchestrrl.weights.controller.reports import (
     EngineStatus,
@@ -129,11 +129,11 @@ class WeightSync:
         committed = self.book.fleet.committed
         for run in filter(None, (self._next, self._running)):
             if run.record.report.version == version and not run.record.report.over:
-                if is_of(publication, run.fingerprint):  # as it was told, wherever it is installed
+                if fingerprint(publication) in run.fingerprints:  # as it was told, wherever it is installed
                     return run.record.id
                 raise Permanent(f"version {version} is on its way with other content, as {run.record.id}")
         if committed is not None and committed.version == version:
-            if is_of(publication, committed.fingerprint):
+            if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
         return self._collector.take(publication, backend)
@@ -165,7 +165,7 @@ class WeightSync:
         why = f"version {collection.version} was published"
         if self._next is not None:
             self._collector.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
-        named = fingerprint(collection.publications)
+        named = fingerprints(collection.publications)
         self._next = SyncRun(self._acts, record, words, named, self._backend(words[0]))
         record.state(SyncState.PLANNING)
         if self._running is not None and self._running.record.report.state in MAY_BE_REPLACED:

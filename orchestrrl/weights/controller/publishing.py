@@ -1,7 +1,7 @@
 """Words of trainer ranks about a version, until all have said what they have. Pure."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.weights.backends.base import BACKENDS
@@ -77,17 +77,12 @@ def publication_faults(publication: Publication) -> list[str]:
     return faults
 
 
-def fingerprint(publications: Sequence[Publication]) -> str:
-    """Of what was published, and by which start of the trainer: one for each rank."""
-    return ",".join(sorted(_of_rank(word) for word in publications))
+def fingerprints(publications: Iterable[Publication]) -> tuple[str, ...]:
+    """Return one fingerprint for each rank, of what it published and by which start of the trainer, sorted."""
+    return tuple(sorted(map(fingerprint, publications)))
 
 
-def is_of(publication: Publication, fingerprint: str) -> bool:
-    """Whether it is one of the words that this was made of."""
-    return _of_rank(publication) in fingerprint.split(",")
-
-
-def _of_rank(publication: Publication) -> str:
+def fingerprint(publication: Publication) -> str:
     return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(_timeless(publication))).hexdigest()[:32]}"
 
 

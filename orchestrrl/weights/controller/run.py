@@ -36,12 +36,12 @@ class SyncRun:
         acts: SyncActions,
         record: SyncRecord,
         publications: Sequence[Publication],
-        fingerprint: str,
+        fingerprints: tuple[str, ...],
         backend: DirectBackend | None = None,
     ) -> None:
         self.record = record
         self.publications = publications
-        self.fingerprint = fingerprint
+        self.fingerprints = fingerprints
         self.carrying: Carrying | None = None
         self.preparation = Preparation(acts, record, publications)
         self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
@@ -339,7 +339,7 @@ class SyncRun:
                     quarantined,
                     prompt,
                     answers,
-                    self.fingerprint,
+                    self.fingerprints,
                     acts.clock.now_s(),
                     record.report.backend,
                     acts.fence.state.newest,

@@ -61,7 +61,7 @@ class CommittedVersion:
     quarantined: Mapping[EngineId, str] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()  # empty: nobody was asked
     answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    fingerprint: str = ""  # of what was published
+    fingerprints: tuple[str, ...] = ()  # of what each rank published
     at_s: float = 0.0
     backend: str = TREE
     before: int | None = None  # what the pause barrier had as the fleet's newest when it was committed

@@ -219,8 +219,7 @@ class Told:
     def news(self) -> list[str]:
         """Since last asked."""
         found = [
-            "quiet" if message.WhichOneof("message") == "quiet" else message.traffic.why.partition(":")[0]
-            for message in self.heard
+            "quiet" if message.WhichOneof("message") == "quiet" else message.traffic.code for message in self.heard
         ]
         self.heard.clear()
         return found

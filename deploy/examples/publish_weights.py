@@ -50,7 +50,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if asked.ahead:
-                under_way.append(client.publish(step, model, install="next_pause", wait="staged"))
+                under_way.append(client.start_publish(step, model, install="next_pause"))
             else:
                 report = client.publish(step, model)
                 sys.stdout.write(f"rank {rank}, version {step}: {report.state}\n")

@@ -45,11 +45,10 @@ def main() -> None:
         told = json.loads(order)
         arrays = content(told["seed"])
         try:
-            handle = client.publish_arrays(told["version"], arrays, wait="staged", install=told["install"])
+            handle = client.start_publish_arrays(told["version"], arrays, install=told["install"])
         except OrchestrRLError as error:
             say("over", told["version"], type(error).__name__, "", str(error))
             continue
-        assert isinstance(handle, PublishInProgress)
         say("staged", told["version"])
         threading.Thread(target=wait, args=(handle,), daemon=True).start()
 

@@ -140,8 +140,7 @@ def publish(address: str, started: dict[str, PeerProcess], version: int) -> list
         host = started[f"train{number // 2}"]
         client = WeightsClient(address, peer=host.name, folder=host.folder, rank=number, world=WORLD, run="one")
         with client:
-            handle = client.publish_arrays(version, rows_of(version, number), wait="staged")
-            assert isinstance(handle, PublishInProgress)
+            handle = client.start_publish_arrays(version, rows_of(version, number))
             return handle.result(BEGIN_WITHIN_S)
 
     with ThreadPoolExecutor(WORLD) as ranks:

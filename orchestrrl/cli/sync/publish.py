@@ -110,9 +110,7 @@ def _carried(
     """How it ended, or that it waits for the pause barrier. Raises OrchestrRLError."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
-    handle: PublishInProgress = client.publish_arrays(
-        version, pieces, install="next_pause" if next_pause else "", wait="staged"
-    )
+    handle: PublishInProgress = client.start_publish_arrays(version, pieces, install="next_pause" if next_pause else "")
     try:
         with _progress_listener(quiet) as tell:
             while not handle.done():

@@ -43,15 +43,13 @@ class Publisher:
     def answer(self, asked: dict[str, Any]) -> Any:
         match asked:
             case {"publish": version, "seed": seed, "install": "next_pause"}:
-                handle = self._client.publish(
-                    version, self.model(seed).state_dict(), wait="staged", install="next_pause", **self._probe(seed)
+                handle = self._client.start_publish(
+                    version, self.model(seed).state_dict(), install="next_pause", **self._probe(seed)
                 )
                 self._on_their_way[version] = handle
                 return {}
             case {"publish": version, "seed": seed}:
-                handle = self._client.publish(
-                    version, self.model(seed).state_dict(), wait="staged", **self._probe(seed)
-                )
+                handle = self._client.start_publish(version, self.model(seed).state_dict(), **self._probe(seed))
                 return _reported(handle)
             case {"wait": version}:
                 return _reported(self._on_their_way.pop(version))

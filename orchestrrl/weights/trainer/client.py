@@ -2,11 +2,11 @@
 
     client = WeightsClient("127.0.0.1:7070", peer="train0")
     report = client.publish(version, model)  # returns when every engine answers with it
-    handle = client.publish(version, model, install="next_pause", wait="staged")  # goes on; handle.result() waits
+    handle = client.start_publish(version, model, install="next_pause")  # handle.result() waits
 
 Every rank calls it. The bytes are copied into the folder, from which this host's peer (`orchestrrl sync peer`) serves
-them; when `publish` has returned, be it a handle, the model may change. It runs in the trainer's environment, where it
-needs grpcio, protobuf, pydantic, aiohttp and numpy; torch is used where tensors are published.
+them; when `publish` or `start_publish` has returned, the model may change. It runs in the trainer's environment, where
+it needs grpcio, protobuf, pydantic, aiohttp and numpy; torch is used where tensors are published.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as StillWaiting
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -46,7 +46,7 @@ PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
 FOLDERS = "/dev/shm/orchestrrl-weights-"  # of peers, before their names
 UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
-Wait = Literal["done", "staged"]
+Arrays = Mapping[str, "np.ndarray[Any, Any]"] | Sequence[TensorPiece]
 
 _ADVICE = {
     "peer_lost": "see that `orchestrrl sync peer` runs on every host and reaches the daemon",
@@ -80,14 +80,16 @@ class PublishOptions(TypedDict, total=False):
     options: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class SenderSeed:
-    """How `publish` was called, for a backend whose trainer stands by."""
+class ModelOptions(PublishOptions, total=False):
+    """How a model is read. `shards`: it is a Megatron rank's: a module or state dict, or a list with one for each chunk
+    of its pipeline. `dtype`: what floating point is published as. `tied`, `rename` and `ignore`: as `pieces_of` has
+    them."""
 
+    shards: MegatronShards | None
     dtype: Any
+    tied: Tied
     rename: Rename | None
     ignore: Sequence[str]
-    shards: MegatronShards | None
 
 
 class PublishInProgress:
@@ -163,63 +165,28 @@ class WeightsClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    @overload
-    def publish(
-        self,
-        version: int,
-        model: Any,
-        *,
-        shards: MegatronShards | None = None,
-        dtype: Any = None,
-        tied: Tied = "once",
-        rename: Rename | None = None,
-        ignore: Sequence[str] = (),
-        wait: Literal["done"] = "done",
-        **options: Unpack[PublishOptions],
-    ) -> SyncReport: ...
-    @overload
-    def publish(
-        self,
-        version: int,
-        model: Any,
-        *,
-        shards: MegatronShards | None = None,
-        dtype: Any = None,
-        tied: Tied = "once",
-        rename: Rename | None = None,
-        ignore: Sequence[str] = (),
-        wait: Literal["staged"],
-        **options: Unpack[PublishOptions],
-    ) -> PublishInProgress: ...
-    def publish(
-        self,
-        version: int,
-        model: Any,
-        *,
-        shards: MegatronShards | None = None,
-        dtype: Any = None,
-        tied: Tied = "once",
-        rename: Rename | None = None,
-        ignore: Sequence[str] = (),
-        wait: Wait = "done",
-        **options: Unpack[PublishOptions],
-    ) -> SyncReport | PublishInProgress:
-        """What this rank has of a module, or of a state dict, is from now on part of policy version `version`.
+    def publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> SyncReport:
+        """Publish what this rank has of a module, or of a state dict, as a part of policy version `version`; return
+        once the fleet has the version, as `PublishInProgress.result` does.
 
-        Whole tensors and DTensors (FSDP2, TP) go as they lie on this rank; with `shards`, `model` is a Megatron rank's
-        (a module or state dict, or a list of them, one for each chunk of its pipeline). `dtype`: what floating point is
-        published as. `tied`, `rename` and `ignore`: as `pieces_of` has them. `wait`: "done": until the fleet has the
-        version, as `PublishInProgress.result` says; "staged": until the model may change again.
-
-        A version that did not become the fleet's may be published again, also by a trainer that was started again; one
-        that did keeps its content: see `next_version`. Raises Permanent before anything is told where there is no room
-        for it, or it cannot be read.
+        Whole tensors and DTensors (FSDP2, TP) go as they lie on this rank. A version that did not become the fleet's
+        may be published again, also by a trainer that was started again; one that did keeps its content: see
+        `next_version`. Raises Permanent before anything is published where there is no room for it, or it cannot be
+        read.
         """
-        began_s = self._begun()
-        dtype = self._dtype if dtype is None else dtype
         if options.get("backend", TREE) != TREE:
-            return self._send(version, model, SenderSeed(dtype, rename, ignore, shards), began_s, wait, options)
+            return self._send(version, model, options)
+        return self.start_publish(version, model, **options).result()
+
+    def start_publish(self, version: int, model: Any, **options: Unpack[ModelOptions]) -> PublishInProgress:
+        """Begin as `publish` does; return as soon as the model may change again."""
+        if (backend := options.get("backend", TREE)) != TREE:
+            raise Permanent(f"backend {backend!r} sends from the trainer's process while it publishes: call publish")
+        began_s = self._begun()
+        dtype = self._dtype_of(options)
+        rename, shards = options.get("rename"), options.get("shards")
         if shards is None:
+            tied, ignore = options.get("tied", "once"), options.get("ignore", ())
             pieces = pieces_of(model, dtype=dtype, tied=tied, rename=rename, ignore=ignore)
         else:
             chunks = model if isinstance(model, list | tuple) else [model]
@@ -230,38 +197,18 @@ class WeightsClient:
                 rename or (lambda name: name),
             )
         self._copies = copies = self._copies or TensorCopies()
-        return self._publish(version, pieces, copies, began_s, wait, options)
+        return self._publish(version, pieces, copies, began_s, options)
 
-    @overload
-    def publish_arrays(
-        self,
-        version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
-        *,
-        wait: Literal["done"] = "done",
-        **options: Unpack[PublishOptions],
-    ) -> SyncReport: ...
-    @overload
-    def publish_arrays(
-        self,
-        version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
-        *,
-        wait: Literal["staged"],
-        **options: Unpack[PublishOptions],
-    ) -> PublishInProgress: ...
-    def publish_arrays(
-        self,
-        version: int,
-        arrays: Mapping[str, np.ndarray[Any, Any]] | Sequence[TensorPiece],
-        *,
-        wait: Wait = "done",
-        **options: Unpack[PublishOptions],
-    ) -> SyncReport | PublishInProgress:
-        """The same without torch: whole arrays by name, or pieces of some, whose elements may be of other widths."""
+    def publish_arrays(self, version: int, arrays: Arrays, **options: Unpack[PublishOptions]) -> SyncReport:
+        """Publish without torch: whole arrays by name, or pieces of some, whose elements may be of other widths."""
+        return self.start_publish_arrays(version, arrays, **options).result()
+
+    def start_publish_arrays(
+        self, version: int, arrays: Arrays, **options: Unpack[PublishOptions]
+    ) -> PublishInProgress:
         began_s = self._begun()
         pieces = [_whole(name, array) for name, array in arrays.items()] if isinstance(arrays, Mapping) else arrays
-        return self._publish(version, pieces, ArrayCopies(), began_s, wait, options)
+        return self._publish(version, pieces, ArrayCopies(), began_s, options)
 
     def next_version(self) -> int:
         """A number above every version that the fleet has or is getting, for a trainer that starts, maybe again: a
@@ -301,9 +248,8 @@ class WeightsClient:
         pieces: Sequence[TensorPiece],
         copies: PieceCopies,
         began_s: float,
-        wait: Wait,
         options: PublishOptions,
-    ) -> SyncReport | PublishInProgress:
+    ) -> PublishInProgress:
         neighbours = self._ranks.neighbours(pieces)
         own = to_stage(pieces, self.rank, neighbours.holders)
         if pieces and not own:  # every rank has a say: the least, once more
@@ -312,60 +258,56 @@ class WeightsClient:
         staged = stage(self.folder, version, self.rank, self.world, own, copies)
         elapsed_s = self._clock.now_s() - copying_s
         offload_s = min(elapsed_s, copies.offload_s - offloaded_s)
-        publication = Publication(
-            version=version,
-            rank=self.rank,
-            world=self.world,
-            peer=self.peer,
-            tensors=staged.tensors,
+        publication = replace(
+            self._publication(version, staged.tensors, neighbours.run, began_s, options),
             boxes=staged.part.boxes,
-            install=options.get("install", ""),
-            backend=options.get("backend", "tree"),
-            began_s=began_s,
             offload_s=offload_s,
             gather_s=elapsed_s - offload_s,
-            probe=tuple(options.get("probe", ())),
-            expected=tuple(options.get("expected", ())),
-            options=dict(options.get("options", {})),
-            run=f"{neighbours.run}-{self._times}",
         )
         handle = self._start_following(
             publication, lambda report: staged.hold.let_go() if report.state not in UNOPENED else None
         )
         handle._future.add_done_callback(lambda _: staged.hold.let_go())
-        return handle if wait == "staged" else handle.result()
+        return handle
 
-    def _send(
-        self, version: int, model: Any, seed: SenderSeed, began_s: float, wait: Wait, options: PublishOptions
-    ) -> SyncReport:
-        """By a backend whose trainer stands by."""
-        name = options["backend"]
-        if wait != "done" or seed.shards is not None:
-            asked = "wait must be 'done'" if wait != "done" else "it takes modules and DTensors, not a rank's shards"
-            raise Permanent(f"backend {name!r} sends from the trainer's process while it publishes: {asked}")
+    def _publication(
+        self, version: int, tensors: Sequence[TensorMeta], run: str, began_s: float, options: PublishOptions
+    ) -> Publication:
+        return Publication(
+            version=version,
+            rank=self.rank,
+            world=self.world,
+            peer=self.peer,
+            tensors=tuple(tensors),
+            boxes={},
+            install=options.get("install", ""),
+            backend=options.get("backend", TREE),
+            began_s=began_s,
+            probe=tuple(options.get("probe", ())),
+            expected=tuple(options.get("expected", ())),
+            options=dict(options.get("options", {})),
+            run=f"{run}-{self._times}",
+        )
+
+    def _dtype_of(self, options: ModelOptions) -> Any:
+        given = options.get("dtype")
+        return self._dtype if given is None else given
+
+    def _send(self, version: int, model: Any, options: ModelOptions) -> SyncReport:
+        """Publish by a backend that sends from the trainer's process."""
+        began_s, name = self._begun(), options["backend"]
+        if options.get("shards") is not None:
+            raise Permanent(f"backend {name!r} takes modules and DTensors, not a Megatron rank's shards")
         own = dict(options.get("options", {}))
-        sender_options = SenderOptions(self.rank, self.world, seed.dtype, seed.rename, seed.ignore, own)
+        rename, ignore = options.get("rename"), options.get("ignore", ())
+        sender_options = SenderOptions(self.rank, self.world, self._dtype_of(options), rename, ignore, own)
         key = (name, tuple(sorted(own.items())))
         sender = self._senders.get(key)
         if sender is None:
             sender = self._senders[key] = make_direct(name).sender(model, sender_options)
         else:
             sender.use(model, sender_options)
-        publication = Publication(
-            version=version,
-            rank=self.rank,
-            world=self.world,
-            peer=self.peer,
-            tensors=tuple(sender.tensors),
-            boxes={},
-            install=options.get("install", ""),
-            backend=name,
-            began_s=began_s,
-            probe=tuple(options.get("probe", ())),
-            expected=tuple(options.get("expected", ())),
-            options=own,
-            run=f"{self._ranks.neighbours([]).run}-{self._times}",
-        )
+        publication = self._publication(version, sender.tensors, self._ranks.neighbours([]).run, began_s, options)
         callback_loop = TrainerCallbackLoop(sender, self._relay)
         handle = self._start_following(publication, callback_loop.on_report)
         handle._future.add_done_callback(lambda _: callback_loop.on_report(None))

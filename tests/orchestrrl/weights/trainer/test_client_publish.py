@@ -16,7 +16,7 @@ from orchestrrl.rpc.channel import Backoff
 from orchestrrl.weights.controller.reports import SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.peer import settings as peer_settings
 from orchestrrl.weights.staging_hold import nobody_stages
-from orchestrrl.weights.trainer.client import FOLDERS, NOT_ATTACHED, PublishInProgress, SyncAborted, WeightsClient
+from orchestrrl.weights.trainer.client import FOLDERS, NOT_ATTACHED, SyncAborted, WeightsClient
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 from tests.orchestrrl.weights.staged_parts import tensors_in
@@ -66,8 +66,7 @@ async def test_a_trainer_may_go_on_when_it_is_staged(tmp_path: Path) -> None:
     daemon = Daemon([[CARRYING, DONE]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
-            handle = client.publish_arrays(5, ARRAYS, install="next_pause", wait="staged")
-            assert isinstance(handle, PublishInProgress)
+            handle = client.start_publish_arrays(5, ARRAYS, install="next_pause")
             await until(lambda: handle.report is not None)
             assert not handle.done()
             with pytest.raises(Retryable, match=r"version 5 is carrying after 0\.01 s"):
@@ -87,7 +86,7 @@ async def test_what_is_staged_is_held_until_peers_know_of_it(tmp_path: Path, is_
     daemon = Daemon([Retryable("not yet", 0.0), [replace(CARRYING, state=SyncState.PLANNING), CARRYING, CARRYING]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path) as client:
-            handle = client.publish_arrays(5, ARRAYS, wait="staged")
+            handle = client.start_publish_arrays(5, ARRAYS)
             await until(lambda: handle.report is not None)
             assert is_held()
             if is_closed:
@@ -161,8 +160,7 @@ async def test_patience_ends_and_what_became_of_it_is_not_known(tmp_path: Path) 
     daemon = Daemon([[CARRYING]])
     async with serving(daemon) as address:
         with client_of(address, tmp_path, patience_s=0.05) as client:
-            handle = client.publish_arrays(5, ARRAYS, wait="staged")
-            assert isinstance(handle, PublishInProgress)
+            handle = client.start_publish_arrays(5, ARRAYS)
             await until(lambda: handle.report is not None)
             daemon.stories = [Retryable("starting", 1.0)] * 1000
             with pytest.raises(OutcomeUnknown, match="the sync was carrying then"):
@@ -189,8 +187,7 @@ async def test_what_the_daemon_declines_is_told_at_once(
 async def test_a_client_that_is_closed_leaves_its_handles_without_a_result(tmp_path: Path) -> None:
     async with serving(Daemon([[CARRYING, DONE]])) as address:
         client = client_of(address, tmp_path)
-        handle = client.publish_arrays(5, ARRAYS, wait="staged")
-        assert isinstance(handle, PublishInProgress)
+        handle = client.start_publish_arrays(5, ARRAYS)
         await until(lambda: handle.report is not None)
         await asyncio.to_thread(client.close)
         with pytest.raises(OutcomeUnknown, match="closed"):

@@ -74,25 +74,13 @@ def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
 
 
 def _sentence(phase: SyncPhase, profile: SyncProfile, seconds: float, share: float) -> str:
-    return f"{PHASE_WORDS[phase]} takes {seconds:.3g} s, {share * 100:.0f} % of the whole: {SENTENCES[phase](profile)}"
+    advice = SENTENCES[phase]
+    gb_per_s = profile.report.bytes * 1e-9 / profile.seconds(phase)
+    text = advice.format(gb_per_s=gb_per_s) if isinstance(advice, str) else advice(profile)
+    return f"{PHASE_WORDS[phase]} takes {seconds:.3g} s, {share * 100:.0f} % of the whole: {text}"
 
 
 # --- phases
-
-
-def _offload(_: SyncProfile) -> str:
-    return (
-        "copy weights alone, and into pinned memory that is kept between versions; the optimizer's state can stay where"
-        " it is when engines run on other GPUs"
-    )
-
-
-def _gather(profile: SyncProfile) -> str:
-    rate = profile.report.bytes * 1e-9 / profile.seconds(SyncPhase.GATHER)
-    return (
-        f"{rate:.2g} GB/s into the peer's folder, which should be in memory (/dev/shm); have every rank publish what it"
-        " has (FSDP2's shards, Megatron's boxes) instead of full tensors on one, so that they copy side by side"
-    )
 
 
 def _publish(profile: SyncProfile) -> str:
@@ -102,45 +90,6 @@ def _publish(profile: SyncProfile) -> str:
             " before it publishes, or let all publish right after a barrier"
         )
     return "the trainer's rank and the daemon are far apart, or its list of tensors is long; publish larger tensors"
-
-
-def _sums(profile: SyncProfile) -> str:
-    rate = profile.report.bytes * 1e-9 / profile.seconds(SyncPhase.SUMS)
-    return (
-        f"{rate:.2g} GB/s; holders sum side by side, so stage on more hosts (replicas on other nodes count as holders),"
-        " and give the peer's process more than one core"
-    )
-
-
-def _plan(_: SyncProfile) -> str:
-    return (
-        "the model has many small pieces; a larger weights.chunk_bytes makes fewer, and fewer seeds_per_pod fewer ways"
-    )
-
-
-def _window(_: SyncProfile) -> str:
-    return (
-        "circuits wait until the job's collectives pause; publish where nothing runs (at a boundary no window is waited"
-        " for), or with install: next_pause, so that the trainer goes on meanwhile"
-    )
-
-
-def _circuits(_: SyncProfile) -> str:
-    return (
-        "switches are slow to change; a plan over the circuits that are up already, or packets alone, may be sooner:"
-        " `orchestrrl fabric pin` keeps circuits as they are, to compare"
-    )
-
-
-def _check(_: SyncProfile) -> str:
-    return "blocks are summed again on arrival; give the peers of engines more than one core"
-
-
-def _fence(_: SyncProfile) -> str:
-    return (
-        "engines stop between two of their steps, so long prefills keep them (a smaller max_num_batched_tokens makes"
-        " steps shorter); `orchestrrl barrier` names who is not at rest"
-    )
 
 
 def _install(profile: SyncProfile) -> str:
@@ -153,35 +102,30 @@ def _install(profile: SyncProfile) -> str:
     )
 
 
-def _verify(_: SyncProfile) -> str:
-    return (
-        "make the probe shorter (weights.probe.max_tokens), or leave it out (weights.probe: null): sums are compared"
-        " without it, too"
-    )
-
-
-def _commit(_: SyncProfile) -> str:
-    return "it is one entry of the journal; put the journal on a faster disk"
-
-
-def _resume(_: SyncProfile) -> str:
-    return "gateways are slow to answer; `orchestrrl status` shows which are attached and how old their word is"
-
-
-SENTENCES: Mapping[SyncPhase, Callable[[SyncProfile], str]] = {
-    SyncPhase.OFFLOAD: _offload,
-    SyncPhase.GATHER: _gather,
+SENTENCES: Mapping[SyncPhase, str | Callable[[SyncProfile], str]] = {
+    SyncPhase.OFFLOAD: "copy weights alone, and into pinned memory that is kept between versions; the optimizer's state"
+    " can stay where it is when engines run on other GPUs",
+    SyncPhase.GATHER: "{gb_per_s:.2g} GB/s into the peer's folder, which should be in memory (/dev/shm); have every"
+    " rank publish what it has (FSDP2's shards, Megatron's boxes) instead of full tensors on one, so that they"
+    " copy side by side",
     SyncPhase.PUBLISH: _publish,
-    SyncPhase.SUMS: _sums,
-    SyncPhase.PLAN: _plan,
-    SyncPhase.WINDOW: _window,
-    SyncPhase.CIRCUITS: _circuits,
-    SyncPhase.CHECK: _check,
-    SyncPhase.FENCE: _fence,
+    SyncPhase.SUMS: "{gb_per_s:.2g} GB/s; holders sum side by side, so stage on more hosts (replicas on other nodes"
+    " count as holders), and give the peer's process more than one core",
+    SyncPhase.PLAN: "the model has many small pieces; a larger weights.chunk_bytes makes fewer, and fewer seeds_per_pod"
+    " fewer ways",
+    SyncPhase.WINDOW: "circuits wait until the job's collectives pause; publish where nothing runs (at a boundary no"
+    " window is waited for), or with install: next_pause, so that the trainer goes on meanwhile",
+    SyncPhase.CIRCUITS: "switches are slow to change; a plan over the circuits that are up already, or packets alone,"
+    " may be sooner: `orchestrrl fabric pin` keeps circuits as they are, to compare",
+    SyncPhase.CHECK: "blocks are summed again on arrival; give the peers of engines more than one core",
+    SyncPhase.FENCE: "engines stop between two of their steps, so long prefills keep them (a smaller"
+    " max_num_batched_tokens makes steps shorter); `orchestrrl barrier` names who is not at rest",
     SyncPhase.INSTALL: _install,
-    SyncPhase.VERIFY: _verify,
-    SyncPhase.COMMIT: _commit,
-    SyncPhase.RESUME: _resume,
+    SyncPhase.VERIFY: "make the probe shorter (weights.probe.max_tokens), or leave it out (weights.probe: null): sums"
+    " are compared without it, too",
+    SyncPhase.COMMIT: "it is one entry of the journal; put the journal on a faster disk",
+    SyncPhase.RESUME: "gateways are slow to answer; `orchestrrl status` shows which are attached and how old their word"
+    " is",
 }
 
 

@@ -7,11 +7,11 @@ It is highest just as one of them ends. Lengths that are known exactly are one f
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from planner.model import EngineId, RequestId
+from balancer.load_index import BalanceProblem, Worker
+from planner.model import EngineId, RequestId, RequestState, RequestView
 
 # KV is handed out in blocks of so many tokens, and the last one of each request may be all but empty.
 BLOCK_TOKENS = 16
@@ -30,38 +30,27 @@ class KvHeadroom(Protocol):
     def moved(self, request: RequestId, source: EngineId, destination: EngineId) -> None: ...
 
 
-class Stay(NamedTuple):
-    """One request on an engine. `remaining_tokens`: in each future, at least 1."""
+class LengthDistributions(Protocol):
+    """How many tokens requests may still generate (planner/workload/remaining_tokens.py)."""
 
-    context_tokens: int
-    remaining_tokens: Sequence[int]
-    runs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tenancy:
-    """An engine, its requests, and what these may take together: KV tokens and seats."""
-
-    kv_tokens: int
-    seats: int
-    stays: Mapping[RequestId, Stay]
-
-    def __post_init__(self) -> None:
-        for name in ("kv_tokens", "seats"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+    def of(self, requests: Sequence[RequestView]) -> Sequence[Sequence[int]]:
+        """Return the remaining tokens of [request, future], at least 1."""
+        ...
 
 
 class ForecastKvHeadroom:
-    """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen. `look_up` is asked for each
-    engine once at most."""
+    """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen.
 
-    def __init__(self, look_up: Callable[[EngineId], Tenancy], risk: float) -> None:
+    What others than the requests of the problem hold on an engine, they keep.
+    """
+
+    def __init__(self, problem: BalanceProblem, distributions: LengthDistributions, risk: float) -> None:
         if not 0 <= risk < 1:
             raise ValueError(f"risk must be >= 0 and < 1, got {risk}")
-        self._look_up = look_up
+        self._workers = {worker.id: worker for worker in problem.workers}
+        self._distributions = distributions
         self._risk = risk
-        self._tenancies: dict[EngineId, Tenancy] = {}
+        self._stays: dict[EngineId, dict[RequestId, _Stay]] = {}
         self._held: dict[EngineId, _Held] = {}
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
@@ -81,19 +70,31 @@ class ForecastKvHeadroom:
         if held is not None:
             held.gain(stay)
 
-    def _stay(self, request: RequestId, source: EngineId) -> Stay:
-        return self._tenancy(source).stays[request]
+    def _stay(self, request: RequestId, source: EngineId) -> "_Stay":
+        return self._stays_on(source)[request]
 
-    def _tenancy(self, engine: EngineId) -> Tenancy:
-        if engine not in self._tenancies:
-            self._tenancies[engine] = self._look_up(engine)
-        return self._tenancies[engine]
+    def _stays_on(self, engine: EngineId) -> "dict[RequestId, _Stay]":
+        if engine not in self._stays:
+            requests = self._workers[engine].requests
+            self._stays[engine] = {
+                request.id: _Stay(request.context_tokens, remaining, request.state is RequestState.RUNNING)
+                for request, remaining in zip(requests, self._distributions.of(requests), strict=True)
+            }
+        return self._stays[engine]
 
     def _of(self, engine: EngineId) -> "_Held | None":
         held = self._held.get(engine)
         if held is None and len(self._held) < MOST_LOOKED_AT:
-            held = self._held[engine] = _Held(self._tenancy(engine), self._risk)
+            held = self._held[engine] = _Held(self._workers[engine], self._stays_on(engine).values(), self._risk)
         return held
+
+
+class _Stay(NamedTuple):
+    """One request on an engine. `remaining_tokens`: in each future, at least 1."""
+
+    context_tokens: int
+    remaining_tokens: Sequence[int]
+    runs: bool
 
 
 class _Part(NamedTuple):
@@ -107,14 +108,16 @@ class _Part(NamedTuple):
 class _Held:
     """What one engine holds in each future."""
 
-    def __init__(self, tenancy: Tenancy, risk: float) -> None:
-        self._kv_tokens, self._seats = tenancy.kv_tokens, tenancy.seats
+    def __init__(self, worker: Worker, stays: Iterable[_Stay], risk: float) -> None:
+        resident = sum(request.context_tokens for request in worker.running)
+        self._kv_tokens = min(worker.kv_capacity_tokens, worker.kv_free_tokens + resident)
+        self._seats = worker.max_sequences
         self._risk = risk
         self._distributions: list[list[_Part]] = []  # ascending
         self._count = 0
         self._refused: float | None = None  # the smallest that did not fit: no larger one is looked at
         self._overcommitted: bool | None = None  # None: not asked for since it last changed
-        for stay in tenancy.stays.values():
+        for stay in stays:
             self.gain(stay, late=not stay.runs)
 
     @property
@@ -131,7 +134,7 @@ class _Held:
         """Futures that may go wrong."""
         return int(self._risk * len(self._distributions))
 
-    def takes(self, stay: Stay) -> bool:
+    def takes(self, stay: _Stay) -> bool:
         size = stay.context_tokens + sum(stay.remaining_tokens) / len(stay.remaining_tokens)
         if self._count >= self._seats or (self._refused is not None and size >= self._refused):
             return False
@@ -146,21 +149,21 @@ class _Held:
                 return False
         return True
 
-    def gain(self, stay: Stay, late: bool = True) -> None:
+    def gain(self, stay: _Stay, late: bool = True) -> None:
         self._count += 1
         self._overcommitted = None
         self._distributions = self._distributions or [[] for _ in stay.remaining_tokens]
         for held, part in zip(self._distributions, _parts(stay, late), strict=True):
             insort(held, part)
 
-    def lose(self, stay: Stay) -> None:
+    def lose(self, stay: _Stay) -> None:
         self._count -= 1
         self._overcommitted = self._refused = None
         for held, part in zip(self._distributions, _parts(stay, late=not stay.runs), strict=True):
             held.remove(part)
 
 
-def _parts(stay: Stay, late: bool) -> list[_Part]:
+def _parts(stay: _Stay, late: bool) -> list[_Part]:
     delay = ARRIVES_LATE if late else 0
     return [_Part(remaining + delay, stay.context_tokens, delay) for remaining in stay.remaining_tokens]
 

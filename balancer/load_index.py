@@ -1,36 +1,26 @@
 """How congested each worker is: equation 5 of the paper, over an immutable picture of the fleet. Pure."""
 
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from planner.model import EngineHealth, EngineId, RequestId, RequestState, Snapshot
+from planner.model import EngineId, RequestView
 
 HIGHEST = sys.float_info.max  # load index
 UNKNOWN_FLEET_TOKENS_PER_S = 1.0  # stands in where no worker has a known positive rate
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """One request on a worker, with the tokens that are resident or have to be rebuilt."""
-
-    id: RequestId
-    context_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.context_tokens < 0:
-            raise ValueError(f"context_tokens must be >= 0, got {self.context_tokens}")
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
-    """One engine that requests may move from or to. A rate of None is unknown; 0 with running requests is a stall."""
+    """One engine that requests may move from or to, with the requests on it and the limits that count for it.
+
+    A rate of None is unknown; 0 with running requests is a stall.
+    """
 
     id: EngineId
-    running: tuple[LoadRequest, ...]
-    waiting: tuple[LoadRequest, ...]
+    running: tuple[RequestView, ...]
+    waiting: tuple[RequestView, ...]
     kv_capacity_tokens: int
     kv_free_tokens: int
     max_sequences: int
@@ -42,6 +32,10 @@ class Worker:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.decode_tokens_per_s is not None and not self.decode_tokens_per_s >= 0:
             raise ValueError(f"decode_tokens_per_s must be >= 0, got {self.decode_tokens_per_s}")
+
+    @property
+    def requests(self) -> tuple[RequestView, ...]:
+        return self.running + self.waiting
 
     @property
     def stalled(self) -> bool:
@@ -91,33 +85,3 @@ def load_index(requests: int, cap: int, tokens_per_s: float) -> float:
         return 0.0
     index = requests / cap / tokens_per_s
     return index if index < HIGHEST else HIGHEST
-
-
-def problem_of(snapshot: Snapshot, theta: float, stall_grace_s: float = 0.0) -> BalanceProblem:
-    """The live fleet as a balancing problem: the engines that answer, and the requests that gateways hold on them.
-
-    A rate of 0 during the first `stall_grace_s` of a step is unknown: the engine is still prefilling.
-    """
-    in_grace = snapshot.step_started_s is None or snapshot.now_s - snapshot.step_started_s < stall_grace_s
-    queues: dict[RequestState, dict[EngineId, list[LoadRequest]]] = {state: defaultdict(list) for state in RequestState}
-    for view in snapshot.requests:
-        if view.engine is not None:
-            queues[view.state][view.engine].append(LoadRequest(view.id, view.context_tokens))
-    running, waiting = queues[RequestState.RUNNING], queues[RequestState.WAITING]
-    workers = []
-    for engine in snapshot.engines:
-        if engine.health not in (EngineHealth.OK, EngineHealth.SLOW) or engine.age_s is None:
-            continue
-        rate = engine.decode_tokens_per_s
-        workers.append(
-            Worker(
-                id=engine.id,
-                running=tuple(running.get(engine.id, ())),
-                waiting=tuple(waiting.get(engine.id, ())),
-                kv_capacity_tokens=engine.kv_capacity_tokens,
-                kv_free_tokens=engine.kv_free_tokens,
-                max_sequences=engine.max_sequences,
-                decode_tokens_per_s=None if rate == 0 and in_grace else rate,
-            )
-        )
-    return BalanceProblem(theta, tuple(workers))

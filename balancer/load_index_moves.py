@@ -195,7 +195,9 @@ class _Fleet:
     def __init__(self, problem: BalanceProblem, excluded: AbstractSet[RequestId], room: KvHeadroom | None) -> None:
         workers = sorted(problem.workers, key=lambda worker: worker.id)
         tokens_per_s = stand_in_tokens_per_s(workers)
-        contexts = [[request.context_tokens for request in worker.running + worker.waiting] for worker in workers]
+        contexts = [
+            [request.prompt_tokens + request.generated_tokens for request in worker.requests] for worker in workers
+        ]
         fleet = sum(map(len, contexts)), sum(map(sum, contexts))
         self._loads = [
             _Load(position, worker, contexts[position], tokens_per_s, fleet) for position, worker in enumerate(workers)
@@ -340,11 +342,8 @@ class _Fleet:
         if source.departures is None:
             source.departures = [
                 departure
-                for state, queue in (
-                    (RequestState.WAITING, source.worker.waiting),
-                    (RequestState.RUNNING, source.worker.running),
-                )
-                for departure in sorted([(request.context_tokens, request.id, state) for request in queue])
+                for queue in (source.worker.waiting, source.worker.running)
+                for departure in sorted([(request.context_tokens, request.id, request.state) for request in queue])
                 if departure[1] not in self._excluded
             ]
         return source.departures

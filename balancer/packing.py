@@ -11,14 +11,16 @@ older ones have more to come, and are gathered on engines that shed the younger 
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import fsum, inf
 from typing import NamedTuple
 
 from balancer.kv_headroom import KvHeadroom
+from balancer.load_index import Worker
 from balancer.load_index_moves import MAX_MOVES, Move
-from planner.model import Configuration, EngineId, RequestId, RequestState
+from planner.model import Configuration, EngineId, RequestId, RequestState, RequestView
 
 NO_GAIN = "no_gain"
 # Destinations that are looked at for each source: those that end first.
@@ -28,42 +30,6 @@ SOURCES = 32
 MIN_GAIN_SHARE = 0.001
 # Of the time until the end, that it is worth to keep a group together, or to bring one together.
 TOGETHER_SHARE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class PackingRequest:
-    """One request, and how many tokens it is expected to generate yet."""
-
-    id: RequestId
-    state: RequestState
-    context_tokens: int
-    remaining_tokens: float
-    movable: bool = True
-    group: str = ""  # samples of one prompt; empty: of none
-    prompt_tokens: int = 0  # that the group has in common
-
-    def __post_init__(self) -> None:
-        if self.context_tokens < 0:
-            raise ValueError(f"context_tokens must be >= 0, got {self.context_tokens}")
-        if not 0 < self.remaining_tokens < inf:
-            raise ValueError(f"remaining_tokens must be > 0, got {self.remaining_tokens}")
-
-
-@dataclass(frozen=True, slots=True)
-class PackingEngine:
-    """One engine that requests may move from or to."""
-
-    id: EngineId
-    configuration: Configuration  # with the engine's own KV capacity and slots
-    requests: tuple[PackingRequest, ...]
-    kv_free_tokens: int
-    slowdown: float = 1.0  # how many times longer its iterations take than its configuration says
-
-    def __post_init__(self) -> None:
-        if self.kv_free_tokens < 0:
-            raise ValueError(f"kv_free_tokens must be >= 0, got {self.kv_free_tokens}")
-        if not 0 < self.slowdown < inf:
-            raise ValueError(f"slowdown must be > 0, got {self.slowdown}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +51,11 @@ class Packing:
 
 
 def pack(
-    engines: Sequence[PackingEngine],
+    workers: Sequence[Worker],
+    configurations: Mapping[EngineId, Configuration],
+    remaining_tokens: Mapping[RequestId, float],
     *,
+    stuck: AbstractSet[RequestId] = frozenset(),
     max_moves: int,
     tolerance: float,
     min_gain_share: float = MIN_GAIN_SHARE,
@@ -96,6 +65,9 @@ def pack(
 ) -> Packing:
     """The moves of one tick.
 
+    `configurations` has the step times of each engine as they are there, with its own KV capacity and slots;
+    `remaining_tokens`, how many each request is expected to generate yet. Those that are `stuck` stay.
+
     From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
     for as long as the later of the two then ends sooner by `min_gain_share` of that time, the moved request's prefill
     included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is
@@ -103,43 +75,44 @@ def pack(
     samples of one prompt had rather be on one engine, where its prompt is not prefilled again. A running request stands
     still for `move_fixed_s` when it moves, while its destination works on.
     """
-    loads = sorted((_Load(engine, together, move_fixed_s) for engine in engines), key=_by_end)
-    ends_s = {load.engine.id: load.end_s for load in loads}
-    before = {engine.id: ends_s[engine.id] for engine in engines}
+    inputs = _Inputs(remaining_tokens, stuck, together, move_fixed_s)
+    loads = sorted((_Load(worker, configurations[worker.id], inputs) for worker in workers), key=_by_end)
+    ends_s = {load.id: load.end_s for load in loads}
+    before = {worker.id: ends_s[worker.id] for worker in workers}
     moves: list[Move] = []
     set_aside: set[EngineId] = set()
     while len(moves) < max_moves and len(set_aside) < SOURCES:
-        source = next((load for load in reversed(loads) if load.engine.id not in set_aside), None)
+        source = next((load for load in reversed(loads) if load.id not in set_aside), None)
         if source is None:
             break
         found = _best_move(source, loads, tolerance, min_gain_share, room)
         if found is None:
-            set_aside.add(source.engine.id)
+            set_aside.add(source.id)
             continue
         request, destination = found
         source.lose(request)
         destination.gain(request)
         if room is not None:
-            room.moved(request.id, source.engine.id, destination.engine.id)
+            room.moved(request.id, source.id, destination.id)
         loads.sort(key=_by_end)
-        moves.append(Move(request.id, source.engine.id, destination.engine.id, request.state))
-    after = before | {load.engine.id: load.end_s for load in loads}
+        moves.append(Move(request.id, source.id, destination.id, request.state))
+    after = before | {load.id: load.end_s for load in loads}
     return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 
 
-def _by_id(request: PackingRequest) -> RequestId:
+def _by_id(request: RequestView) -> RequestId:
     return request.id
 
 
 def _by_end(load: "_Load") -> tuple[float, EngineId]:
-    return load.end_s, load.engine.id
+    return load.end_s, load.id
 
 
 def _best_move(
     source: "_Load", ascending: Sequence["_Load"], tolerance: float, min_gain_share: float, room: KvHeadroom | None
-) -> "tuple[PackingRequest, _Load] | None":
+) -> "tuple[RequestView, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
-    best: tuple[float, PackingRequest, _Load] | None = None
+    best: tuple[float, RequestView, _Load] | None = None
     early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - min_gain_share)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
     for request in source.may_leave:
@@ -157,35 +130,51 @@ def _best_move(
             )
             if best is not None and later_s >= best[0]:
                 continue
-            if room is None or room.fits(request.id, source.engine.id, destination.engine.id):
+            if room is None or room.fits(request.id, source.id, destination.id):
                 best = later_s, request, destination
     return None if best is None else best[1:]
 
 
-class _Load:
-    """What one engine holds while moves are being chosen, and when it will end."""
+class _Inputs(NamedTuple):
+    """What is the same for all engines."""
 
-    def __init__(self, engine: PackingEngine, together: bool, move_fixed_s: float = 0.0) -> None:
-        self.engine = engine
+    remaining_tokens: Mapping[RequestId, float]
+    stuck: AbstractSet[RequestId] = frozenset()
+    together: bool = False
+    move_fixed_s: float = 0.0
+
+
+class _Load:
+    """What one engine holds while moves are being chosen, and when it will end.
+
+    Raises ValueError for remaining tokens that are not above 0 and finite.
+    """
+
+    def __init__(self, worker: Worker, configuration: Configuration, inputs: _Inputs) -> None:
+        self.id = worker.id
+        self._worker = worker
+        self._remaining_tokens = inputs.remaining_tokens
+        self._stuck = inputs.stuck
         # Requests by group; None: it does not matter.
-        self._groups = Counter(request.group for request in engine.requests if request.group) if together else None
-        configuration = engine.configuration
-        self._alpha_s = configuration.alpha_s * engine.slowdown
-        self._beta_s = configuration.beta_s * engine.slowdown
-        self._gamma_s = configuration.gamma_s * engine.slowdown
-        self._prefill_s = engine.slowdown / configuration.prefill_tokens_per_s
+        self._groups = (
+            Counter(request.group for request in worker.requests if request.group) if inputs.together else None
+        )
+        self._configuration = configuration
+        self._prefill_s = 1 / configuration.prefill_tokens_per_s
         # Iterations that a running request misses when it comes here.
-        self._missed = move_fixed_s / self._alpha_s if self._alpha_s > 0 else 0.0
-        self._may_leave: list[PackingRequest] | None = None  # by id; None: not asked for yet, as of most engines
-        self._remaining = [request.remaining_tokens for request in engine.requests]
-        self._remaining.sort()
+        self._missed = inputs.move_fixed_s / configuration.alpha_s if configuration.alpha_s > 0 else 0.0
+        self._may_leave: list[RequestView] | None = None  # by id; None: not asked for yet, as of most engines
+        self._remaining: list[float] = []
         # Sums that are the same in any order of the requests: a decision must not hang on the last bit.
         areas: list[float] = []
         freed: list[float] = []
         longest_waiting = 0.0
         kv_waiting = 0
-        for request in engine.requests:
-            tokens, left = request.context_tokens, request.remaining_tokens
+        for request in worker.requests:
+            tokens, left = request.prompt_tokens + request.generated_tokens, self._remaining_tokens[request.id]
+            if not 0 < left < inf:
+                raise ValueError(f"remaining_tokens of {request.id} must be > 0, got {left}")
+            self._remaining.append(left)
             areas.append(tokens * left + left**2 / 2)
             if request.state is RequestState.RUNNING:
                 freed.append(tokens / left)
@@ -193,13 +182,14 @@ class _Load:
                 kv_waiting += tokens
                 if left > longest_waiting:
                     longest_waiting = left
+        self._remaining.sort()
         seat_area = sum(self._remaining)
         kv_area = fsum(areas)
         self._held = _Held(
-            work_s=self._beta_s * seat_area + self._gamma_s * kv_area,
+            work_s=configuration.beta_s * seat_area + configuration.gamma_s * kv_area,
             kv_area=kv_area,
             seat_area=seat_area,
-            kv_wanted=kv_waiting - engine.kv_free_tokens,
+            kv_wanted=kv_waiting - worker.kv_free_tokens,
             running=len(freed),
             kv_freed=fsum(freed),
             longest_waiting=longest_waiting,
@@ -207,24 +197,33 @@ class _Load:
         self.end_s = self._end_s(self._held, self._remaining[-1] if self._remaining else 0.0)
 
     @property
-    def may_leave(self) -> list[PackingRequest]:
+    def may_leave(self) -> list[RequestView]:
         """Its own requests that can be moved, by id."""
         if self._may_leave is None:
-            self._may_leave = sorted((request for request in self.engine.requests if request.movable), key=_by_id)
+            movable = (request for request in self._worker.requests if request.id not in self._stuck)
+            self._may_leave = sorted(movable, key=_by_id)
         return self._may_leave
 
-    def has_others(self, request: PackingRequest, *, itself: bool = False) -> bool:
+    def has_others(self, request: RequestView, *, itself: bool = False) -> bool:
         """Whether others of its group are here. `itself`: it is as well."""
         return self._groups is not None and bool(request.group) and self._groups[request.group] > itself
 
-    def _work_s(self, request: PackingRequest) -> float:
+    def _work_s(self, request: RequestView) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""
-        return self._beta_s * request.remaining_tokens + self._gamma_s * _kv_area(request)
+        configuration = self._configuration
+        return configuration.beta_s * self._left(request) + configuration.gamma_s * self._kv_area(request)
+
+    def _left(self, request: RequestView) -> float:
+        return self._remaining_tokens[request.id]
+
+    def _kv_area(self, request: RequestView) -> float:
+        left = self._left(request)
+        return request.context_tokens * left + left**2 / 2
 
     def _end_s(self, held: "_Held", longest: float) -> float:
         """Where not all fit at once: as many iterations as their KV or seats take, and until the last that waits has
         begun and come to its end."""
-        configuration = self.engine.configuration
+        configuration = self._configuration
         iterations = max(
             longest,
             held.kv_area / configuration.kv_capacity_tokens,
@@ -232,29 +231,29 @@ class _Load:
         )
         if held.longest_waiting and held.kv_wanted > 0 and held.running and held.kv_freed > 0:
             iterations = max(iterations, held.kv_wanted / held.kv_freed + held.longest_waiting)
-        return self._alpha_s * iterations + held.work_s
+        return configuration.alpha_s * iterations + held.work_s
 
-    def end_without_s(self, request: PackingRequest) -> float:
+    def end_without_s(self, request: RequestView) -> float:
         return self._end_s(self._without(request), self._longest_without(request))
 
-    def end_with_s(self, request: PackingRequest) -> float:
+    def end_with_s(self, request: RequestView) -> float:
         longest = self._remaining[-1] if self._remaining else 0.0
         return self._end_s(self._with(request), max(self._iterations_here(request), longest))
 
-    def _iterations_here(self, request: PackingRequest) -> float:
+    def _iterations_here(self, request: RequestView) -> float:
         """Of this engine, until a request that comes here has ended."""
         missed = self._missed if request.state is RequestState.RUNNING else 0.0
-        return request.remaining_tokens + missed
+        return self._left(request) + missed
 
-    def lose(self, request: PackingRequest) -> None:
+    def lose(self, request: RequestView) -> None:
         self.end_s = self.end_without_s(request)
         self._held = self._without(request)
-        self._remaining.remove(request.remaining_tokens)
+        self._remaining.remove(self._left(request))
         self.may_leave.remove(request)
         if self._groups is not None:
             self._groups[request.group] -= 1
 
-    def gain(self, request: PackingRequest) -> None:
+    def gain(self, request: RequestView) -> None:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
@@ -262,38 +261,36 @@ class _Load:
         if self._groups is not None:
             self._groups[request.group] += 1
 
-    def _longest_without(self, request: PackingRequest) -> float:
-        if request.remaining_tokens < self._remaining[-1]:
+    def _longest_without(self, request: RequestView) -> float:
+        if self._left(request) < self._remaining[-1]:
             return self._remaining[-1]
         return self._remaining[-2] if len(self._remaining) > 1 else 0.0
 
-    def _without(self, request: PackingRequest) -> "_Held":
+    def _without(self, request: RequestView) -> "_Held":
         """`longest_waiting` stays, as if another were as long: it errs on the side of staying."""
         held, runs = self._held, request.state is RequestState.RUNNING
         return _Held(
             work_s=held.work_s - self._work_s(request),
-            kv_area=held.kv_area - _kv_area(request),
-            seat_area=held.seat_area - request.remaining_tokens,
+            kv_area=held.kv_area - self._kv_area(request),
+            seat_area=held.seat_area - self._left(request),
             kv_wanted=held.kv_wanted - request.context_tokens,
             running=held.running - runs,
-            kv_freed=held.kv_freed - (_kv_freed(request) if runs else 0.0),
+            kv_freed=held.kv_freed - (request.context_tokens / self._left(request) if runs else 0.0),
             longest_waiting=held.longest_waiting,
         )
 
-    def _with(self, request: PackingRequest) -> "_Held":
+    def _with(self, request: RequestView) -> "_Held":
         held = self._held
         kv_wanted = held.kv_wanted + request.context_tokens
         prefill_tokens = request.context_tokens - (request.prompt_tokens if self.has_others(request) else 0)
         return _Held(
             work_s=held.work_s + self._work_s(request) + prefill_tokens * self._prefill_s,
-            kv_area=held.kv_area + _kv_area(request),
-            seat_area=held.seat_area + request.remaining_tokens,
+            kv_area=held.kv_area + self._kv_area(request),
+            seat_area=held.seat_area + self._left(request),
             kv_wanted=kv_wanted,
             running=held.running,
             kv_freed=held.kv_freed,
-            longest_waiting=max(held.longest_waiting, request.remaining_tokens)
-            if kv_wanted > 0
-            else held.longest_waiting,
+            longest_waiting=max(held.longest_waiting, self._left(request)) if kv_wanted > 0 else held.longest_waiting,
         )
 
 
@@ -307,11 +304,3 @@ class _Held(NamedTuple):
     running: int  # that were here from the beginning
     kv_freed: float  # tokens per iteration that these give back by ending
     longest_waiting: float  # tokens
-
-
-def _kv_area(request: PackingRequest) -> float:
-    return request.context_tokens * request.remaining_tokens + request.remaining_tokens**2 / 2
-
-
-def _kv_freed(request: PackingRequest) -> float:
-    return request.context_tokens / request.remaining_tokens

@@ -1,8 +1,9 @@
 """The vocabulary of the whole house: ids, engines, requests, snapshots, decisions. Frozen, self-checking values."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
@@ -30,6 +31,14 @@ class EngineHealth(StrEnum):
 class Mode(StrEnum):
     ADVISE = "advise"
     ACT = "act"
+
+
+class FastPolicy(StrEnum):
+    """How the fast loop chooses moves."""
+
+    PACKING = "packing"  # by when each engine will end; the paper's rule where engines' step times are unknown
+    PAPER = "paper"  # by the load index
+    NONE = "none"  # it does not move requests
 
 
 class Knowledge(StrEnum):
@@ -257,6 +266,32 @@ class PlannedInstance:
         return self.decode_s + self.migration_s + self.switch_s
 
 
+class MoveMethod(StrEnum):
+    """How a running request comes by its context at the destination."""
+
+    RECOMPUTE = "recompute"  # prefilled again from its tokens
+    TRANSFER = "transfer"  # its KV is handed over
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMove:
+    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
+    `from_engine`: the gateway holds it, and it goes from there.
+
+    `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
+    had. 0 seconds: nothing was predicted, or the other method was not to be had.
+    """
+
+    request: RequestId
+    from_engine: EngineId
+    to_engine: EngineId
+    hold_s: float = 0.0
+    method: MoveMethod = MoveMethod.RECOMPUTE
+    predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
+    other_s: float = 0.0  # the same by the other method
+    fixed_s: float = 0.0  # the part of predicted_s that no size of the context changes
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
     """A request that changes engine. A waiting one is queued elsewhere for nothing."""
@@ -335,3 +370,28 @@ class Plan:
     def predicted_s(self) -> float | None:
         """What was expected to happen: the proposal where it was acted on, else the fleet as it stood."""
         return self.proposed_total_s if self.acted else self.current_makespan_s
+
+
+MOST_NAMES = 4  # of engines with one reason
+MOST_REASONS = 3
+
+
+class StepTimeEstimates(NamedTuple):
+    """Where an engine's step times come from."""
+
+    source: str  # configured | prior | observed; empty: they are not known
+    detail: str  # as a sentence; why they are not known
+
+
+def unknown_step_times(why: Mapping[EngineId, str]) -> str:
+    """The engines without step times, by reason; empty where there are none."""
+    engines: dict[str, list[EngineId]] = {}
+    for engine, reason in sorted(why.items()):
+        engines.setdefault(reason, []).append(engine)
+    reasons = [f"no step times for {_listed(names)}: {reason}" for reason, names in engines.items()]
+    more = [f"and {len(reasons) - MOST_REASONS} more reasons"] if len(reasons) > MOST_REASONS else []
+    return "; ".join(reasons[:MOST_REASONS] + more)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import Literal, NewType
 
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
+from planner.model import MoveMethod as MoveMethod
+from planner.model import RequestMove as RequestMove
 
 OperationId = NewType("OperationId", str)
 
@@ -19,13 +21,6 @@ class PauseMode(StrEnum):
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"
-
-
-class MoveMethod(StrEnum):
-    """How a running request comes by its context at the destination."""
-
-    RECOMPUTE = "recompute"  # prefilled again from its tokens
-    TRANSFER = "transfer"  # its KV is handed over
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +48,6 @@ class EngineRoute:
     policy_version: int | None = None  # of its weights; None: not known here
     waiting: int | None = None  # requests that wait on the engine, whoever sent them; None: not known
     newest_policy_version: int | None = None  # the fleet's
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMove:
-    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
-    `from_engine`: the gateway holds it, and it goes from there.
-
-    `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
-    had. 0 seconds: nothing was predicted, or the other method was not to be had.
-    """
-
-    request: RequestId
-    from_engine: EngineId
-    to_engine: EngineId
-    hold_s: float = 0.0
-    method: MoveMethod = MoveMethod.RECOMPUTE
-    predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
-    other_s: float = 0.0  # the same by the other method
-    fixed_s: float = 0.0  # the part of predicted_s that no size of the context changes
 
 
 @dataclass(frozen=True, slots=True)

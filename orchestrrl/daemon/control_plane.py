@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from balancer.balance import BalanceDecision, BalanceSituation, balance_problem, decide_balance
+from balancer.move_limits import LastMoves
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
@@ -26,16 +28,13 @@ from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import MoveRequests, Operation, OperationResult, RequestMove
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.unknown_outcomes import OperationEvidence
-from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, balance_problem, decide_balance
-from orchestrrl.daemon.move_limits import LastMoves
-from orchestrrl.daemon.move_methods import MovedRequest, ended, with_methods
 from orchestrrl.daemon.plan_book import PlanBook, Redeployer
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.fleet.cancellation import Canceller
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.membership_changes import MembershipChanges
-from orchestrrl.fleet.move_orders import MovesOutcome, checked_move, run_moves
+from orchestrrl.fleet.move_orders import MovedRequest, MovesOutcome, checked_move, moved_requests, run_moves
 from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
@@ -58,6 +57,7 @@ from planner.model import (
     RequestId,
     Snapshot,
 )
+from planner.move_methods import choose_move_methods
 from planner.plan import History
 
 if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
@@ -537,7 +537,7 @@ class ControlPlane:
 
     async def _move(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         versions = self.routes.kv_versions(snapshot.engines)
-        priced = with_methods(moves, self.planning.identified(snapshot), self.planning.move_costing(versions))
+        priced = choose_move_methods(moves, self.planning.identified(snapshot), self.planning.move_costing(versions))
         named = [replace(m, from_engine=self.state.own_name(m.request, m.from_engine)) for m in priced]
         return await run_moves(self.runner, named, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
@@ -565,10 +565,11 @@ class ControlPlane:
     def _closed(self, operation: Operation, result: OperationResult) -> None:
         if isinstance(operation.action, MoveRequests):
             self._moves_ended_s = self.clock.now_s()
-            self._last_moves.ended(self._moves_ended_s, result.items)
+            carried_out = moved_requests(self._moves_ended_s, operation.action.moves, result.items)
+            self._last_moves.moved(self._moves_ended_s, (moved.move.request for moved in carried_out))
             self.state.fold_result(result)
             self.planning.costs.moved(operation.action, result, self._configuration_of)
-            self.latest_moves.extend(ended(self._moves_ended_s, operation.action.moves, result.items))
+            self.latest_moves.extend(carried_out)
 
     def _recovered_mode(self) -> Mode:
         """The configured mode, unless an operator set another since it was configured so."""

@@ -2,16 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from orchestrrl.daemon.priors import AssumedProfile
 from planner.cost.profile import EngineProfile, ProfileSource, Provenance
-from planner.model import Configuration, ConfigurationId, EngineId, Snapshot
+from planner.model import Configuration, ConfigurationId, Snapshot
 from planner.solver.phases import line_ahead, worth_evaluating
-from planner.solver.problem import KvTransferCost
-
-MOST_NAMES = 4  # of engines with one reason
-MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +43,6 @@ class ConfigurationEstimate:
         return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
 
 
-class StepTimeEstimates(NamedTuple):
-    """Where an engine's step times come from."""
-
-    source: str  # configured | prior | observed; empty: they are not known
-    detail: str  # as a sentence; why they are not known
-
-
-def unknown_step_times(why: Mapping[EngineId, str]) -> str:
-    """The engines without step times, by reason; empty where there are none."""
-    engines: dict[str, list[EngineId]] = {}
-    for engine, reason in sorted(why.items()):
-        engines.setdefault(reason, []).append(engine)
-    reasons = [f"no step times for {_listed(names)}: {reason}" for reason, names in engines.items()]
-    more = [f"and {len(reasons) - MOST_REASONS} more reasons"] if len(reasons) > MOST_REASONS else []
-    return "; ".join(reasons[:MOST_REASONS] + more)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
-
-
 @dataclass(frozen=True, slots=True)
 class CostEstimates:
     """Every configuration, with what is believed of it."""
@@ -103,13 +77,6 @@ class CostEstimates:
     ) -> tuple[ConfigurationId, ...]:
         """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
         return worth_evaluating(self.profiles, snapshot, gpus_count, always)
-
-
-class MoveEstimate(NamedTuple):
-    """What moving a running request is believed to cost, as plans take it."""
-
-    transfer: KvTransferCost
-    kv_bytes_per_token: float
 
 
 def provenance_notes(estimate: ConfigurationEstimate) -> tuple[str, ...]:

@@ -14,9 +14,8 @@ from statistics import median
 from typing import Any
 
 from orchestrrl.core.config.schema import FleetSettings, KvTransfer
-from orchestrrl.core.operations import MoveMethod, MoveRequests, OperationItemResult, OperationResult
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, MoveEstimate, provenance_notes
-from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, FixedMoveCost, fixed_parts
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, provenance_notes
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
@@ -30,10 +29,12 @@ from orchestrrl.daemon.profile_refit import (
     steady_batch,
     steady_between,
 )
+from orchestrrl.fleet.move_orders import fixed_parts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.reports import EngineReport, EngineSample
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
-from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, RequestId
+from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
+from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost, MoveEstimate
 from planner.solver.problem import KvTransferCost
 
 logger = logging.getLogger(__name__)

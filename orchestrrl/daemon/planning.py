@@ -9,17 +9,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrrl.core.config.schema import Config, FastPolicy
+from balancer.kv_headroom import LengthDistributions
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.operations import MoveMethod
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, StepTimeEstimates, unknown_step_times
-from orchestrrl.daemon.kv_headroom_inputs import LengthDistributions
-from orchestrrl.daemon.length_distributions import KnownLengths
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
-from orchestrrl.daemon.move_methods import MovePricing
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
 from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
-from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
@@ -31,14 +27,20 @@ from planner.model import (
     ConfigurationId,
     EngineId,
     EngineView,
+    FastPolicy,
     Knowledge,
     Mode,
+    MoveMethod,
     Plan,
     PlanId,
     RequestId,
     Snapshot,
+    StepTimeEstimates,
+    unknown_step_times,
 )
+from planner.move_methods import MovePricing
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
+from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 from planner.workload.series import StepForecast
 
 logger = logging.getLogger(__name__)

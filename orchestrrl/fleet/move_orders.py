@@ -1,13 +1,13 @@
-"""Moves of requests -> one operation per gateway that holds them, with one outcome per move."""
+"""Moves of requests -> one operation per gateway that holds them, an outcome per move, and predicted against actual."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, RequestMove
-from planner.model import EngineHealth, EngineId, NodeId, RequestId, Snapshot
+from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
+from planner.model import EngineHealth, EngineId, MoveMethod, NodeId, RequestId, RequestMove, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,15 @@ class MovesOutcome:
 
     items: tuple[OperationItemResult, ...]
     operations: tuple[OperationResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRequest:
+    """A move and what became of it, for people: predicted against actual."""
+
+    ended_s: float
+    move: RequestMove
+    item: OperationItemResult
 
 
 def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) -> RequestMove:
@@ -70,3 +79,30 @@ async def run_moves(
             )
             outcome[move.request] = told.get(move.request, silent)
     return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
+
+
+def moved_requests(
+    at_s: float, moves: Iterable[RequestMove], items: Iterable[OperationItemResult]
+) -> list[MovedRequest]:
+    """Those moves that were carried out."""
+    by_id = {item.id: item for item in items}
+    return [
+        MovedRequest(at_s, move, by_id[move.request])
+        for move in moves
+        if move.request in by_id and by_id[move.request].done
+    ]
+
+
+def fixed_parts(moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[tuple[MoveMethod, float]]:
+    """What moves took beside the part that grows with the context: of those that were predicted, went by the method
+    ordered, and were seen to their end."""
+    by_id = {item.id: item for item in items}
+    return [
+        (move.method, item.duration_s - (move.predicted_s - move.fixed_s))
+        for move in moves
+        if move.predicted_s > 0
+        and (item := by_id.get(move.request)) is not None
+        and item.done
+        and item.duration_s > 0
+        and item.method is move.method
+    ]

@@ -3,10 +3,11 @@
 import random
 from collections.abc import Iterator
 
+from balance_builders import held_request
 from hypothesis import strategies as st
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker
-from planner.model import EngineId, RequestId
+from balancer.load_index import BalanceProblem, Worker
+from planner.model import EngineId, RequestState, RequestView
 
 CONTEXTS = st.sampled_from([0, 1, 2, 3, 5, 8, 40, 100, 101, 900])
 RATES = st.one_of(st.none(), st.just(0.0), st.sampled_from([1.0, 2.0, 100.0, 100.5]))
@@ -25,14 +26,14 @@ def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> Ba
 
 @st.composite
 def _workers(draw: st.DrawFn, name: str, ids: Iterator[str], max_requests: int) -> Worker:
-    def requests() -> tuple[LoadRequest, ...]:
+    def requests(state: RequestState) -> tuple[RequestView, ...]:
         contexts = draw(st.lists(CONTEXTS, max_size=max_requests))
-        return tuple(LoadRequest(RequestId(next(ids)), context) for context in contexts)
+        return tuple(held_request(next(ids), context, state) for context in contexts)
 
     return Worker(
         id=EngineId(name),
-        running=requests(),
-        waiting=requests(),
+        running=requests(RequestState.RUNNING),
+        waiting=requests(RequestState.WAITING),
         kv_capacity_tokens=2000,
         kv_free_tokens=draw(st.sampled_from([0, 1, 5, 50, 200, 1000, 2000])),
         max_sequences=draw(st.sampled_from([0, 1, 2, 4, 8, 256])),
@@ -46,10 +47,10 @@ def random_problem(rng: random.Random) -> BalanceProblem:
     longest, room = rng.choice([3, 50, 4000]), rng.choice([0, 500, 20_000])
     busiest = rng.choice([2, 8])
 
-    def requests(kind: str, place: int) -> tuple[LoadRequest, ...]:
+    def requests(kind: str, place: int, state: RequestState) -> tuple[RequestView, ...]:
         held = rng.randint(0, busiest) if rng.random() < 0.7 else 0
         return tuple(
-            LoadRequest(RequestId(f"{kind}{rng.random():.6f}-{place}"), rng.randint(0, longest)) for _ in range(held)
+            held_request(f"{kind}{rng.random():.6f}-{place}", rng.randint(0, longest), state) for _ in range(held)
         )
 
     def rate() -> float | None:
@@ -60,8 +61,8 @@ def random_problem(rng: random.Random) -> BalanceProblem:
     workers = tuple(
         Worker(
             id=EngineId(f"w{place}"),
-            running=requests("a", place),
-            waiting=requests("b", place),
+            running=requests("a", place, RequestState.RUNNING),
+            waiting=requests("b", place, RequestState.WAITING),
             kv_capacity_tokens=20_000,
             kv_free_tokens=rng.randint(0, room),
             max_sequences=rng.choice([0, 1, 3, 8, 64]),

@@ -1,20 +1,67 @@
 """Room: an engine that is said to have it gets by without a preemption, however late the newcomer arrives; and no room
 is denied that is plainly there."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, ForecastKvHeadroom, Stay, Tenancy
-from planner.model import EngineId, RequestId
+from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, ForecastKvHeadroom
+from balancer.load_index import BalanceProblem, Worker
+from planner.model import EngineId, RequestId, RequestState, RequestView
 
 SOURCE, DESTINATION = EngineId("source"), EngineId("destination")
 MOVER = RequestId("mover")
 Sizes = list[tuple[int, int]]  # context and remaining tokens
 
 sizes = st.tuples(st.integers(1, 400), st.integers(1, 150))
+
+
+class Stay(NamedTuple):
+    """One request on an engine. `remaining_tokens`: in each future."""
+
+    context_tokens: int
+    remaining_tokens: tuple[int, ...]
+    runs: bool
+
+
+class Tenancy(NamedTuple):
+    """An engine, its requests, and what these may take together: KV tokens and seats."""
+
+    kv_tokens: int
+    seats: int
+    stays: Mapping[RequestId, Stay]
+
+    def worker(self, name: EngineId) -> Worker:
+        views = [
+            RequestView(id, name, RequestState.RUNNING if one.runs else RequestState.WAITING, one.context_tokens, 0)
+            for id, one in self.stays.items()
+        ]
+        running = tuple(view for view in views if view.state is RequestState.RUNNING)
+        waiting = tuple(view for view in views if view.state is RequestState.WAITING)
+        return Worker(name, running, waiting, self.kv_tokens, self.kv_tokens, self.seats, None)
+
+
+@dataclass
+class Told:
+    """Lengths as the stays have them; counts the engines that it is asked for."""
+
+    stays: Mapping[RequestId, Stay]
+    asked: int = 0
+
+    def of(self, requests: Sequence[RequestView]) -> list[tuple[int, ...]]:
+        self.asked += 1
+        return [self.stays[request.id].remaining_tokens for request in requests]
+
+
+def headroom(tenancies: Mapping[EngineId, Tenancy], risk: float) -> ForecastKvHeadroom:
+    told = Told({id: one for tenancy in tenancies.values() for id, one in tenancy.stays.items()})
+    workers = tuple(tenancy.worker(name) for name, tenancy in tenancies.items())
+    return ForecastKvHeadroom(BalanceProblem(0.0, workers), told, risk)
 
 
 def stay(*remaining: int, context: int = 100, runs: bool = True) -> Stay:
@@ -26,7 +73,7 @@ def room(
 ) -> ForecastKvHeadroom:
     stays = {RequestId(name): one for name, one in held.items()}
     tenancies = {SOURCE: Tenancy(10**6, 64, {MOVER: mover}), DESTINATION: Tenancy(kv_tokens, seats, stays)}
-    return ForecastKvHeadroom(tenancies.__getitem__, risk)
+    return headroom(tenancies, risk)
 
 
 def needed_blocks(held: Sizes, newcomer: tuple[int, int], late: int) -> int:
@@ -114,7 +161,7 @@ def test_room_is_counted_from_move_to_move(
         for i, stays in enumerate(held)
     }
     plain = {name: Plain(tenancy, risk) for name, tenancy in tenancies.items()}
-    asked = ForecastKvHeadroom(tenancies.__getitem__, risk)
+    asked = headroom(tenancies, risk)
     places = [(name, request, one) for name, tenancy in tenancies.items() for request, one in tenancy.stays.items()]
     for moving in (False, True):
         for source, request, mover in data.draw(st.permutations(places)):
@@ -172,7 +219,7 @@ def test_moves_take_and_give_room() -> None:
         b: Tenancy(1_500, 8, {three: stay(300)}),
         c: Tenancy(9_000, 8, {}),
     }
-    both = ForecastKvHeadroom(tenancies.__getitem__, 0.0)
+    both = headroom(tenancies, 0.0)
     assert both.fits(one, a, b)
     assert both.fits(two, a, b)
     both.moved(one, a, b)
@@ -183,25 +230,17 @@ def test_moves_take_and_give_room() -> None:
 
 
 def test_beyond_so_many_engines_none_is_looked_at() -> None:
-    looked: list[EngineId] = []
-
-    def look_up(engine: EngineId) -> Tenancy:
-        looked.append(engine)
-        return Tenancy(10**6, 64, {MOVER: stay(1)} if engine == SOURCE else {})
-
-    many = ForecastKvHeadroom(look_up, 0.0)
-    answers = [many.fits(MOVER, SOURCE, EngineId(f"e{i}")) for i in range(MOST_LOOKED_AT + 5)]
+    names = [EngineId(f"e{i}") for i in range(MOST_LOOKED_AT + 5)]
+    workers = [Tenancy(10**6, 64, {}).worker(name) for name in names]
+    workers.append(Tenancy(10**6, 64, {MOVER: stay(1)}).worker(SOURCE))
+    told = Told({MOVER: stay(1)})
+    many = ForecastKvHeadroom(BalanceProblem(0.0, tuple(workers)), told, 0.0)
+    answers = [many.fits(MOVER, SOURCE, name) for name in names]
     assert answers == [True] * MOST_LOOKED_AT + [False] * 5
-    assert len(looked) == len(set(looked)) == MOST_LOOKED_AT + 1
+    assert told.asked == MOST_LOOKED_AT + 1
 
 
 @pytest.mark.parametrize("risk", [-0.1, 1.0, float("nan")])
 def test_a_risk_that_is_none_is_refused(risk: float) -> None:
     with pytest.raises(ValueError, match="risk must be >= 0 and < 1"):
-        ForecastKvHeadroom({}.__getitem__, risk)
-
-
-@pytest.mark.parametrize("changes", [{"kv_tokens": -1}, {"seats": -1}])
-def test_a_tenancy_below_nothing_is_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be >= 0, got -1"):
-        Tenancy(**{"kv_tokens": 1, "seats": 1, "stays": {}, **changes})
+        headroom({}, risk)

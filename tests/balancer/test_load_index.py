@@ -5,18 +5,19 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from balance_builders import running
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancer.balance import balance_problem
 from balancer.load_index import (
     BalanceProblem,
-    LoadRequest,
     Worker,
     concurrency_cap,
     load_index,
-    problem_of,
     stand_in_tokens_per_s,
 )
+from orchestrrl.core.config.schema import FastSettings
 from planner.model import EngineHealth, EngineId, EngineView, RequestId, RequestState, RequestView, Snapshot
 
 COUNTS = st.integers(0, 1000)
@@ -68,7 +69,7 @@ def test_values_check_themselves() -> None:
     idle = Worker(EngineId("w"), (), (), 0, 0, 0, 0.0)
     assert BalanceProblem(0.0, (idle,)).workers == (idle,)
     assert not idle.stalled
-    assert replace(idle, running=(LoadRequest(RequestId("r"), 0),)).stalled
+    assert replace(idle, running=running(("r", 0))).stalled
     with pytest.raises(ValueError, match="theta must be >= 0, got -1"):
         BalanceProblem(-1, ())
     with pytest.raises(ValueError, match="theta must be >= 0, got nan"):
@@ -77,8 +78,6 @@ def test_values_check_themselves() -> None:
         Worker(EngineId("w"), (), (), 1, -5, 1, None)
     with pytest.raises(ValueError, match="decode_tokens_per_s must be >= 0, got nan"):
         Worker(EngineId("w"), (), (), 1, 1, 1, math.nan)
-    with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
-        LoadRequest(RequestId("r"), -1)
 
 
 def engine(name: str, health: EngineHealth = EngineHealth.OK, age_s: float | None = 0.1) -> EngineView:
@@ -101,11 +100,11 @@ def test_the_live_fleet_as_a_problem() -> None:
         ),
         step_started_s=90.0,
     )
-    problem = problem_of(snapshot, theta=0.5, stall_grace_s=5.0)
+    problem = balance_problem(snapshot, FastSettings(theta=0.5, stall_grace_s=5.0))
     (worker,) = problem.workers  # b does not answer, c never reported
-    assert worker.running == (LoadRequest(RequestId("r1"), 107),)
-    assert worker.waiting == (LoadRequest(RequestId("r2"), 107),)
+    assert worker.running == snapshot.requests[:1]
+    assert worker.waiting == snapshot.requests[1:2]
     assert worker.stalled
-    in_grace = problem_of(snapshot, theta=0.5, stall_grace_s=10.1)
+    in_grace = balance_problem(snapshot, FastSettings(stall_grace_s=10.1))
     assert in_grace.workers[0].decode_tokens_per_s is None
-    assert problem_of(snapshot, theta=0.5, stall_grace_s=10.0).workers[0].stalled  # the grace is over
+    assert balance_problem(snapshot, FastSettings(stall_grace_s=10.0)).workers[0].stalled  # the grace is over

@@ -5,14 +5,16 @@ import random
 from pathlib import Path
 
 import pytest
+from balance_builders import running as running_requests
+from balance_builders import waiting as waiting_requests
 from balance_oracle import Oracle
 from balance_strategies import problems, random_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker
+from balancer.load_index import BalanceProblem, Worker
 from balancer.load_index_moves import Balance, decide
-from planner.model import EngineId, RequestId
+from planner.model import EngineId
 
 SNAPSHOT = Path(__file__).parents[3] / "shared" / "contracts" / "balance_snapshot.json"
 
@@ -26,10 +28,8 @@ def worker(
     slots: int = 16,
     rate: float | None = 100.0,
 ) -> Worker:
-    def queue(contexts: dict[str, int] | None) -> tuple[LoadRequest, ...]:
-        return tuple(LoadRequest(RequestId(name), tokens) for name, tokens in (contexts or {}).items())
-
-    return Worker(EngineId(name), queue(running), queue(waiting), 20_000, free, slots, rate)
+    there, queued = running_requests(*(running or {}).items()), waiting_requests(*(waiting or {}).items())
+    return Worker(EngineId(name), there, queued, 20_000, free, slots, rate)
 
 
 def moves_of(balance: Balance) -> list[tuple[str, str, str, str]]:
@@ -112,11 +112,17 @@ def test_the_contracts_example() -> None:
         pytest.skip(f"{SNAPSHOT} is not there: the contract's examples are kept beside the repository")
     example = json.loads(SNAPSHOT.read_text())
 
-    def queue(entries: list[dict[str, int | str]]) -> tuple[LoadRequest, ...]:
-        return tuple(LoadRequest(**entry) for entry in entries)  # type: ignore[arg-type]
+    def contexts(entries: list[dict[str, int | str]]) -> list[tuple[str, int]]:
+        return [(str(entry["id"]), int(entry["context_tokens"])) for entry in entries]
 
     workers = tuple(
-        Worker(**{**entry, "running": queue(entry["running"]), "waiting": queue(entry["waiting"])})
+        Worker(
+            **{
+                **entry,
+                "running": running_requests(*contexts(entry["running"])),
+                "waiting": waiting_requests(*contexts(entry["waiting"])),
+            }
+        )
         for entry in example["workers"]
     )
     balance = decide(BalanceProblem(example["theta"], workers))

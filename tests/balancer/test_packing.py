@@ -1,14 +1,18 @@
 """Packing: engines end when one stepped by hand does, and no move loses a request, breaks a limit or costs time."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancer.load_index import Worker
 from balancer.load_index_moves import MAX_MOVES
-from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, PackingEngine, PackingRequest, _Load, pack
-from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, _Inputs, _Load
+from balancer.packing import pack as pack_workers
+from balancer.packing_inputs import _slowed
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState, RequestView
 
 CONFIGURATION = Configuration(
     id=ConfigurationId("tp2"),
@@ -22,6 +26,56 @@ CONFIGURATION = Configuration(
     switch_s=1.7,
 )
 TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class PackingRequest:
+    """One request, and how many tokens it is expected to generate yet."""
+
+    id: RequestId
+    state: RequestState
+    context_tokens: int
+    remaining_tokens: float
+    movable: bool = True
+    group: str = ""
+    prompt_tokens: int = 0
+
+    @property
+    def view(self) -> RequestView:
+        generated_tokens = self.context_tokens - self.prompt_tokens
+        return RequestView(self.id, None, self.state, self.prompt_tokens, generated_tokens, group=self.group)
+
+
+@dataclass(frozen=True)
+class PackingEngine:
+    """One engine, its requests, and how many times longer its iterations take than its configuration says."""
+
+    id: EngineId
+    configuration: Configuration
+    requests: tuple[PackingRequest, ...]
+    kv_free_tokens: int
+    slowdown: float = 1.0
+
+    @property
+    def worker(self) -> Worker:
+        running = tuple(request.view for request in self.requests if request.state is RequestState.RUNNING)
+        waiting = tuple(request.view for request in self.requests if request.state is RequestState.WAITING)
+        most = self.configuration
+        return Worker(self.id, running, waiting, most.kv_capacity_tokens, self.kv_free_tokens, most.max_sequences, None)
+
+    @property
+    def own(self) -> Configuration:
+        return _slowed(self.configuration, self.slowdown)
+
+
+def remaining_of(engines: Sequence[PackingEngine]) -> dict[RequestId, float]:
+    return {request.id: request.remaining_tokens for one in engines for request in one.requests}
+
+
+def pack(engines: Sequence[PackingEngine], **knobs: object) -> Packing:
+    stuck = frozenset(request.id for one in engines for request in one.requests if not request.movable)
+    own = {one.id: one.own for one in engines}
+    return pack_workers([one.worker for one in engines], own, remaining_of(engines), stuck=stuck, **knobs)  # type: ignore[arg-type]
 
 
 def packing_request(
@@ -241,10 +295,8 @@ def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_makes_no_sense_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="remaining_tokens must be > 0"):
-        packing_request("r0", bad)
-    with pytest.raises(ValueError, match="slowdown must be > 0"):
-        engine("e0", slowdown=bad)
+    with pytest.raises(ValueError, match="remaining_tokens of r0 must be > 0"):
+        packing(engine("e0", packing_request("r0", bad)))
 
 
 def test_no_engine_ends_at_once() -> None:
@@ -252,11 +304,8 @@ def test_no_engine_ends_at_once() -> None:
 
 
 def test_negative_tokens_are_refused() -> None:
-    assert packing_request("r0", 5.0, 0).context_tokens == 0
-    with pytest.raises(ValueError, match="context_tokens must be >= 0, got -1"):
-        packing_request("r0", 5.0, -1)
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -1"):
-        engine("e0", free=-1)
+        packing(engine("e0", free=-1))
 
 
 class TestGroups:
@@ -352,8 +401,9 @@ def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[P
 
 def _carried_out_s(fleet: list[PackingEngine], chosen: Packing) -> dict[EngineId, float]:
     """When engines end by the same moves with no fixed part."""
-    loads = {each.id: _Load(each, False) for each in fleet}
-    by_id = {request.id: request for each in fleet for request in each.requests}
+    inputs = _Inputs(remaining_of(fleet))
+    loads = {each.id: _Load(each.worker, each.own, inputs) for each in fleet}
+    by_id = {request.id: request.view for each in fleet for request in each.requests}
     for move in chosen.moves:
         loads[move.source].lose(by_id[move.request])
         loads[move.destination].gain(by_id[move.request])

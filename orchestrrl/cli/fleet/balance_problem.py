@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker
+from balancer.load_index import BalanceProblem, Worker
 from orchestrrl.cli.problem import ProblemPart, unique
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, RequestId, RequestState, RequestView
 
 
 class BalanceRequestPart(ProblemPart):
@@ -36,8 +36,8 @@ def problem_of(read: BalanceDocument) -> BalanceProblem:
         tuple(
             Worker(
                 id=EngineId(worker.id),
-                running=_requests(worker.running),
-                waiting=_requests(worker.waiting),
+                running=_requests(worker, RequestState.RUNNING),
+                waiting=_requests(worker, RequestState.WAITING),
                 kv_capacity_tokens=worker.kv_capacity_tokens,
                 kv_free_tokens=worker.kv_free_tokens,
                 max_sequences=worker.max_sequences,
@@ -48,5 +48,6 @@ def problem_of(read: BalanceDocument) -> BalanceProblem:
     )
 
 
-def _requests(parts: list[BalanceRequestPart]) -> tuple[LoadRequest, ...]:
-    return tuple(LoadRequest(RequestId(part.id), part.context_tokens) for part in parts)
+def _requests(worker: WorkerPart, state: RequestState) -> tuple[RequestView, ...]:
+    parts = worker.running if state is RequestState.RUNNING else worker.waiting
+    return tuple(RequestView(RequestId(part.id), EngineId(worker.id), state, part.context_tokens, 0) for part in parts)

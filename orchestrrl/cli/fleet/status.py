@@ -229,7 +229,7 @@ def trouble(seen: dict[str, Any]) -> list[str]:
 
 
 def defect_text(defect: dict[str, Any], now_unix_s: float) -> str:
-    """E.g. `fast_loop: 3 turns running ended by KeyError at orchestrrl/daemon/balancing.py:88: 'e0' (last 1 s ago)`."""
+    """E.g. `fast_loop: 3 turns running ended by KeyError at balancer/balance.py:88: 'e0' (last 1 s ago)`."""
     running = f"{defect['running']} turns running ended by" if defect["running"] else "goes on after"
     what = escape(f"{defect['type']} at {defect['place']}: {defect['message']}")
     last = f"last {ago(now_unix_s - defect['last_unix_s'])}, {count(defect['total'])} in all"

@@ -18,7 +18,7 @@ from orchestrrl.core.documents import (
     Section,
     require,
 )
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Knowledge, Mode, Parallelism
+from planner.model import Configuration, ConfigurationId, EngineId, FastPolicy, GpuId, Knowledge, Mode, Parallelism
 
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
     from planner.cost.profile import Profile
@@ -73,14 +73,6 @@ class MetricsSettings(Section):
         return _check_local(address, "metrics", info)
 
 
-class FastPolicy(StrEnum):
-    """How the fast loop chooses moves."""
-
-    PACKING = "packing"  # by when each engine will end; the paper's rule where engines' step times are unknown
-    PAPER = "paper"  # by the load index
-    NONE = "none"  # it does not move requests
-
-
 class FastSettings(Section):
     """The fast loop: which requests move."""
 
@@ -108,6 +100,11 @@ class FastSettings(Section):
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
     stall_grace_s: NonNegativeFloat = 5.0
+
+    def settling(self) -> Self:
+        """Return the settings for moves that have begun: they go on below the marks at which they begin."""
+        marks = {name: getattr(self, name) * self.settle_share for name in ("theta", "tolerance")}
+        return self.model_copy(update=marks)
 
 
 class SlowSettings(Section):

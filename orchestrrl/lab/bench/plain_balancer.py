@@ -6,9 +6,9 @@ it.
 
 from dataclasses import replace
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from balancer.load_index import BalanceProblem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from balancer.load_index_moves import Move
-from planner.model import EngineId, RequestId, RequestState
+from planner.model import EngineId, RequestId, RequestState, RequestView
 
 _Fleet = dict[EngineId, Worker]
 
@@ -20,7 +20,7 @@ class PlainBalancer:
         self._theta = problem.theta
         self._fleet = {worker.id: worker for worker in problem.workers}
         self._tokens_per_s = stand_in_tokens_per_s(problem.workers)
-        contexts = [request.context_tokens for worker in problem.workers for request in _requests_of(worker)]
+        contexts = [request.context_tokens for worker in problem.workers for request in worker.requests]
         self._all = len(contexts), sum(contexts)
 
     def moves(self) -> list[Move]:
@@ -49,7 +49,7 @@ class PlainBalancer:
                     if request.id in moved or request.context_tokens > destination.kv_free_tokens:
                         continue
                     left, arrived = _without(source, request, state), _having(destination, request)
-                    if self._cap(arrived) < min(self._cap(destination), len(_requests_of(arrived))):
+                    if self._cap(arrived) < min(self._cap(destination), len(arrived.requests)):
                         continue
                     after = {**self._fleet, left.id: left, arrived.id: arrived}
                     if self._spread(after) < spread:
@@ -61,23 +61,17 @@ class PlainBalancer:
         return max(indices, default=0.0) - min(indices, default=0.0)
 
     def _index(self, worker: Worker) -> float:
-        return load_index(
-            len(_requests_of(worker)), self._cap(worker), worker.decode_tokens_per_s or self._tokens_per_s
-        )
+        return load_index(len(worker.requests), self._cap(worker), worker.decode_tokens_per_s or self._tokens_per_s)
 
     def _cap(self, worker: Worker) -> int:
-        held = _requests_of(worker)
+        held = worker.requests
         context_tokens = sum(request.context_tokens for request in held)
         return concurrency_cap(
             len(worker.running), len(held), context_tokens, worker.kv_free_tokens, worker.max_sequences, self._all
         )
 
 
-def _requests_of(worker: Worker) -> tuple[LoadRequest, ...]:
-    return worker.running + worker.waiting
-
-
-def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worker:
+def _without(worker: Worker, request: RequestView, state: RequestState) -> Worker:
     if state is RequestState.WAITING:
         return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
     return replace(
@@ -87,7 +81,7 @@ def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worke
     )
 
 
-def _having(worker: Worker, request: LoadRequest) -> Worker:
+def _having(worker: Worker, request: RequestView) -> Worker:
     """It runs at once where a slot is free; that it has the room is known."""
     if len(worker.running) >= worker.max_sequences:
         return replace(worker, waiting=(*worker.waiting, request))

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from math import exp
 from statistics import mean
 
-from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.daemon.balancing import BalanceSituation, decide_balance
-from orchestrrl.daemon.kv_headroom_inputs import LengthDistributions
-from orchestrrl.daemon.length_distributions import KnownLengths
-from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
+from balancer.balance import BalanceSituation, decide_balance
+from balancer.kv_headroom import LengthDistributions
+from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, run_step
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
@@ -25,6 +23,7 @@ from planner.model import (
     EngineHealth,
     EngineId,
     EngineView,
+    FastPolicy,
     FinishedLength,
     Mode,
     RequestId,
@@ -32,6 +31,7 @@ from planner.model import (
     RequestView,
     Snapshot,
 )
+from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 
 ENGINES = 8
 SAMPLES = 8  # of each prompt, dealt to one engine

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
+from balancer.balance import BalanceSituation, balance_problem, decide_balance, staying
 from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.daemon.balancing import BalanceSituation, balance_problem, decide_balance, staying
-from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.fleets import congested, deployments
 from orchestrrl.lab.bench.plain_balancer import PlainBalancer
 from planner.model import FinishedLength, Mode, PlanId, Snapshot
 from planner.plan import make_plan
+from planner.workload.remaining_tokens import RemainingTokensEstimator
 
 SEED = 1
 SETTINGS = FastSettings()
@@ -55,7 +55,7 @@ def fast_tick() -> list[Figure]:
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     problem = balance_problem(snapshot, SETTINGS)
-    stuck = staying(problem)
+    stuck = staying(problem, SETTINGS.crowded_ratio)
     tick_s, decide_s = side_by_side(
         lambda: decide_balance(snapshot, SETTINGS, situation),
         lambda: decide(problem, max_moves=most, excluded=stuck, forget_stuck=True),

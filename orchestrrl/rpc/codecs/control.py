@@ -4,15 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from balancer.balance import BalanceDecision
 from orchestrrl.core.defects import Defect
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.nodes import NodeState
 from orchestrrl.core.operator_pauses import OperatorPause, PauseScope
-from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.cost_estimates import StepTimeEstimates
-from orchestrrl.daemon.move_methods import MovedRequest
 from orchestrrl.daemon.plan_book import PlanEvent
+from orchestrrl.fleet.move_orders import MovedRequest
 from orchestrrl.fleet.reports import FailoverCounts
 from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
 from orchestrrl.rpc.codecs.pause import barrier_to_pb
@@ -21,7 +20,17 @@ from orchestrrl.rpc.codecs.telemetry import capabilities_to_pb, health_to_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.admission import OperatorControl
 from planner.calibration import Calibration
-from planner.model import Alternative, EngineId, EngineView, Mode, Plan, PlannedInstance, RequestState, Snapshot
+from planner.model import (
+    Alternative,
+    EngineId,
+    EngineView,
+    Mode,
+    Plan,
+    PlannedInstance,
+    RequestState,
+    Snapshot,
+    StepTimeEstimates,
+)
 
 SET_ASIDE_SHOWN = 16
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrrl.core.config.schema import FastPolicy
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.engines.serving import ServingFacts
@@ -16,7 +15,7 @@ from planner.cost.engines import ENGINES
 from planner.cost.hardware import GPUS
 from planner.cost.models import MODELS
 from planner.cost.predict import predict
-from planner.model import EngineId, Parallelism
+from planner.model import EngineId, FastPolicy, Parallelism
 
 MODEL = "qwen2.5-14b"
 ON_H200 = ServingFacts(model=f"Qwen/{MODEL}", tp=1, gpu="NVIDIA H200")

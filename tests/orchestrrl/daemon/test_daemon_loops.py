@@ -18,10 +18,10 @@ from orchestrrl.core.operations import MoveRequests, OperationItemResult, Operat
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.daemon.move_methods import FIXED_PRIOR_S
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from planner.admission import ControlState
 from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
+from planner.move_methods import FIXED_PRIOR_S
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4, \
 prefill_tokens_per_s: 9000, switch_s: 1.5}"

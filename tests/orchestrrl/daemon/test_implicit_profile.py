@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from implicit_fleet import ON_A100, ON_H200, UNKNOWN, step_of
 
-from orchestrrl.core.config.schema import FastPolicy
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import LiveProfile
@@ -20,7 +19,7 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.reports import EngineSample
 from planner.cost.profile import EngineProfile
-from planner.model import EngineHealth, EngineId
+from planner.model import EngineHealth, EngineId, FastPolicy
 
 E0 = EngineId("e0")
 CAPACITY_TOKENS = 100_000

@@ -30,7 +30,6 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.daemon.metrics import DaemonCollector
-from orchestrrl.daemon.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
@@ -59,6 +58,7 @@ from planner.model import (
     RequestView,
     Snapshot,
 )
+from planner.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from planner.solver.from_snapshot import NO_TRANSFER
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 64, \

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
-from orchestrrl.core.config.schema import Config, FastPolicy
-from orchestrrl.daemon.balancing import BalanceSituation, decide_balance
+from balancer.balance import BalanceSituation, decide_balance
+from orchestrrl.core.config.schema import Config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
@@ -32,6 +32,7 @@ from planner.model import (
     Act,
     ConfigurationId,
     EngineId,
+    FastPolicy,
     FinishedLength,
     Mode,
     Plan,

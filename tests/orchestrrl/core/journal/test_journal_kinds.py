@@ -17,6 +17,7 @@ from builders import engine_report, gateway_report
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from balancer.balance import BalanceDecision
 from ocs_drivers.model import ChangeMode, CircuitDiff, CrossConnect
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.cli.journal import entry_of, entry_text
@@ -32,7 +33,6 @@ from orchestrrl.core.operation_log import OperationLog
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, Operation, OperationResult
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
-from orchestrrl.daemon.balancing import BalanceDecision
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanBook

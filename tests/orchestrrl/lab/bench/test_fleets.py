@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from balancer.load_index import BalanceProblem, problem_of
+from balancer.balance import balance_problem
+from balancer.load_index import BalanceProblem
 from balancer.load_index_moves import decide
+from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.fleets import KV_CAPACITY_TOKENS, congested, deployments
 from orchestrrl.lab.bench.plain_balancer import PlainBalancer
 from planner.model import EngineId, Mode, PlanId, RequestState
 from planner.plan import make_plan
+
+SETTINGS = FastSettings(theta=1e-5, headroom_tokens=0)
 
 
 def test_a_fleet_is_a_function_of_its_seed() -> None:
@@ -37,13 +41,15 @@ def test_every_deployment_can_be_weighed() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_plain_balancer_makes_the_same_moves(seed: int) -> None:
     engines = 2 + seed
-    problem = problem_of(congested(engines, (8 + 4 * (seed % 3)) * engines, seed), theta=1e-5)
+    problem = balance_problem(congested(engines, (8 + 4 * (seed % 3)) * engines, seed), SETTINGS)
     moves = PlainBalancer(problem).moves()
     assert moves
     assert moves == list(decide(problem).moves)
 
 
 def test_the_plain_balancer_refuses_stalls() -> None:
-    worker = replace(problem_of(congested(1, 4, 0), theta=0.1).workers[0], decode_tokens_per_s=0.0, id=EngineId("w"))
+    worker = replace(
+        balance_problem(congested(1, 4, 0), SETTINGS).workers[0], decode_tokens_per_s=0.0, id=EngineId("w")
+    )
     with pytest.raises(ValueError, match="stalled"):
         PlainBalancer(BalanceProblem(0.1, (worker,)))

@@ -8,10 +8,10 @@ from decoding_fleet import DecodingFleet
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancer.balance import decide_balance
 from balancer.kv_headroom import ARRIVES_LATE
-from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.daemon.balancing import decide_balance
-from planner.model import EngineId, RequestState
+from orchestrrl.core.config.schema import FastSettings
+from planner.model import EngineId, FastPolicy, RequestState
 
 BETWEEN_TICKS = 20  # iterations
 POLICIES = (FastPolicy.PACKING, FastPolicy.PAPER)

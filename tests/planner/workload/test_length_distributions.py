@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.daemon.length_distributions import FUTURES, ForecastLengths, KnownLengths
-from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator
 from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
 from planner.workload.forecast import conditional_lengths
+from planner.workload.remaining_tokens import FUTURES, ForecastLengths, KnownLengths, RemainingTokensEstimator
 
 BIN_TOKENS, MOST_TOKENS = 64, 4096
 LENGTHS = conditional_lengths(

@@ -1,26 +1,22 @@
-"""What holds moves back, so that requests do not go to and fro and engines do more than prefill.
-
-Pure but for LastMoves, which remembers.
-"""
+"""Limits on moves, so that requests do not go to and fro and engines do more than prefill. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from balancer.kv_headroom import KvHeadroom
 from balancer.load_index import BalanceProblem
-from orchestrrl.core.operations import OperationItemResult
 from planner.model import EngineId, RequestId, Snapshot
 
 
 class LastMoves:
-    """When requests moved last. A daemon that starts knows of none: they may then move once too early."""
+    """Stores when requests moved last. It is empty after a restart: requests may then move once too early."""
 
     def __init__(self) -> None:
         self._moved_s: dict[RequestId, float] = {}
 
-    def ended(self, at_s: float, items: Iterable[OperationItemResult]) -> None:
-        """Results of moves, as they come in."""
-        self._moved_s.update({RequestId(item.id): at_s for item in items if item.done})
+    def moved(self, at_s: float, requests: Iterable[RequestId]) -> None:
+        """Record moves that were carried out."""
+        self._moved_s.update(dict.fromkeys(requests, at_s))
 
     def within(self, rest_s: float, now_s: float) -> Mapping[RequestId, float]:
         """Those of the last `rest_s`; the others are forgotten."""

@@ -1,85 +1,67 @@
-"""How packing sees a snapshot, and the load indices around the moves that it chooses. Pure."""
+"""The step times that packing needs of a problem, and the load indices around the moves that it chooses. Pure."""
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from statistics import median
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker
+from balancer.load_index import BalanceProblem, Worker
 from balancer.load_index_moves import Balance, Move, decide
-from balancer.packing import Packing, PackingEngine, PackingRequest
-from orchestrrl.daemon.cost_estimates import StepTimeEstimates, unknown_step_times
-from planner.model import Configuration, ConfigurationId, EngineId, EngineView, Hold, RequestId, RequestState, Snapshot
+from balancer.packing import Packing
+from planner.model import (
+    Configuration,
+    ConfigurationId,
+    EngineId,
+    EngineView,
+    Hold,
+    RequestId,
+    RequestState,
+    RequestView,
+    StepTimeEstimates,
+    unknown_step_times,
+)
 
 # An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
 # rates are measured over windows with prefills in them.
 FAR_SLOWER = 2.0
 
 
-def packing_engines(
-    snapshot: Snapshot,
+def packing_configurations(
     problem: BalanceProblem,
+    engines: Sequence[EngineView],
     configurations: Sequence[Configuration],
     remaining_tokens: Mapping[RequestId, float],
-    stuck: AbstractSet[RequestId],
     step_times: Mapping[EngineId, StepTimeEstimates],
-) -> tuple[PackingEngine, ...] | Hold:
-    """The usable engines as packing sees them; why there are none where a step time or a request's outlook is unknown,
-    or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come from."""
-    if not snapshot.engines:
+) -> dict[EngineId, Configuration] | Hold:
+    """Return each engine's step times, with its own KV capacity and slots.
+
+    `engines` are those of the problem. Hold where packing cannot decide: a step time or a request's remaining length is
+    unknown, or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come
+    from.
+    """
+    if not engines:
         return Hold("no_engines", "no engine is well by fresh reports")
     known = {configuration.id: configuration for configuration in configurations}
     unknown = {
         engine.id: step_times[engine.id].detail if engine.id in step_times else "its configuration is not known"
-        for engine in snapshot.engines
+        for engine in engines
         if engine.configuration not in known
     }
     if unknown:
         return Hold("no_step_times", unknown_step_times(unknown))
-    workers = {worker.id: worker for worker in problem.workers}
     stalled = [worker.id for worker in problem.workers if worker.stalled]
     if stalled:
         return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
-    outlooks: dict[EngineId, list[PackingRequest]] = {engine.id: [] for engine in snapshot.engines}
-    for request in snapshot.requests:
-        held = None if request.engine is None else outlooks.get(request.engine)
-        if held is not None:
-            name = request.id
-            left_tokens = remaining_tokens.get(name)
-            if left_tokens is None:
-                return Hold("no_lengths", f"the remaining length of request {name} is not known")
-            tokens = request.prompt_tokens + request.generated_tokens
-            held.append(
-                PackingRequest(
-                    name,
-                    request.state,
-                    tokens,
-                    left_tokens,
-                    name not in stuck,
-                    request.group,
-                    request.prompt_tokens,
-                )
-            )
+    held = [request.id for worker in problem.workers for request in worker.requests]
+    if missing := [request for request in held if request not in remaining_tokens]:
+        return Hold("no_lengths", f"the remaining length of request {min(missing)} is not known")
     alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
-    for engine in snapshot.engines:
+    own = {}
+    for engine in engines:
         kind = engine.configuration, engine.kv_capacity_tokens, engine.max_sequences
         if engine.configuration is not None and kind not in alike:
             alike[kind] = _with_own_limits(known[engine.configuration], engine)
-    own = {
-        engine.id: alike[engine.configuration, engine.kv_capacity_tokens, engine.max_sequences]
-        for engine in snapshot.engines
-    }
-    slowdowns = _slowdowns(problem.workers, own)
-    return tuple(
-        PackingEngine(
-            id=engine.id,
-            configuration=own[engine.id],
-            requests=tuple(outlooks[engine.id]),
-            kv_free_tokens=workers[engine.id].kv_free_tokens,
-            slowdown=slowdowns.get(engine.id, 1.0),
-        )
-        for engine in snapshot.engines
-    )
+        own[engine.id] = alike[kind]
+    return own | {engine: _slowed(own[engine], times) for engine, times in _slowdowns(problem.workers, own).items()}
 
 
 def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
@@ -87,6 +69,16 @@ def _with_own_limits(configuration: Configuration, engine: EngineView) -> Config
         configuration,
         kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
         max_sequences=engine.max_sequences or configuration.max_sequences,
+    )
+
+
+def _slowed(configuration: Configuration, times: float) -> Configuration:
+    return replace(
+        configuration,
+        alpha_s=configuration.alpha_s * times,
+        beta_s=configuration.beta_s * times,
+        gamma_s=configuration.gamma_s * times,
+        prefill_tokens_per_s=configuration.prefill_tokens_per_s / times,
     )
 
 
@@ -127,7 +119,7 @@ def _carried_out(problem: BalanceProblem, moves: Sequence[Move]) -> BalanceProbl
     return replace(problem, workers=tuple(workers[worker.id] for worker in problem.workers))
 
 
-def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worker:
+def _without(worker: Worker, request: RequestView, state: RequestState) -> Worker:
     if state is RequestState.WAITING:
         return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
     return replace(
@@ -137,7 +129,7 @@ def _without(worker: Worker, request: LoadRequest, state: RequestState) -> Worke
     )
 
 
-def _with(worker: Worker, request: LoadRequest) -> Worker:
+def _with(worker: Worker, request: RequestView) -> Worker:
     if len(worker.running) >= worker.max_sequences or worker.kv_free_tokens < request.context_tokens:
         return replace(worker, waiting=(*worker.waiting, request))
     return replace(

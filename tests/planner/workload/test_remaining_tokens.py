@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.daemon.remaining_tokens import RemainingTokensEstimator, smooth_means
 from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
 from planner.workload.forecast import conditional_lengths
+from planner.workload.remaining_tokens import RemainingTokensEstimator, smooth_means
 
 LONGEST = 8_192
 BIN = 256

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from builders import engine_report, gateway_report, request, sample
 
-from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.daemon.balancing import (
+from balancer.balance import (
     UNKNOWN_MAX_SEQUENCES,
     BalanceDecision,
     BalanceSituation,
     balance_problem,
     decide_balance,
 )
+from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import EngineHealth, EngineId, Mode, RequestState, RequestView, Snapshot
 

@@ -4,19 +4,19 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from balance_builders import running
 from decoding_fleet import DecodingFleet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import BalanceProblem, LoadRequest, Worker
+from balancer.balance import BalanceDecision, BalanceSituation, decide_balance
+from balancer.load_index import BalanceProblem, Worker
 from balancer.load_index_moves import decide
-from orchestrrl.core.config.schema import FastPolicy, FastSettings
+from balancer.move_limits import LastMoves, MoveLimits
+from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.operations import OperationItemResult
-from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, decide_balance
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.move_limits import LastMoves, MoveLimits
-from planner.model import EngineId, Mode, RequestId, RequestState, Snapshot
+from planner.model import EngineId, FastPolicy, Mode, RequestId, RequestState, Snapshot
 
 POLICIES = (FastPolicy.PACKING, FastPolicy.PAPER)
 seeds = st.integers(0, 10**6)
@@ -49,7 +49,7 @@ def test_who_has_moved_rests(seed: int, policy: FastPolicy, rest_s: float) -> No
             one = fleet.take_out(move)
             assert one is not None
             fleet.put(move, one)
-            last_moves.ended(now_s, [OperationItemResult(move.request, True)])
+            last_moves.moved(now_s, [move.request])
 
 
 def test_nobody_rests_on_an_engine_that_stalls() -> None:
@@ -76,10 +76,10 @@ def _has_work(fleet: DecodingFleet) -> bool:
     return first >= 4 and not any(others)
 
 
-def test_moves_that_failed_are_none_and_old_ones_are_forgotten() -> None:
+def test_old_moves_are_forgotten() -> None:
     last = LastMoves()
-    last.ended(10.0, [OperationItemResult("a", True), OperationItemResult("b", False)])
-    last.ended(14.0, [OperationItemResult("c", True)])
+    last.moved(10.0, [RequestId("a")])
+    last.moved(14.0, [RequestId("c")])
     assert last.within(5.0, 14.9) == {"a": 10.0, "c": 14.0}
     assert last.within(5.0, 15.0) == {"c": 14.0}
     assert last.within(100.0, 15.0) == {"c": 14.0}
@@ -112,7 +112,7 @@ def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
 
 
 def test_but_it_leaves_an_engine_that_stalls() -> None:
-    alone = Worker(EngineId("e0"), (LoadRequest(RequestId("r0"), 10),), (), 1000, 900, 8, 0.0)
+    alone = Worker(EngineId("e0"), running(("r0", 10)), (), 1000, 900, 8, 0.0)
     problem = BalanceProblem(0.0, (alone, Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)))
     restraint = MoveLimits(problem, None, max_to_engine=1, keep_last=True)
     assert [move.request for move in decide(problem, room=restraint).moves] == ["r0"]

@@ -5,9 +5,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from balancer.balance import BalanceSituation
 from orchestrrl.core.operations import RequestMove
-from orchestrrl.daemon.balancing import BalanceSituation
-from orchestrrl.daemon.length_distributions import KnownLengths
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -20,6 +19,7 @@ from planner.model import (
     RequestView,
     Snapshot,
 )
+from planner.workload.remaining_tokens import KnownLengths
 
 BLOCK = 16
 SEATS = 8

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.daemon.balancing import BalanceDecision, BalanceSituation, PolicyInForce, decide_balance
-from orchestrrl.daemon.cost_estimates import StepTimeEstimates
+from balancer.balance import BalanceDecision, BalanceSituation, PolicyInForce, decide_balance
+from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.policies import Setting, _arms, descending
 from planner.model import (
     Configuration,
@@ -14,11 +13,13 @@ from planner.model import (
     EngineHealth,
     EngineId,
     EngineView,
+    FastPolicy,
     Mode,
     RequestId,
     RequestState,
     RequestView,
     Snapshot,
+    StepTimeEstimates,
 )
 
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0184, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)

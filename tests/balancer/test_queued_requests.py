@@ -2,8 +2,8 @@
 
 from builders import engine_report, gateway_report, request, sample
 
+from balancer.balance import BalanceSituation, balance_problem, decide_balance
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.daemon.balancing import BalanceSituation, balance_problem, decide_balance
 from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import Mode, RequestState, RequestView, Snapshot
 

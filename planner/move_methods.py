@@ -6,16 +6,16 @@ the second is learnt from the moves that ended (`FixedMoveCost`).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
-from orchestrrl.daemon.cost_estimates import MoveEstimate
 from planner.cost.profile import EngineProfile
-from planner.model import ConfigurationId, EngineId, EngineView, RequestState, Snapshot
+from planner.model import ConfigurationId, EngineId, EngineView, MoveMethod, RequestMove, RequestState, Snapshot
+from planner.solver.problem import KvTransferCost
 
 # Before any move was measured: two HTTP requests to busy servers, and half a decode step.
 FIXED_PRIOR_S = 0.03
@@ -46,6 +46,13 @@ class FixedMoveCost:
         return median((*(self.prior_s,) * PRIOR_COUNTS_FOR, *self.measured_s))
 
 
+class MoveEstimate(NamedTuple):
+    """What moving a running request is believed to cost, as plans take it."""
+
+    transfer: KvTransferCost
+    kv_bytes_per_token: float
+
+
 @dataclass(frozen=True, slots=True)
 class MovePricing:
     """What moves are priced by. `kv_versions`: of the engines that can hand KV over; those of the same one to each
@@ -57,16 +64,9 @@ class MovePricing:
     kv_versions: Mapping[EngineId, str]
 
 
-@dataclass(frozen=True, slots=True)
-class MovedRequest:
-    """A move and what became of it, for people: predicted against actual."""
-
-    ended_s: float
-    move: RequestMove
-    item: OperationItemResult
-
-
-def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: MovePricing) -> tuple[RequestMove, ...]:
+def choose_move_methods(
+    moves: Sequence[RequestMove], snapshot: Snapshot, costing: MovePricing
+) -> tuple[RequestMove, ...]:
     """The moves, each by the cheaper method (appendix A), with what it is predicted to take.
 
     Contexts that an engine computes are computed one after the other, in this order; KV comes at once, and so does the
@@ -101,31 +101,6 @@ def with_methods(moves: Sequence[RequestMove], snapshot: Snapshot, costing: Move
             move = replace(move, predicted_s=recompute_s, other_s=transfer_s or 0.0, fixed_s=latency_s)
         priced.append(move)
     return tuple(priced)
-
-
-def fixed_parts(moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[tuple[MoveMethod, float]]:
-    """What moves took beside the part that grows with the context: of those that were predicted, went by the method
-    ordered, and were seen to their end."""
-    by_id = {item.id: item for item in items}
-    return [
-        (move.method, item.duration_s - (move.predicted_s - move.fixed_s))
-        for move in moves
-        if move.predicted_s > 0
-        and (item := by_id.get(move.request)) is not None
-        and item.done
-        and item.duration_s > 0
-        and item.method is move.method
-    ]
-
-
-def ended(at_s: float, moves: Iterable[RequestMove], items: Iterable[OperationItemResult]) -> list[MovedRequest]:
-    """Those moves that were carried out."""
-    by_id = {item.id: item for item in items}
-    return [
-        MovedRequest(at_s, move, by_id[move.request])
-        for move in moves
-        if move.request in by_id and by_id[move.request].done
-    ]
 
 
 def _prefill_s(tokens: int, target: EngineView, costing: MovePricing) -> float | None:

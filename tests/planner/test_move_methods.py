@@ -9,19 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
-from orchestrrl.daemon.cost_estimates import MoveEstimate
-from orchestrrl.daemon.move_methods import (
-    FIXED_PRIOR_S,
-    MOST_FIXED_S,
-    MOST_ORDERS,
-    PRIOR_COUNTS_FOR,
-    FixedMoveCost,
-    MovePricing,
-    ended,
-    fixed_parts,
-    with_methods,
-)
 from orchestrrl.daemon.profile_refit import given_profile
+from orchestrrl.fleet.move_orders import fixed_parts, moved_requests
 from planner.cost.profile import Curve
 from planner.model import (
     Configuration,
@@ -34,6 +23,16 @@ from planner.model import (
     RequestState,
     RequestView,
     Snapshot,
+)
+from planner.move_methods import (
+    FIXED_PRIOR_S,
+    MOST_FIXED_S,
+    MOST_ORDERS,
+    PRIOR_COUNTS_FOR,
+    FixedMoveCost,
+    MoveEstimate,
+    MovePricing,
+    choose_move_methods,
 )
 from planner.solver.problem import KvTransferCost
 
@@ -94,7 +93,7 @@ def test_the_cheaper_method_that_can_be_had(
     one that was preempted is computed again, one that has not run yet is only ahead of those that come after it."""
     requests = tuple(request(f"r{index}", tokens, state, made) for index, (tokens, _, state, made) in enumerate(moves))
     orders = [order(f"r{index}", to) for index, (_, to, _, _) in enumerate(moves)]
-    priced = with_methods(orders, Snapshot(0.0, ENGINES, requests), costing(**versions))
+    priced = choose_move_methods(orders, Snapshot(0.0, ENGINES, requests), costing(**versions))
     computed_before_s = {"near": 0.0, "far": 0.0}
     for (tokens, to, state, made), ordered, result in zip(moves, orders, priced, strict=True):
         runs = state is RequestState.RUNNING
@@ -123,15 +122,15 @@ def test_long_contexts_bend() -> None:
     """Attention makes the second half of a context dearer than the first."""
     bend = Curve((0.0, 1000.0, 10_000.0), (0.0, 1000.0, 30_000.0))
     snapshot = Snapshot(0.0, ENGINES, (request("r", 10_000),))
-    (straight,) = with_methods([order("r", "far")], snapshot, costing())
-    (bent,) = with_methods([order("r", "far")], snapshot, costing(bend))
+    (straight,) = choose_move_methods([order("r", "far")], snapshot, costing())
+    (bent,) = choose_move_methods([order("r", "far")], snapshot, costing(bend))
     assert (straight.predicted_s, bent.predicted_s) == (pytest.approx(FIXED_S + 1.0), pytest.approx(FIXED_S + 3.0))
 
 
 def test_only_moves_that_were_carried_out_are_told_of() -> None:
     orders = [order("a", "near"), order("b", "near"), order("c", "far")]
     items = [OperationItemResult("a", True, method=MoveMethod.TRANSFER), OperationItemResult("b", False, "gone")]
-    (only,) = ended(5.0, orders, items)
+    (only,) = moved_requests(5.0, orders, items)
     assert (only.ended_s, only.move, only.item) == (5.0, orders[0], items[0])
 
 
@@ -178,7 +177,7 @@ def test_the_fixed_part_is_what_the_context_does_not_account_for() -> None:
         request(name, 10_000, RequestState.WAITING if name == "queued" else RequestState.RUNNING, int(name != "queued"))
         for name in names
     )
-    priced = with_methods([order(name, "far") for name in names], Snapshot(0.0, ENGINES, requests), costing())
+    priced = choose_move_methods([order(name, "far") for name in names], Snapshot(0.0, ENGINES, requests), costing())
     items = [
         OperationItemResult("one", True, "", 10_000, 1.0 + 0.3, MoveMethod.RECOMPUTE),
         OperationItemResult("two", True, "", 10_000, 2.0 + 0.4, MoveMethod.RECOMPUTE),

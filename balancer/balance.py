@@ -1,40 +1,66 @@
-"""What the fast loop decides in one tick: snapshot -> problem -> moves -> admission. Pure.
+"""The decision of one tick of the fast loop: snapshot -> problem -> moves -> verdict. Pure.
 
-The policy is here in whole: `balance_problem` says what the balancer sees, `decide_balance` which moves it may make and
-whether they are made. The daemon and the simulator call the same functions. Moves are chosen by when each engine will
-end (balancer/packing.py) where the step times of all engines are known, else by the paper's rule
-(balancer/load_index_moves.py), as is any tick in which an engine is stalled. Either asks for room at the destination
-(kv_headroom.py, length_distributions.py) and is held back where requests would go to and fro (move_limits.py).
+`balance_problem` states what the balancer sees; `decide_balance`, which moves it may make and whether they are made.
+The daemon and the simulator call the same functions. Moves are chosen by when each engine will end (packing.py) where
+the step times of all engines are known, else by the paper's rule (load_index_moves.py), as is any tick in which an
+engine is stalled. Both require room at the destination (kv_headroom.py) and respect move_limits.py.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from balancer.load_index import BalanceProblem, Worker, problem_of
+from balancer.kv_headroom import ForecastKvHeadroom, LengthDistributions
+from balancer.load_index import BalanceProblem, Worker
 from balancer.load_index_moves import Balance, decide
+from balancer.move_limits import MoveLimits, resting
 from balancer.packing import Packing, pack
-from orchestrrl.core.config.schema import FastPolicy, FastSettings
-from orchestrrl.core.operations import RequestMove
-from orchestrrl.daemon.cost_estimates import StepTimeEstimates
-from orchestrrl.daemon.kv_headroom_inputs import UNKNOWN_MAX_SEQUENCES, LengthDistributions, future_room
-from orchestrrl.daemon.move_limits import MoveLimits, resting
-from orchestrrl.daemon.packing_inputs import packed, packing_engines
+from balancer.packing_inputs import packed, packing_configurations
 from planner.model import (
     Act,
     Configuration,
     EngineHealth,
     EngineId,
     EngineView,
+    FastPolicy,
     Hold,
     Mode,
     RequestId,
+    RequestMove,
+    RequestState,
+    RequestView,
     Snapshot,
+    StepTimeEstimates,
     Verdict,
 )
 
-CROWDED_RATIO = FastSettings().crowded_ratio
 MOST_SOURCES = 3  # of step times, that a reason names
+UNKNOWN_MAX_SEQUENCES = 1 << 20  # of an engine that does not report its own: its KV limits it then
+
+
+class BalanceSettings(Protocol):
+    """The section `fast` of the configuration; units and meanings are in its schema."""
+
+    policy: FastPolicy
+    tolerance: float
+    theta: float
+    settle_share: float
+    min_gain_share: float
+    crowded_ratio: float
+    max_moves_per_tick: int
+    max_moves_to_engine: int
+    max_moves_per_request: int
+    keep_groups_together: bool
+    rest_after_move_s: float
+    preemption_risk: float
+    headroom_tokens: int
+    stale_after_s: float
+    stall_grace_s: float
+
+    def settling(self) -> "BalanceSettings":
+        """Return the settings for moves that have begun: they go on below the marks at which they begin."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +113,55 @@ class BalanceDecision:
         return self.balance.load_before
 
 
-def balance_problem(snapshot: Snapshot, settings: FastSettings, headroom: bool = True) -> BalanceProblem:
-    """What the balancer decides on: engines that are well and not drained, by fresh news, and the requests on them.
+def balance_problem(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> BalanceProblem:
+    """Return the engines that are well and not drained, by fresh reports, with the requests that gateways hold on them.
 
     An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
-    is left once each running request has grown by `headroom_tokens`: room that is taken already.
+    is left once each running request has grown by `headroom_tokens`: room that is taken already. A rate of 0 during the
+    first `stall_grace_s` of a step is unknown: the engine is still prefilling.
     """
-    engines = tuple(
-        engine if engine.max_sequences else replace(engine, max_sequences=UNKNOWN_MAX_SEQUENCES)
-        for engine in snapshot.engines
-        if _usable(engine, settings)
-    )
-    problem = problem_of(replace(snapshot, engines=engines), settings.theta, settings.stall_grace_s)
-    if not headroom:
-        return problem
-    return replace(problem, workers=tuple(_with_headroom(w, settings.headroom_tokens) for w in problem.workers))
+    queues: dict[EngineId, tuple[list[RequestView], list[RequestView]]] = {
+        engine.id: ([], []) for engine in snapshot.engines if _usable(engine, settings)
+    }
+    for request in snapshot.requests:
+        held = queues.get(request.engine) if request.engine is not None else None
+        if held is not None:
+            held[request.state is not RequestState.RUNNING].append(request)
+    in_grace = snapshot.step_started_s is None or snapshot.now_s - snapshot.step_started_s < settings.stall_grace_s
+    growth_tokens = settings.headroom_tokens if headroom else 0
+    workers = []
+    for engine in snapshot.engines:
+        if engine.id not in queues:
+            continue
+        running, waiting = queues[engine.id]
+        rate = engine.decode_tokens_per_s
+        workers.append(
+            Worker(
+                id=engine.id,
+                running=tuple(running),
+                waiting=tuple(waiting),
+                kv_capacity_tokens=engine.kv_capacity_tokens,
+                kv_free_tokens=max(0, engine.kv_free_tokens - growth_tokens * len(running)),
+                max_sequences=engine.max_sequences or UNKNOWN_MAX_SEQUENCES,
+                decode_tokens_per_s=None if rate == 0 and in_grace else rate,
+            )
+        )
+    return BalanceProblem(settings.theta, tuple(workers))
 
 
-def _usable(engine: EngineView, settings: FastSettings) -> bool:
+def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
     fresh = engine.age_s is not None and engine.age_s <= settings.stale_after_s
     return fresh and engine.health is EngineHealth.OK and not (engine.draining or engine.outdated)
 
 
-def _with_headroom(worker: Worker, headroom_tokens: int) -> Worker:
-    return replace(worker, kv_free_tokens=max(0, worker.kv_free_tokens - headroom_tokens * len(worker.running)))
-
-
-def staying(problem: BalanceProblem, crowded_ratio: float = CROWDED_RATIO) -> frozenset[RequestId]:
+def staying(problem: BalanceProblem, crowded_ratio: float) -> frozenset[RequestId]:
     """Running requests without a reason to leave. A waiting request moves for nothing, a running one costs a prefill.
 
     So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with
     `crowded_ratio` times the requests of the emptiest, a newcomer there counted in. Without this, rates that are
     measured a little too low or high move requests to and fro.
     """
-    fewest = min((len(worker.running) + len(worker.waiting) for worker in problem.workers), default=0)
+    fewest = min((len(worker.requests) for worker in problem.workers), default=0)
     return frozenset(
         request.id
         for worker in problem.workers
@@ -129,10 +170,10 @@ def staying(problem: BalanceProblem, crowded_ratio: float = CROWDED_RATIO) -> fr
     )
 
 
-def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: BalanceSituation) -> BalanceDecision:
+def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
     """The decision of one tick. The moves are worked out even where the verdict is to hold, for people to see."""
     if situation.settling:
-        settings = _settling(settings)
+        settings = settings.settling()
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     problem = balance_problem(snapshot, settings, headroom=situation.distributions is None)
     stuck = resting(used, problem, situation.moved_s, settings.rest_after_move_s) | {
@@ -152,41 +193,37 @@ def decide_balance(snapshot: Snapshot, settings: FastSettings, situation: Balanc
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
             excluded=stuck | staying(problem, settings.crowded_ratio),
             forget_stuck=True,
-            room=_restraint(used, problem, settings, situation, keep_last=True),
+            room=_restraint(problem, settings, situation, keep_last=True),
         )
     verdict = _judge(used, settings, situation, balance, packing)
     return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing, policy)
 
 
-def _settling(settings: FastSettings) -> FastSettings:
-    """Moves that have begun go on below the marks at which they begin."""
-    share = settings.settle_share
-    return settings.model_copy(update={"theta": settings.theta * share, "tolerance": settings.tolerance * share})
-
-
 def _packing(
     used: Snapshot,
     problem: BalanceProblem,
-    settings: FastSettings,
+    settings: BalanceSettings,
     situation: BalanceSituation,
     stuck: frozenset[RequestId],
 ) -> Packing | Hold:
     """Why the paper's rule decides, where it does."""
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")
-    engines = packing_engines(
-        used, problem, situation.configurations, situation.remaining_tokens, stuck, situation.step_times
-    )
-    if isinstance(engines, Hold):
-        return engines
+    lengths = situation.remaining_tokens
+    own = packing_configurations(problem, used.engines, situation.configurations, lengths, situation.step_times)
+    if isinstance(own, Hold):
+        return own
     return pack(
-        engines,
+        problem.workers,
+        own,
+        lengths,
+        stuck=stuck,
         max_moves=settings.max_moves_per_tick,
         tolerance=settings.tolerance,
         min_gain_share=settings.min_gain_share,
         together=settings.keep_groups_together,
         move_fixed_s=situation.move_fixed_s,
-        room=_restraint(used, problem, settings, situation, keep_last=False),
+        room=_restraint(problem, settings, situation, keep_last=False),
     )
 
 
@@ -199,19 +236,20 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 
 
 def _restraint(
-    used: Snapshot, problem: BalanceProblem, settings: FastSettings, situation: BalanceSituation, *, keep_last: bool
+    problem: BalanceProblem, settings: BalanceSettings, situation: BalanceSituation, *, keep_last: bool
 ) -> MoveLimits:
     """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
-    room = (
-        None
-        if situation.distributions is None
-        else future_room(used, situation.distributions, settings.preemption_risk)
-    )
+    lengths = situation.distributions
+    room = None if lengths is None else ForecastKvHeadroom(problem, lengths, settings.preemption_risk)
     return MoveLimits(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 
 def _judge(
-    snapshot: Snapshot, settings: FastSettings, situation: BalanceSituation, balance: Balance, packing: Packing | None
+    snapshot: Snapshot,
+    settings: BalanceSettings,
+    situation: BalanceSituation,
+    balance: Balance,
+    packing: Packing | None,
 ) -> Verdict:
     """Of a snapshot of the usable engines. Codes, in the order in which they are looked for: nothing_to_do,
     stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
@@ -233,7 +271,7 @@ def _judge(
     return Act("spread" if packing is None else "pack", case)
 
 
-def _balance_text(settings: FastSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
+def _balance_text(settings: BalanceSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
     """How it is, why nothing is moved if nothing is, and what moves are for if there are any."""
     if packing is not None:
         ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
@@ -251,7 +289,7 @@ def _balance_text(settings: FastSettings, balance: Balance, packing: Packing | N
     )
 
 
-def _stale(snapshot: Snapshot, settings: FastSettings) -> Hold | None:
+def _stale(snapshot: Snapshot, settings: BalanceSettings) -> Hold | None:
     limit_s = settings.stale_after_s
     if not snapshot.engines:
         return Hold("stale_telemetry", f"no engine is well by news of the last {limit_s:g} s")

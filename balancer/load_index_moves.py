@@ -195,9 +195,7 @@ class _Fleet:
     def __init__(self, problem: BalanceProblem, excluded: AbstractSet[RequestId], room: KvHeadroom | None) -> None:
         workers = sorted(problem.workers, key=lambda worker: worker.id)
         tokens_per_s = stand_in_tokens_per_s(workers)
-        contexts = [
-            [request.prompt_tokens + request.generated_tokens for request in worker.requests] for worker in workers
-        ]
+        contexts = [[r.prompt_tokens + r.generated_tokens for r in worker.requests] for worker in workers]
         fleet = sum(map(len, contexts)), sum(map(sum, contexts))
         self._loads = [
             _Load(position, worker, contexts[position], tokens_per_s, fleet) for position, worker in enumerate(workers)
@@ -340,11 +338,18 @@ class _Fleet:
     def _departures(self, source: _Load) -> list[_Departure]:
         """What may leave: waiting before running, short contexts first, then by id."""
         if source.departures is None:
+            excluded, worker, count = self._excluded, source.worker, len(source.worker.running)
+            running, waiting = source.contexts[:count], source.contexts[count:]
             source.departures = [
                 departure
-                for queue in (source.worker.waiting, source.worker.running)
-                for departure in sorted([(request.context_tokens, request.id, request.state) for request in queue])
-                if departure[1] not in self._excluded
+                for queue, contexts in ((worker.waiting, waiting), (worker.running, running))
+                for departure in sorted(
+                    [
+                        (tokens, request.id, request.state)
+                        for tokens, request in zip(contexts, queue, strict=True)
+                        if request.id not in excluded
+                    ]
+                )
             ]
         return source.departures
 

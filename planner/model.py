@@ -8,6 +8,7 @@ from typing import NamedTuple, NewType
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
+PeerId = NewType("PeerId", str)
 ConfigurationId = NewType("ConfigurationId", str)
 PlanId = NewType("PlanId", str)
 GpuId = NewType("GpuId", int)

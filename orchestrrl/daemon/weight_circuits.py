@@ -18,7 +18,7 @@ from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
-from orchestrrl.weights.controller.planning import NetworkStation, PairLink, PlannedSync, SyncNetwork
+from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId, PeerRole
 from orchestrrl.weights.orders import CarryEdge
@@ -31,6 +31,7 @@ from planner.fabric.plan import FabricState
 from planner.fabric.templates import template_of
 from planner.fabric.topology import Site
 from planner.model import GpuId
+from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
 
 if TYPE_CHECKING:
     from orchestrrl.core.config.schema import Config

@@ -10,15 +10,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, NewType
+from typing import Annotated
 
 from pydantic import Field
 
 from planner.model import EngineId
+from planner.model import PeerId as PeerId
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
 
-PeerId = NewType("PeerId", str)
 # What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
 MOST_VERSION = 2**63 - 1
 MOST_BYTES = 2**50  # of one version

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from orchestrrl.weights.controller.planning import NetworkStation, PlannedSync
+from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.model import Peer, PeerId, PeerRole, ShardMap
 from orchestrrl.weights.orders import CarryEdge
+from planner.sync_tree.network import NetworkStation
 
 Stages = tuple[tuple[CarryEdge, ...], ...]  # each begins when all of the one before is over, everywhere
 

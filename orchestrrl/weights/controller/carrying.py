@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
-from orchestrrl.weights.controller.planning import PlannedSync, SyncNetwork
+from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.controller.state import SyncRecord
@@ -35,6 +35,7 @@ from orchestrrl.weights.orders import (
 )
 from planner.model import EngineId
 from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
+from planner.sync_tree.network import SyncNetwork
 
 logger = logging.getLogger(__name__)
 

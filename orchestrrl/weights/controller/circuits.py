@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrrl.core.config.weights import NetworkSettings
-from orchestrrl.weights.controller.planning import NetworkStation, PlannedSync, SyncNetwork
+from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId
+from planner.sync_tree.network import NetworkStation, SyncNetwork
 
 OnPhase = Callable[[SyncPhase], None]
 Peers = Callable[[], Mapping[PeerId, Peer]]

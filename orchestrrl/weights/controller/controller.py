@@ -25,7 +25,6 @@ from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.foreign_versions import notice_others
-from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.publications import PublicationCollector
 from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, fingerprints
@@ -53,6 +52,7 @@ from orchestrrl.weights.controller.state import (
 from orchestrrl.weights.model import Peer, PeerId
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
+from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
 
 __all__ = ["EngineNow", "WeightSync"]
 
@@ -294,7 +294,8 @@ class WeightSync:
         if run is None or run.carrying is None or run.preparation.network is None:
             return LeftForMoves()
         peers = [id for id, state in self._hub.peers.items() if state.peer.engines]
-        return left_for_moves(run.carrying.progress.live, run.preparation.network.stations, peers)
+        running = ((edge.src, edge.dst, edge.rate_gbps) for edge in run.carrying.progress.live)
+        return left_for_moves(running, run.preparation.network.stations, peers)
 
     # --- run
 

@@ -1,6 +1,5 @@
 """From what peers hold and need to who sends what to whom: shards, waves, and orders for both. Pure."""
 
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +8,6 @@ from functools import lru_cache
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.controller.edges import edges_of
-from orchestrrl.weights.controller.network import NetworkStation, PairLink, ShardSegment, SyncNetwork, sync_problem
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
     EngineShare,
@@ -25,15 +23,13 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import CarryEdge, OpenVersion
 from orchestrrl.weights.publication import Publication
+from planner.sync_tree.flows import plan_flows
 from planner.sync_tree.model import Unreachable
+from planner.sync_tree.network import SyncNetwork
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.plan import make_plan
 from planner.sync_tree.reshard import ReshardedVersion, ShardSlice, reshard_boxes
+from planner.sync_tree.segments import ShardSegment, present_ranges, shard_segments, summed_by
 from planner.sync_tree.shares import needed_boxes
-
-_WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
-
-__all__ = ["PeerHolding", "SyncNetwork", "PairLink", "PlannedSync", "NetworkStation", "plan_repair", "plan_sync"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ def plan_sync(
     ]
     planned = _planned(whole, opens, segments, known, network, settings, attempt)
     # What came in an earlier attempt is found by its sums, so these are of what trainers have staged.
-    return replace(planned, summed_by=_summed_by(_staged_alone(segments, whole, parts, have or {}, tensors)))
+    return replace(planned, summed_by=summed_by(_staged_alone(segments, whole, parts, have or {}, tensors)))
 
 
 def plan_repair(
@@ -140,7 +136,7 @@ def plan_repair(
             for peer, each in held.items()
             if peer in known and shard.id in each.shards
         }
-        segments += _segments(shard, wanted, there)
+        segments += shard_segments(shard.id, shard.bytes, wanted, there)
     if lost := [each for each in segments if not each.holders]:
         told = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
@@ -165,29 +161,6 @@ def _lacks(shard: ShardMap, held: HeldVersion | None) -> tuple[Range, ...]:
     if held is None or shard.id not in held.shards:
         return ((0, shard.bytes),)
     return held.missing.get(shard.id, ())
-
-
-def _segments(
-    shard: ShardMap, wanted: Mapping[PeerId, Sequence[Range]], there: Mapping[PeerId, Sequence[Range]]
-) -> list[ShardSegment]:
-    """`wanted`: what of it peers lack; `there`: what who holds some of it lacks."""
-    points = {
-        at for ranges in (*wanted.values(), *there.values()) for first, size in ranges for at in (first, first + size)
-    }
-    found: list[ShardSegment] = []
-    for first, last in itertools.pairwise(sorted({0, shard.bytes, *points})):
-        receivers = tuple(peer for peer, ranges in sorted(wanted.items()) if _is_in(first, ranges))
-        holders = tuple(peer for peer, ranges in sorted(there.items()) if not _is_in(first, ranges))
-        before = found[-1] if found else None
-        if before and (before.offset + before.bytes, before.holders, before.receivers) == (first, holders, receivers):
-            found[-1] = ShardSegment(shard.id, before.offset, last - before.offset, holders, receivers)
-        elif receivers:
-            found.append(ShardSegment(shard.id, first, last - first, holders, receivers))
-    return found
-
-
-def _is_in(place: int, ranges: Sequence[Range]) -> bool:
-    return any(first <= place < first + size for first, size in ranges)
 
 
 def _opened_again(fleet: VersionMap, shards: tuple[ShardMap, ...]) -> OpenVersion:
@@ -252,7 +225,7 @@ def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterat
     """Boxes that are there whole; of one that is there in part, its whole rows."""
     for shard in holding.map.shards:
         missing = holding.missing.get(shard.id, ())
-        there = _gaps(missing, shard.bytes)
+        there = present_ranges(missing, shard.bytes)
         for piece in shard.slices:
             if piece.parameter in tensors:
                 for first, size in there:
@@ -260,16 +233,6 @@ def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterat
                     end = min(first + size, piece.offset + piece.bytes) - piece.offset
                     if start < end:
                         yield from ((piece.parameter, box) for box in _rows(piece, start, end))
-
-
-def _gaps(ranges: Sequence[Range], size: int) -> list[Range]:
-    """What they leave of so many bytes."""
-    found, at = [], 0
-    for offset, length in sorted(ranges):
-        if offset > at:
-            found.append((at, offset - at))
-        at = max(at, offset + length)
-    return [*found, (at, size - at)] if at < size else found
 
 
 def _rows(piece: ShardSlice, start: int, end: int) -> Iterator[Box]:
@@ -333,22 +296,20 @@ def _planned(
     settings: WeightSettings,
     attempt: int,
 ) -> PlannedSync:
-    ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
-    problem = sync_problem(segments, ids, network, settings)
-    plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
-    edges, planned_s = edges_of(problem, plan, segments, known, network, settings, attempt)
+    plan = plan_flows(segments, network, settings)
+    edges, planned_s = edges_of(plan.flows, known, network, settings, attempt)
     return PlannedSync(
         version=whole.version,
         map=whole,
         bytes=sum(tensor.bytes for tensor in whole.tensors),
         opens=opens,
-        summed_by=_summed_by(segments),
+        summed_by=summed_by(segments),
         edges=edges,
         planned_s=planned_s,
         estimate_s=plan.estimate_s,
         lower_bound_s=plan.lower_bound_s,
         naive_s=plan.naive_s,
-        waves=len(plan.waves),
+        waves=plan.waves,
     )
 
 
@@ -378,14 +339,3 @@ def _is_staged(shard: ShardMap, parts: Sequence[StagedPart], tensors: Mapping[st
     except ValueError:
         return False
     return True
-
-
-def _summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:
-    """Whoever has least to sum already."""
-    bytes_of: dict[PeerId, int] = defaultdict(int)
-    found: dict[str, PeerId] = {}
-    for each in segments:
-        if each.holders:
-            found[each.shard] = min(each.holders, key=lambda peer: (bytes_of[peer], peer))
-            bytes_of[found[each.shard]] += each.bytes
-    return found

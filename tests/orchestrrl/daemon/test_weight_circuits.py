@@ -17,12 +17,13 @@ from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.weight_circuits import JOB, PERIOD, CircuitsForSyncs, intent_of
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, PacketNetwork
-from orchestrrl.weights.controller.planning import PairLink, PlannedSync
+from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole
 from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.intent import Stage
 from planner.model import Mode
+from planner.sync_tree.network import PairLink
 
 T = TypeVar("T")
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.weights.controller.planning import NetworkStation, PeerHolding, PlannedSync, SyncNetwork, plan_sync
+from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.layout import read_layout
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
@@ -41,6 +41,7 @@ from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import EngineId
+from planner.sync_tree.network import NetworkStation, SyncNetwork
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.shares import needed_boxes
 

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.controller.planning import (
-    NetworkStation,
-    PairLink,
-    PeerHolding,
-    PlannedSync,
-    SyncNetwork,
-    plan_repair,
-    plan_sync,
-)
+from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_repair, plan_sync
 from orchestrrl.weights.model import (
     EngineAt,
     EngineShare,
@@ -39,6 +31,7 @@ from orchestrrl.weights.orders import CarryEdge
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 from planner.sync_tree.model import Unreachable
+from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.shares import needed_boxes
 

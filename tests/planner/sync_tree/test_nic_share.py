@@ -3,18 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.weights.controller.nic_share import LeftForMoves, left_for_moves
-from orchestrrl.weights.controller.planning import NetworkStation
-from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import CarryEdge
+from planner.model import PeerId
+from planner.sync_tree.network import NetworkStation
+from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
 
 NAMES = [PeerId(name) for name in "abcd"]
 RATES = {"a": 100.0, "b": 100.0, "c": 50.0, "d": 400.0}
 STATIONS = {name: NetworkStation("p", "t", RATES[name]) for name in NAMES}
 
 
-def edge(number: int, src: str, dst: str, rate_gbps: float) -> CarryEdge:
-    return CarryEdge(f"e{number}", "all", 0, 1, PeerId(src), PeerId(dst), "tcp", "", rate_gbps=rate_gbps)
+def edge(src: str, dst: str, rate_gbps: float) -> tuple[PeerId, PeerId, float]:
+    return PeerId(src), PeerId(dst), rate_gbps
 
 
 def test_without_edges_moves_have_all() -> None:
@@ -22,10 +21,10 @@ def test_without_edges_moves_have_all() -> None:
 
 
 def test_an_edge_that_is_not_held_back_leaves_half() -> None:
-    assert left_for_moves([edge(0, "a", "b", 0.0)], STATIONS, NAMES) == LeftForMoves(0.5, ("weight sync",))
+    assert left_for_moves([edge("a", "b", 0.0)], STATIONS, NAMES) == LeftForMoves(0.5, ("weight sync",))
     # By the slower of both ends; and where nobody moves anything, nothing is taken.
-    assert left_for_moves([edge(0, "c", "d", 0.0)], STATIONS, [PeerId("d")]).share == 1 / (1 + 50 / 400)
-    assert left_for_moves([edge(0, "c", "d", 0.0)], STATIONS, [PeerId("b")]).share == 1.0
+    assert left_for_moves([edge("c", "d", 0.0)], STATIONS, [PeerId("d")]).share == 1 / (1 + 50 / 400)
+    assert left_for_moves([edge("c", "d", 0.0)], STATIONS, [PeerId("b")]).share == 1.0
 
 
 @given(
@@ -36,16 +35,16 @@ def test_an_edge_that_is_not_held_back_leaves_half() -> None:
     st.sets(st.sampled_from(NAMES)),
 )
 def test_the_fullest_nic_of_those_who_move_counts(edges: list[tuple[str, str, float]], among: set[PeerId]) -> None:
-    made = [edge(number, *each) for number, each in enumerate(edges)]
-    left = left_for_moves(made, STATIONS, among)
+    left = left_for_moves([edge(*each) for each in edges], STATIONS, among)
     most = 0.0
     for name in among:
-        for end in ("src", "dst"):
+        for end in (0, 1):
             wishes = 0.0
-            for each in made:
-                if getattr(each, end) == name:
-                    wish = min(RATES[each.src], RATES[each.dst])
-                    wishes += min(wish, each.rate_gbps) if each.rate_gbps else wish
+            for each in edges:
+                if each[end] == name:
+                    src, dst, rate_gbps = each
+                    wish = min(RATES[src], RATES[dst])
+                    wishes += min(wish, rate_gbps) if rate_gbps else wish
             most = max(most, wishes / RATES[name])
     assert abs(left.share - 1 / (1 + most)) < 1e-12
     assert bool(left.taken_by) is (left.share < 1.0)

@@ -5,14 +5,24 @@ All rates are shares of what is there; circuits and ToRs without a limit get one
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.weights.model import PeerId
+from planner.model import PeerId
 from planner.sync_tree.model import Shard, ShardPairs, SyncProblem, pairs_of
+from planner.sync_tree.segments import ShardSegment
 
 _NO_LIMIT = 2**16  # circuits
+
+
+class SyncSettings(Protocol):
+    """What planning reads of the section `weights` of the configuration."""
+
+    rate_share: float
+    seeds_per_pod: int
+    chunk_bytes: int
+    hop_latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +54,10 @@ class SyncNetwork:
     pairs: Mapping[tuple[str, str], PairLink] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSegment:
-    """Bytes of a shard that the same peers have, and the same lack."""
-
-    shard: str
-    offset: int
-    bytes: int
-    holders: tuple[PeerId, ...]
-    receivers: tuple[PeerId, ...]
-
-
 def sync_problem(
-    segments: Sequence[ShardSegment], ids: Sequence[PeerId], network: SyncNetwork, settings: WeightSettings
+    segments: Sequence[ShardSegment], ids: Sequence[PeerId], network: SyncNetwork, settings: SyncSettings
 ) -> SyncProblem:
+    """Return the problem of carrying `segments` between the peers `ids`."""
     place = {peer: number for number, peer in enumerate(ids)}
     stations = [network.stations[peer] for peer in ids]
     pods = sorted({station.pod for station in stations})

@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from orchestrrl.weights.controller.planning import NetworkStation
-from orchestrrl.weights.model import PeerId
-from orchestrrl.weights.orders import CarryEdge
+from planner.model import PeerId
+from planner.sync_tree.network import NetworkStation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +18,21 @@ class LeftForMoves:
 
 
 def left_for_moves(
-    running: Iterable[CarryEdge], stations: Mapping[PeerId, NetworkStation], among: Collection[PeerId]
+    running: Iterable[tuple[PeerId, PeerId, float]],
+    stations: Mapping[PeerId, NetworkStation],
+    among: Collection[PeerId],
 ) -> LeftForMoves:
-    """Beside these edges, at the peers whose hosts KV moves between (`among`). An edge that is not held back wants all
-    that both of its ends have; a NIC shares out evenly among those who would fill it, in each direction by itself."""
+    """Return what edges (source, destination, Gb/s) leave at the peers whose hosts KV moves between (`among`).
+
+    An edge of 0 Gb/s is not held back and wants all that both of its ends have. A NIC shares out evenly among those
+    that would fill it, in each direction by itself.
+    """
     wished: defaultdict[tuple[PeerId, str], float] = defaultdict(float)
-    for edge in running:
-        ends = [stations[end].nic_gbps for end in (edge.src, edge.dst) if end in stations]
-        wish_gbps = min([edge.rate_gbps or inf, *ends])
-        wished[edge.src, "out"] += wish_gbps
-        wished[edge.dst, "in"] += wish_gbps
+    for src, dst, rate_gbps in running:
+        ends = [stations[end].nic_gbps for end in (src, dst) if end in stations]
+        wish_gbps = min([rate_gbps or inf, *ends])
+        wished[src, "out"] += wish_gbps
+        wished[dst, "in"] += wish_gbps
     most = max(
         (gbps / stations[peer].nic_gbps for (peer, _), gbps in wished.items() if peer in among and peer in stations),
         default=0.0,

@@ -27,7 +27,6 @@ from orchestrrl.daemon.profile_refit import (
     prefilled_between,
     same_batch,
     steady_batch,
-    steady_between,
 )
 from orchestrrl.fleet.move_orders import fixed_parts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
@@ -144,10 +143,10 @@ class LiveProfile:
         steps = (sample.generation_tokens_total - since.generation_tokens_total) / max(1, sample.running)
         enough = steps >= LEAST_STEPS and sample.sampled_s - since.sampled_s >= LEAST_S
         # A guess may be far off: it is corrected by batches that change a little, too.
-        steady = known.assumed is not None
-        if (steady_batch if steady else same_batch)(since, sample) and not enough:
+        unchanged = same_batch if known.assumed is None else steady_batch
+        if unchanged(since, sample) and not enough:
             return
-        batch = (steady_between if steady and enough else batch_between)(since, sample)
+        batch = batch_between(since, sample, unchanged if enough else same_batch)
         prefilled = prefilled_between(since, sample)
         self._watched[report.engine] = _Watched(configuration, sample)
         if batch is not None:

@@ -97,17 +97,6 @@ def same_batch(earlier: EngineSample, later: EngineSample) -> bool:
     )
 
 
-def batch_between(earlier: EngineSample, later: EngineSample) -> ObservedBatch | None:
-    """The mean decode step between two scrapes of an engine; None where they do not tell it."""
-    elapsed_s = later.sampled_s - earlier.sampled_s
-    made = later.generation_tokens_total - earlier.generation_tokens_total
-    same = same_batch(earlier, later)
-    if not same or later.running < 1 or elapsed_s <= 0 or made < later.running or later.kv_capacity_tokens < 1:
-        return None
-    usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
-    return ObservedBatch(later.running, usage * later.kv_capacity_tokens, later.running * elapsed_s / made)
-
-
 def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
     """Whether the batch hardly changed between two scrapes. Weaker than `same_batch`, since no batch stays the same for
     long while requests come and go."""
@@ -122,12 +111,20 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
     )
 
 
-def steady_between(earlier: EngineSample, later: EngineSample) -> ObservedBatch | None:
-    """The mean decode step of a steady batch, right to about a tenth; None where there is no step time to tell."""
+def batch_between(
+    earlier: EngineSample,
+    later: EngineSample,
+    unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch,
+) -> ObservedBatch | None:
+    """Return the mean decode step between two scrapes of an engine; None where they do not determine it.
+
+    Of a `steady_batch` it is right to about a tenth.
+    """
     elapsed_s = later.sampled_s - earlier.sampled_s
     made = later.generation_tokens_total - earlier.generation_tokens_total
     sequences = (earlier.running + later.running) / 2
-    if not steady_batch(earlier, later) or elapsed_s <= 0 or made < sequences or later.kv_capacity_tokens < 1:
+    measurable = sequences >= 1 and elapsed_s > 0 and made >= sequences and later.kv_capacity_tokens >= 1
+    if not measurable or not unchanged(earlier, later):
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
     return ObservedBatch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)

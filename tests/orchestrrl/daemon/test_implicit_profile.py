@@ -14,7 +14,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import LiveProfile
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
-from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, ObservedBatch, steady_between
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, ObservedBatch, batch_between, steady_batch
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.reports import EngineSample
@@ -183,7 +183,7 @@ readings = st.builds(
 
 @given(readings, readings)
 def test_a_steady_batch_is_one_by_its_definition(earlier: EngineSample, later: EngineSample) -> None:
-    batch = steady_between(earlier, later)
+    batch = batch_between(earlier, later, steady_batch)
     made = later.generation_tokens_total - earlier.generation_tokens_total
     prompts = later.prompt_tokens_total - earlier.prompt_tokens_total
     if batch is None:

@@ -65,14 +65,14 @@ class BalanceSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BalanceSituation:
-    """What the fast loop knows beside the snapshot."""
+    """The inputs of a tick beside the snapshot."""
 
     mode: Mode
     moves_open: int = 0  # operations that move requests and have no result yet
     moves_ended_s: float | None = None  # when the last of them got its result
     planning: bool = False  # the slow loop is about to decide
     configurations: tuple[Configuration, ...] = ()
-    # By request; whoever is missing, and everybody where there are none, leaves packing to the paper's rule.
+    # Where one is missing for a request in flight, the paper's rule decides instead of packing.
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
     distributions: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
     moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
@@ -155,11 +155,11 @@ def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
 
 
 def staying(problem: BalanceProblem, crowded_ratio: float) -> frozenset[RequestId]:
-    """Running requests without a reason to leave. A waiting request moves for nothing, a running one costs a prefill.
+    """Return the running requests without a reason to leave.
 
-    So a running request leaves only an engine that is out of room (requests wait there), stalled, or left with
-    `crowded_ratio` times the requests of the emptiest, a newcomer there counted in. Without this, rates that are
-    measured a little too low or high move requests to and fro.
+    A waiting request moves for nothing, a running one costs a prefill. So a running request leaves only an engine that
+    is out of room (requests wait there), stalled, or left with `crowded_ratio` times the requests of the emptiest, a
+    newcomer there counted in. Without this, rates that are measured a little too low or high move requests to and fro.
     """
     fewest = min((len(worker.requests) for worker in problem.workers), default=0)
     return frozenset(
@@ -171,7 +171,7 @@ def staying(problem: BalanceProblem, crowded_ratio: float) -> frozenset[RequestI
 
 
 def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
-    """The decision of one tick. The moves are worked out even where the verdict is to hold, for people to see."""
+    """Decide one tick. The moves are worked out even where the verdict is to hold, for operators to see."""
     if situation.settling:
         settings = settings.settling()
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
@@ -206,7 +206,7 @@ def _packing(
     situation: BalanceSituation,
     stuck: frozenset[RequestId],
 ) -> Packing | Hold:
-    """Why the paper's rule decides, where it does."""
+    """Pack, or return the reason for which the paper's rule decides."""
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")
     lengths = situation.remaining_tokens
@@ -228,7 +228,7 @@ def _packing(
 
 
 def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -> str:
-    """Where the step times come from that packing goes by, the most frequent first."""
+    """Return the sources of the step times that packing uses, the most frequent first."""
     details = Counter(step_times[engine.id].detail for engine in used.engines if engine.id in step_times)
     shown = [f"{count} x {detail}" for detail, count in details.most_common(MOST_SOURCES)]
     more = [f"and {len(details) - MOST_SOURCES} more sources"] if len(details) > MOST_SOURCES else []
@@ -251,7 +251,7 @@ def _judge(
     balance: Balance,
     packing: Packing | None,
 ) -> Verdict:
-    """Of a snapshot of the usable engines. Codes, in the order in which they are looked for: nothing_to_do,
+    """Judge a snapshot of the usable engines. Codes, in the order in which they are checked: nothing_to_do,
     stale_telemetry, moves_open, awaiting_telemetry, planning, no_policy, no_gain | within_theta | no_feasible_move,
     advise_only; to act: pack | spread.
     """
@@ -272,7 +272,7 @@ def _judge(
 
 
 def _balance_text(settings: BalanceSettings, balance: Balance, packing: Packing | None) -> tuple[str, str, str]:
-    """How it is, why nothing is moved if nothing is, and what moves are for if there are any."""
+    """Return the fleet's state, the reason if nothing is moved, and the aim of the moves if there are any."""
     if packing is not None:
         ends = f"the last engine is expected to end in {packing.makespan_before_s:.1f} s"
         return (

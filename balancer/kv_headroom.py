@@ -1,9 +1,9 @@
-"""Whether an engine has the KV for one more request until it ends, and not only today: what each of those that are
-there will still need counts, and what they give back by ending. Pure.
+"""KV headroom: an engine's room for one more request until that request ends, with what the requests there still need
+and what they free by ending. Pure.
 
-Who generates how long is known as futures, equally likely: in each, every request has so many tokens left. In one of
-them an engine's need is plain: its requests grow together, one token in each iteration, and go when they are through.
-It is highest just as one of them ends. Lengths that are known exactly are one future.
+Lengths are given as equally likely futures; in each, every request has a number of tokens left. Within one future the
+need follows: requests grow together, one token in each iteration, and leave when they are through, so that the need
+peaks just as one of them ends. Lengths that are known exactly are one future.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ MOST_LOOKED_AT = 48
 
 
 class KvHeadroom(Protocol):
-    """What the choice of moves asks, and tells."""
+    """The room for moves while they are being chosen: queried for each, and updated by each that is chosen."""
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool: ...
 
@@ -54,7 +54,7 @@ class ForecastKvHeadroom:
         self._held: dict[EngineId, _Held] = {}
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:
-        """Whether the destination and all that it holds get by without a preemption if the request joins them.
+        """Return True if the destination gets by without a preemption once the request has joined those it holds.
 
         A request that waits may also queue where some will be preempted anyhow: it waits there as well as here.
         """

@@ -136,7 +136,7 @@ def _best_move(
 
 
 class _Inputs(NamedTuple):
-    """What is the same for all engines."""
+    """The inputs of packing that all engines share."""
 
     remaining_tokens: Mapping[RequestId, float]
     stuck: AbstractSet[RequestId] = frozenset()

@@ -1,4 +1,4 @@
-"""Which way each running request moves, by KV or by computing its context again, and what that should take. Pure.
+"""The method by which each running request moves, KV transfer or recomputation, and its predicted seconds. Pure.
 
 A move takes a part that grows with the context (prefill, or the links' time) and a fixed part: the order's way to the
 gateway's engines, the step that the destination is in, the first token's way back. Profiles and links give the first;

@@ -17,7 +17,7 @@ _NO_LIMIT = 2**16  # circuits
 
 
 class SyncSettings(Protocol):
-    """What planning reads of the section `weights` of the configuration."""
+    """The values of the configuration's section `weights` that planning reads."""
 
     rate_share: float
     seeds_per_pod: int

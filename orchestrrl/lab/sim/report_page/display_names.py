@@ -1,6 +1,7 @@
 """How a report calls what results call by short names. Pure; what it does not know it shows as it is."""
 
 from collections.abc import Mapping
+from math import isfinite
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.net.model import LinkTier
@@ -62,3 +63,12 @@ def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
     """To sort by: those we know in their order, others behind them."""
     order = list(names)
     return (order.index(name) if name in names else len(order), name)
+
+
+def number(value: float) -> str:
+    """For people: four digits, with thousands apart."""
+    if value == 0 or not isfinite(value):
+        return "0" if value == 0 else str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"

@@ -1,46 +1,27 @@
-"""A report as one HTML page: everything inside, nothing from elsewhere, no script. Same results, same bytes."""
+"""A report as one HTML page, page.html filled in: everything inside, nothing from elsewhere, no script. Same results,
+same bytes."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import TYPE_CHECKING, Any
 
+from orchestrrl.core.charts import inline_svg
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.report_page import charts, tables
 from orchestrrl.lab.sim.report_page.display_names import ARMS
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, groups_of
 from orchestrrl.lab.sim.report_page.naming import scenario_names
-from orchestrrl.lab.sim.report_page.style import CSS
 from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEMPLATE = Path(__file__).with_name("page.html")
 NOTHING = '<p class="note">Nothing of this is in the results.</p>'
 OPEN_TIME_LINES = 4  # the others are folded
-
-# Of an id in the page, its heading and what it says beside pictures.
-SECTIONS = {
-    "summary": (
-        "Throughput",
-        "Samples that are trained on per second, medians over seeds; the steps that warm up are left out.",
-    ),
-    "cost": ("Cost", "Components of the network at list prices, and what they buy."),
-    "timeline": (
-        "Time line",
-        "What each part of the cluster does when, of the first seed. Scenarios of one name have one scale.",
-    ),
-    "stages": ("Stages", "Where the seconds of a step, of a training step and of a weight sync go."),
-    "bandwidth": (
-        "Bandwidth per tier",
-        "Bytes of one stage over the seconds that one takes, all links of a tier together; up and down both count.",
-    ),
-    "remaining": ("Remaining requests", "Of the last generation step of the first seed."),
-    "slack": (
-        "Slack windows",
-        "Time between two collectives over the network, in an optimiser step of one rank: circuits may change in it.",
-    ),
-    "staleness": ("Staleness", "Shares of samples by how many versions they were behind when they were trained on."),
-    "scenarios": ("Scenarios", "As they were run, with every default filled in."),
-}
 
 # Of a stage: its heading, what its parts are, and how long they took.
 PARTS: tuple[tuple[str, str, Callable[[ArmGroup], Mapping[str, float]]], ...] = (
@@ -75,33 +56,23 @@ def page(results: Sequence[ClusterResult], *, command: str = "") -> str:
         raise ProblemFaults(["results: must be one at least, got none"])
     groups = groups_of(results)
     names = list(dict.fromkeys(str(result.scenario.get("name") or "scenario") for result in results))
-    title = ", ".join(names) if len(names) <= 3 else f"{len(names)} scenarios"
-    bodies = {
+    sections = {
         "summary": tables.summary(groups) + _arms(groups) + _notes(groups),
+        "cost": _figure("throughput against cost", charts.pareto(groups)) + tables.cost(groups),
         "timeline": _time_lines(groups),
         "stages": _stages(groups),
-        "bandwidth": _pictures(groups, charts.tiers) + _folded("All figures", tables.tier_rates(groups)),
-        "remaining": _pictures(groups, charts.remaining),
-        "slack": _pictures(groups, charts.slack) + tables.slack(groups),
+        "bandwidth": _pictures("bandwidth per tier", groups, charts.tiers)
+        + _folded("All figures", tables.tier_rates(groups)),
+        "remaining": _pictures("remaining requests", groups, charts.remaining),
+        "slack": _pictures("slack windows", groups, charts.slack) + tables.slack(groups),
         "staleness": tables.staleness(groups),
-        "cost": (charts.pareto(groups) or "") + tables.cost(groups),
         "scenarios": _scenarios(results),
     }
-    sections = [_section(name, bodies[name]) for name in SECTIONS]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}: simulated clusters</title>",
-            f"<style>{CSS}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            f"<p>{escape(_what(results, groups))}</p>",
-            *([f"<p>Made by <code>{escape(command)}</code>.</p>"] if command else []),
-            _navigation(),
-            *sections,
-            "</body></html>\n",
-        ]
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        {name: body or NOTHING for name, body in sections.items()},
+        title=escape(", ".join(names) if len(names) <= 3 else f"{len(names)} scenarios"),
+        about=escape(_what(results, groups)),
+        command=f"<p>Made by <code>{escape(command)}</code>.</p>" if command else "",
     )
 
 
@@ -118,28 +89,17 @@ def _list(what: str, names: Iterable[str]) -> str:
     return f"{what}{'' if len(different) == 1 else 's'} {', '.join(different) or 'unnamed'}"
 
 
-def _navigation() -> str:
-    links = "".join(f'<li><a href="#{name}">{escape(heading)}</a></li>' for name, (heading, _) in SECTIONS.items())
-    return f"<nav><ul>{links}</ul></nav>"
-
-
-def _section(name: str, body: str) -> str:
-    heading, about = SECTIONS[name]
-    return f'<section id="{name}"><h2>{escape(heading)}</h2><p>{escape(about)}</p>{body or NOTHING}</section>'
-
-
 def _time_lines(groups: Sequence[ArmGroup]) -> str:
     until_s: dict[str, float] = {}  # what is compared is on one scale
     for group in groups:
         ends_s = [span.end_s for span in group.first.run.spans]
         until_s[group.family] = max([until_s.get(group.family, 0.0), *ends_s])
-    drawn = [(group, charts.time_line(group.first.run, until_s[group.family])) for group in groups]
-    shown = []
-    for place, (group, picture) in enumerate((group, picture) for group, picture in drawn if picture):
-        is_open = " open" if place < OPEN_TIME_LINES else ""
-        title = escape(f"{group.title}, seed {group.first.run.seed}")
-        shown.append(f"<details{is_open}><summary>{title}</summary>{picture}</details>")
-    return "".join(shown)
+    shown = ""
+    for place, group in enumerate(group for group in groups if group.first.run.spans):
+        title = f"{group.title}, seed {group.first.run.seed}"
+        drawn = charts.time_line(group.first.run, until_s[group.family])
+        shown += _folded(title, _figure(f"time line of {title}", drawn), is_open=place < OPEN_TIME_LINES)
+    return shown
 
 
 def _stages(groups: Sequence[ArmGroup]) -> str:
@@ -147,18 +107,24 @@ def _stages(groups: Sequence[ArmGroup]) -> str:
     body = tables.stages(groups)
     for title, about, of in PARTS:
         having = [group for group in groups if of(group)]
-        pictures = [charts.parts(title, [of(group) for group in some], some) for some in _cut(having, charts.PER_PARTS)]
-        if any(pictures):
-            told = f'<p class="note">{escape(about)}</p>' if about else ""
-            body += f"<h3>{escape(title)}</h3>{told}" + "".join(filter(None, pictures))
+        pictures = "".join(
+            _figure(title, charts.parts([of(group) for group in some], some)) for some in _cut(having, charts.PER_PARTS)
+        )
+        if pictures:
+            body += f'<h3>{title}</h3><p class="note">{about}</p>{pictures}'
     if told_steps := tables.steps(groups):
         body += f"<h3>A step of the loop, in the mean after the warm-up: stages may overlap</h3>{told_steps}"
     return body
 
 
-def _pictures(groups: Sequence[ArmGroup], draw: Callable[[Sequence[ArmGroup]], str | None]) -> str:
+def _pictures(title: str, groups: Sequence[ArmGroup], draw: "Callable[[Sequence[ArmGroup]], Figure | None]") -> str:
     """One for the scenarios of each name, or several, each with as many groups as can be told apart."""
-    return "".join(picture for some in _cut(groups) if (picture := draw(some)))
+    return "".join(_figure(title, draw(some)) for some in _cut(groups))
+
+
+def _figure(title: str, figure: "Figure | None") -> str:
+    """Wider than a phone, it is moved sideways: letters stay legible."""
+    return f'<figure><div class="wide">{inline_svg(figure, title)}</div></figure>' if figure is not None else ""
 
 
 def _cut(groups: Sequence[ArmGroup], most: int = charts.PER_CHART) -> list[list[ArmGroup]]:
@@ -188,8 +154,8 @@ def _notes(groups: Sequence[ArmGroup]) -> str:
     return _folded("Notes", f'<ul class="note">{"".join(lines)}</ul>' if lines else "")
 
 
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""
+def _folded(title: str, body: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' * is_open}><summary>{escape(title)}</summary>{body}</details>" if body else ""
 
 
 def _scenarios(results: Sequence[ClusterResult]) -> str:
@@ -200,9 +166,9 @@ def _scenarios(results: Sequence[ClusterResult]) -> str:
         documents.setdefault(digest, result.scenario)
         seeds.setdefault(digest, set()).add(result.run.seed)
     names = scenario_names(documents.values())
-    shown = []
+    shown = ""
     for digest, document in documents.items():
         title = f"{names[digest]}, digest {digest}, {_list('seed', map(str, sorted(seeds[digest])))}"
         text = json.dumps(document, indent=1, ensure_ascii=False)
-        shown.append(f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>")
-    return "".join(shown)
+        shown += _folded(title, f"<pre>{escape(text)}</pre>")
+    return shown

@@ -9,9 +9,8 @@ import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page.charts import by_stage, stage_s, tier_gbps
-from orchestrrl.lab.sim.report_page.display_names import OF_A_STEP, STAGES, TIERS, display_name, rank
+from orchestrrl.lab.sim.report_page.display_names import OF_A_STEP, STAGES, TIERS, display_name, number, rank
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
-from orchestrrl.lab.sim.report_page.svg import number
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 

@@ -1,25 +1,33 @@
 """The report as a browser would read it: sections, figures, nothing from elsewhere."""
 
-import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
+from orchestrrl.core.charts import SHORTEST
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page import display_names
-from orchestrrl.lab.sim.report_page.groups import frontier, groups_of
-from orchestrrl.lab.sim.report_page.page import SECTIONS, page, write
+from orchestrrl.lab.sim.report_page import charts, display_names
+from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier, groups_of
+from orchestrrl.lab.sim.report_page.page import page, write
 from orchestrrl.lab.sim.rl.model import TimelineSpan
 from orchestrrl.lab.sim.rl.results import ClusterResult
 from orchestrrl.lab.sim.scenario import ARMS
 from orchestrrl.lab.sim.train.passes import WAITS
 from tests.orchestrrl.lab.sim.report.results_builder import SCENARIO, bare, result, run, several
 
+SECTIONS = [
+    *("summary", "cost", "timeline", "stages", "bandwidth", "remaining", "slack", "staleness", "scenarios"),
+]
 VOID = {"meta", "line", "link", "img", "br"}
 LOADS = {"src", "href", "xlink:href", "data", "action", "srcset"}
 
@@ -31,7 +39,7 @@ class Read(HTMLParser):
     ids: list[str] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)  # by section, of cells
     rows: dict[str, list[list[str]]] = field(default_factory=dict)
-    shapes: dict[str, list[str]] = field(default_factory=dict)
+    pictures: dict[str, list[str]] = field(default_factory=dict)  # labels
     titles: dict[str, list[str]] = field(default_factory=dict)  # of shapes
     text: dict[str, str] = field(default_factory=dict)
     outside: list[str] = field(default_factory=list)  # what would be loaded
@@ -53,9 +61,8 @@ class Read(HTMLParser):
             self.ids.append(told["id"])
         if "data-value" in told:
             self.values.setdefault(self.section, []).append(float(told["data-value"]))
-        if tag in ("rect", "circle", "polyline"):
-            self.shapes.setdefault(self.section, []).append(f"{tag} {told['class']}")
-            check_place(told)
+        if tag == "svg":
+            self.pictures.setdefault(self.section, []).append(told["aria-label"])
         if tag == "tr":
             self.rows.setdefault(self.section, []).append([])
         if tag in ("td", "th"):
@@ -79,12 +86,23 @@ class Read(HTMLParser):
             self.titles.setdefault(self.section, []).append(data)
 
 
-def check_place(told: dict[str, str]) -> None:
-    """Inside the picture."""
-    for name in ("x", "cx", "width"):
-        assert 0 <= float(told.get(name, 0)) <= 720, told
-    if "points" in told:
-        assert all(0 <= float(point.split(",")[0]) <= 720 for point in told["points"].split()), told
+def drawn(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
+
+
+def bars(figure: Figure | None) -> list[tuple[float, float, str]]:
+    """(begin, end, colour) of each."""
+    return [
+        (float(bar.get_x()), float(bar.get_x() + bar.get_width()), to_hex(bar.get_facecolor()))
+        for bar in drawn(figure).axes[0].patches
+        if isinstance(bar, Rectangle)
+    ]
+
+
+def points(figure: Figure | None) -> list[list[tuple[float, float]]]:
+    """Of each line."""
+    return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in drawn(figure).axes[0].get_lines()]
 
 
 def read(results: list[ClusterResult]) -> Read:
@@ -95,20 +113,26 @@ def read(results: list[ClusterResult]) -> Read:
     return found
 
 
+@cache
+def read_several() -> Read:
+    return read(several())
+
+
 def test_all_sections_are_there_and_nothing_comes_from_elsewhere() -> None:
-    text, found = page(several()), read(several())
-    assert found.ids == list(SECTIONS)
+    text, found = page(several()), read_several()
+    assert found.ids == SECTIONS
+    assert all(f'href="#{name}"' in text for name in SECTIONS)
     assert found.outside == []
     assert not found.seen & {"script", "link", "img", "iframe", "object"}
     assert "http" not in text
-    assert "url(" not in text
+    assert "url(" not in text.replace("url(#", "")
     assert "@import" not in text
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
 
 
 def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> None:
-    found, results = read(several()), several()
+    found, results = read_several(), several()
     rates = [median(each.samples_per_s for each in results if each.run.fabric == name) for name in ("rfabric", "rail")]
     header, first, _, last = found.rows["summary"]
     assert header[2:6] == ["samples/s", "least of seeds", "most of seeds", "times the first"]
@@ -122,15 +146,16 @@ def test_throughput_is_the_median_over_seeds_and_compared_with_the_first() -> No
 def test_the_time_line_has_every_stage_and_fault() -> None:
     found = read([result()])
     assert "gen 1, with version 0: 100 to 210 s, 110 s" in found.titles["timeline"]
-    assert found.shapes["timeline"].count("rect fill c5") == 1
-    assert len(found.shapes["timeline"]) == len(run().spans)
+    shown = bars(charts.time_line(run(), 300.0))
+    assert sorted((begin, end) for begin, end, _ in shown) == sorted((each.begin_s, each.end_s) for each in run().spans)
+    assert [(begin, end) for begin, end, colour in shown if colour == to_hex(charts.FAULT_COLOUR)] == [(50.0, 70.0)]
 
 
 def test_faults_that_hold_together_have_lanes_of_their_own() -> None:
     def lanes(faults: list[str]) -> list[str]:
         spans = tuple(TimelineSpan("fault", FabricStage.TRAIN, 0, 50.0, 70.0, label) for label in faults)
-        text = page([replace(result(), run=replace(run(), spans=spans))])
-        return re.findall(r'<text class="name" [^>]*text-anchor="end">([^<]*)<', text)
+        figure = drawn(charts.time_line(replace(run(), spans=spans), 300.0))
+        return [label.get_text() for label in figure.axes[0].get_yticklabels()]
 
     assert lanes(["nic 3", "engine 0, 1"]) == ["nic 3", "engine 0, 1"]
     assert lanes([f"nic {number}" for number in range(9)]) == ["faults"]
@@ -143,7 +168,7 @@ def test_bandwidth_is_bytes_over_what_the_stage_takes() -> None:
         ["rfabric · both", "training", "server to ToR"],
     ]
     assert found.values["bandwidth"] == [8000.0, 8e12 * 8e-9 / 80.0, 2000.0, 2e12 * 8e-9 / 80.0]
-    assert len(found.shapes["bandwidth"]) == 2
+    assert [end for _, end, _ in bars(charts.tiers(groups_of([result()])))] == pytest.approx([800.0, 200.0])
 
 
 def test_windows_staleness_and_remaining_are_the_runs() -> None:
@@ -152,9 +177,11 @@ def test_windows_staleness_and_remaining_are_the_runs() -> None:
     count, *quantiles, longest = found.values["slack"]
     assert (count, longest) == (8, pytest.approx(max(lengths_ms)))
     assert quantiles[1] == pytest.approx(median(lengths_ms))
-    assert found.shapes["slack"] == ["polyline stroke c0 d0"]
+    (shares,) = points(charts.slack(groups_of([result()])))
+    assert shares[0] == (pytest.approx(lengths_ms[0]), 0.0)
+    assert shares[1:] == [(pytest.approx(value), 12.5 * place) for place, value in enumerate(lengths_ms, 1)]
     assert found.values["staleness"] == [0.25, 0.75]
-    assert found.shapes["remaining"] == ["polyline stroke c0 d0"]
+    assert points(charts.remaining(groups_of([result()]))) == [list(run().remaining)]
 
 
 def test_stages_and_their_parts() -> None:
@@ -177,10 +204,12 @@ def test_stages_and_their_parts() -> None:
 def test_the_frontier_is_marked() -> None:
     """rfabric is cheapest, rail fastest; fat_tree is dearer and slower than rfabric."""
     assert frontier(groups_of(several())) == (True, False, True)
-    found = read(several())
+    found = read_several()
     assert [row[1] for row in found.rows["cost"][1:]] == ["yes", "", "yes"]
-    ringed = [shape for shape in found.shapes["cost"] if shape.endswith("ringed")]
-    assert ringed == ["circle fill c0 ringed", "circle fill c2 ringed"]
+    dots = drawn(charts.pareto(groups_of(several()))).axes[0].collections
+    assert [to_hex(dot.get_edgecolor()[0]) for dot in dots] == ["#000000", "#ffffff", "#000000"]
+    assert [to_hex(dot.get_facecolor()[0]) for dot in dots] == [to_hex(f"C{place}") for place in range(3)]
+    assert [float(dot.get_offsets()[0][0]) for dot in dots] == [1.0, 3.0, 5.0]
     assert any(title.endswith("samples/s for $3,000,000") for title in found.titles["cost"])
     assert found.values["cost"][0] == 1.0e6
     assert found.values["cost"][3] == several()[0].samples_per_s_per_musd + 0.5  # the median of seeds
@@ -194,10 +223,10 @@ def test_equals_are_on_the_frontier_together() -> None:
 
 
 def test_scenarios_seeds_and_the_command_are_told(tmp_path: Path) -> None:
-    found = read(several())
+    found = read_several()
     assert "seeds 1, 2" in found.text["scenarios"]
     assert '"train_gpus": 32' in found.text["scenarios"]
-    write(several(), tmp_path / "of" / "page.html", command="orchestrrl sim report out/<it> & more")
+    write([result()], tmp_path / "of" / "page.html", command="orchestrrl sim report out/<it> & more")
     assert "<code>orchestrrl sim report out/&lt;it&gt; &amp; more</code>" in (tmp_path / "of" / "page.html").read_text()
 
 
@@ -245,7 +274,8 @@ def test_points_of_a_sweep_are_in_one_picture_and_other_scenarios_are_not() -> N
         return result(scenario={**SCENARIO, "name": name, "cluster": {"train_gpus": gpus}}, rate=rate)
 
     found = read([point(8, "one", 39.0), point(16, "one", 79.0), point(8, "other", 9.0)])
-    assert found.shapes["remaining"] == [f"polyline stroke {kind}" for kind in ("c0 d0", "c1 d1", "c0 d0")]
+    assert found.pictures["remaining"] == ["remaining requests"] * 2
+    assert len(found.titles["remaining"]) == 3
     columns, *rows = found.rows["summary"]
     assert [row[columns.index("times the first")] for row in rows] == ["1", "2", "–"]
 
@@ -279,18 +309,28 @@ def test_engines_of_one_kind_have_one_name() -> None:
 
 
 def test_no_bar_is_too_short_to_be_seen_and_no_dot_hidden() -> None:
-    text = page([replace(result(), train_parts_s={"compute": 1e6, "dp": 1e-6}), result(fabric="other")])
-    widths = [float(width) for width in re.findall(r'<rect class="fill[^>]* width="([\d.]+)"', text)]
-    assert min(widths) >= 1.5
-    assert sorted(re.findall(r'<circle [^>]* r="(\d+)"', text)) == ["5", "8"]
+    groups = groups_of([result(), result(fabric="other")])
+    widths = [end - begin for begin, end, _ in bars(charts.parts([{"compute": 1e6, "dp": 1e-6}], groups[:1]))]
+    assert min(widths) >= 1e6 * SHORTEST
+    behind, ahead = (float(dot.get_sizes()[0]) for dot in drawn(charts.pareto(groups)).axes[0].collections)
+    assert behind > ahead > 0
 
 
 def test_every_part_of_a_training_step_has_a_colour_of_its_own() -> None:
     parts = dict.fromkeys(["log probs", "compute", "bubble", *WAITS, "pp", "dp", "optimizer", "circuits"], 1.0)
-    text = page([replace(result(), train_parts_s=parts)])
-    classes = {f"c{place}" for place in range(len(parts))}
-    assert classes <= set(re.findall(r'<rect class="fill (c\d+)"', text))
-    assert all(f".fill.{name} " in text and f"--{name}: #" in text for name in classes)
+    assert len({colour for _, _, colour in bars(charts.parts([parts], groups_of([result()])))}) == len(parts)
+
+
+@pytest.mark.parametrize("draw", [charts.tiers, charts.remaining, charts.slack, charts.pareto])
+def test_pictures_keep_inside_their_frame(draw: Callable[[Sequence[ArmGroup]], Figure | None]) -> None:
+    names = [f"a fabric of {place} with a name that is long" for place in range(charts.PER_CHART)]
+    groups = groups_of([result(fabric=name, rate=40.0 + place) for place, name in enumerate(names)])
+    for figure in (drawn(draw(groups)), drawn(charts.parts([group.gen_phases_s for group in groups], groups))):
+        figure.draw_without_rendering()
+        box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert (0 <= box.x0 < box.x1 <= width, 0 <= box.y0 < box.y1 <= height) == (True, True), box
+        assert figure.axes[0].get_position().width > 0.5
+        assert figure.axes[0].get_position().height > 0.5
 
 
 def test_every_arm_has_its_words() -> None:
@@ -307,7 +347,7 @@ def test_names_are_text_never_markup() -> None:
 
 def test_results_that_say_nothing_make_a_page_that_says_so() -> None:
     found = read([bare()])
-    assert found.ids == list(SECTIONS)
+    assert found.ids == SECTIONS
     for name in ("timeline", "bandwidth", "remaining", "slack", "staleness"):
         assert "Nothing of this is in the results." in found.text[name]
     read([bare(remaining=((0.0, 0),), samples_per_s=0.0), bare(seed=2)])
@@ -325,5 +365,7 @@ def test_no_results_are_a_fault(tmp_path: Path) -> None:
 
 def test_many_groups_are_cut_into_pictures_with_a_colour_for_each() -> None:
     found = read([result(fabric=f"fabric {place}") for place in range(20)])
-    assert found.shapes["remaining"].count("polyline stroke c0 d0") == 3
-    assert len(found.shapes["remaining"]) == 20
+    assert len(found.pictures["remaining"]) == 3
+    assert len(found.titles["remaining"]) == 20
+    several = drawn(charts.remaining(groups_of([result(fabric=f"fabric {place}") for place in range(8)])))
+    assert len({(line.get_color(), line.get_linestyle()) for line in several.axes[0].get_lines()}) == 8

@@ -1,0 +1,155 @@
+"""Charts and their files: lines, bars over a range, lanes of time, numbers at crossings. The same data gives the same
+bytes. Matplotlib draws without a display, and is imported with the first figure."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINE_STYLES = ("-", "--", ":", "-.", (0, (9, 2, 2, 2)), (0, (12, 4)), (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))
+SHORTEST = 0.002  # of a chart's range: a shorter bar is widened, so that it stays visible
+NAME_LETTERS = 40  # a longer name of a row is wrapped
+LEGEND_LETTERS = 110  # in one row of a legend
+_NO_DATES = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}}
+_XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
+
+
+@dataclass(frozen=True, slots=True)
+class ChartBar:
+    """A horizontal bar. `row` is its middle; `label` stands behind its end."""
+
+    row: float
+    begin: float
+    end: float
+    colour: str
+    tooltip: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLine:
+    """Values that hold until the next point."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    tooltip: str = ""
+
+
+def axes(
+    rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float = 4.5, **options: Any
+) -> "tuple[Figure, list[list[Axes]]]":
+    """Return a figure of `width` by `height` inches and its axes [row][column]."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options).tolist()
+
+
+def save(figure: "Figure", target: Path, dpi: float = 120) -> None:
+    """Write the figure in the format that the suffix names. Raises OSError, and ValueError for an unknown format."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "orchestrrl", "svg.fonttype": "none"}):
+        figure.savefig(target, dpi=dpi, metadata=_NO_DATES.get(target.suffix.lower()))
+
+
+def inline_svg(figure: "Figure", title: str) -> str:
+    """Return the figure as an element for an HTML page, in which the id of an artist has become its tooltip."""
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):  # ids of several elements in a page differ
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_DATES[".svg"])
+    tooltips = {gid for artist in figure.findobj() if (gid := artist.get_gid())}
+    root = ElementTree.fromstring(text.getvalue())
+    referenced = set(re.findall(r'[("]#([^)"]+)', text.getvalue()))
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        if (gid := element.get("id")) in tooltips:
+            tooltip = ElementTree.Element("title")
+            tooltip.text = gid
+            element.insert(0, tooltip)
+        if gid is not None and gid not in referenced:
+            del element.attrib["id"]
+        if _XLINK_HREF in element.attrib:
+            element.set("href", element.attrib.pop(_XLINK_HREF))
+    for unused in root.findall("metadata"):
+        root.remove(unused)
+    root.attrib |= {"role": "img", "aria-label": title}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def bar_chart(
+    bars: Sequence[ChartBar], names: Mapping[float, str], x_label: str, *, until: float | None = None
+) -> "Figure":
+    """Draw bars from above, with the names of their rows. The axis ends at `until`, or behind the longest bar."""
+    rows = max([*names, *(bar.row for bar in bars)]) + 1
+    figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
+    add_bars(axis, bars)
+    axis.set_yticks(list(names), [fill(name, NAME_LETTERS) for name in names.values()], fontsize=8)
+    axis.set_ylim(rows - 0.4, -0.6)
+    axis.set_xlim(0, until)
+    axis.set_xlabel(x_label)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def add_bars(axis: "Axes", bars: Sequence[ChartBar], thickness: float | Sequence[float] = 0.7) -> None:
+    shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
+    drawn = axis.barh(
+        [bar.row for bar in bars],
+        [max(bar.end - bar.begin, shortest) for bar in bars],
+        thickness,
+        left=[bar.begin for bar in bars],
+        color=[bar.colour for bar in bars],
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    for patch, bar in zip(drawn, bars, strict=True):
+        patch.set_gid(bar.tooltip or None)
+    if any(bar.label for bar in bars):
+        axis.bar_label(drawn, [bar.label for bar in bars], padding=4, fontsize=8)
+
+
+def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
+    """Draw each line in a colour and a style of its own. A line without points is left out, and keeps its colour."""
+    for place, line in enumerate(lines):
+        if line.points:
+            axis.step(
+                *zip(*line.points, strict=True),
+                where="post",
+                color=f"C{place % 10}",
+                linestyle=LINE_STYLES[place % len(LINE_STYLES)],
+                label=line.name,
+                gid=line.tooltip or line.name,
+            )
+
+
+def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
+    """Write the legend above the axes: by name and colour, or of what has a label."""
+    from matplotlib.patches import Patch
+
+    shown = None if colours is None else [Patch(color=colour, label=name) for name, colour in colours.items()]
+    named = (
+        shown if shown is not None else [each for axis in figure.axes for each in axis.get_legend_handles_labels()[0]]
+    )
+    if named:
+        longest = max(len(str(each.get_label())) for each in named)
+        columns = max(1, LEGEND_LETTERS // (longest + 6))
+        figure.legend(handles=named, loc="outside upper left", ncols=columns, fontsize=8, frameon=False)
+
+
+def requests_scale(axis: "Axes", most: int) -> None:
+    """Scale an axis of remaining requests so that the last few are visible beside many."""
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set_ylim(0, most * 1.2)
+    axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= most])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

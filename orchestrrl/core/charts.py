@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from math import ceil
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 LINE_STYLES = ("-", "--", ":", "-.", (0, (9, 2, 2, 2)), (0, (12, 4)), (0, (1, 3)), (0, (6, 2, 1, 2, 1, 2)))
 SHORTEST = 0.002  # of a chart's range: a shorter bar is widened, so that it stays visible
 NAME_LETTERS = 40  # a longer name of a row is wrapped
+EDGE = "#8896a3"
 LEGEND_LETTERS = 110  # in one row of a legend
-_NO_DATES = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}}
+_NO_DATES = {"svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None}}
 _XLINK_HREF = "{http://www.w3.org/1999/xlink}href"
 
 
@@ -47,18 +49,23 @@ def axes(
     rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float = 4.5, **options: Any
 ) -> "tuple[Figure, list[list[Axes]]]":
     """Return a figure of `width` by `height` inches and its axes [row][column]."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = empty_figure(width, height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options).tolist()
 
 
-def save(figure: "Figure", target: Path, dpi: float = 120) -> None:
-    """Write the figure in the format that the suffix names. Raises OSError, and ValueError for an unknown format."""
+def empty_figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
+    """Write the figure as `kind`, by default the suffix. Raises OSError, and ValueError for an unknown kind."""
     from matplotlib import rc_context
 
+    kind = kind or target.suffix.lower().removeprefix(".")
     with rc_context({"svg.hashsalt": "orchestrrl", "svg.fonttype": "none"}):
-        figure.savefig(target, dpi=dpi, metadata=_NO_DATES.get(target.suffix.lower()))
+        figure.savefig(target, format=kind or None, dpi=120, metadata=_NO_DATES.get(kind))
 
 
 def inline_svg(figure: "Figure", title: str) -> str:
@@ -67,7 +74,7 @@ def inline_svg(figure: "Figure", title: str) -> str:
 
     text = StringIO()
     with rc_context({"svg.hashsalt": title, "svg.fonttype": "none"}):  # ids of several elements in a page differ
-        figure.savefig(text, format="svg", transparent=True, metadata=_NO_DATES[".svg"])
+        figure.savefig(text, format="svg", transparent=True, metadata=_NO_DATES["svg"])
     tooltips = {gid for artist in figure.findobj() if (gid := artist.get_gid())}
     root = ElementTree.fromstring(text.getvalue())
     referenced = set(re.findall(r'[("]#([^)"]+)', text.getvalue()))
@@ -110,7 +117,7 @@ def add_bars(axis: "Axes", bars: Sequence[ChartBar], thickness: float | Sequence
         thickness,
         left=[bar.begin for bar in bars],
         color=[bar.colour for bar in bars],
-        edgecolor="white",
+        edgecolor=EDGE,
         linewidth=0.4,
     )
     for patch, bar in zip(drawn, bars, strict=True):
@@ -134,22 +141,15 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
 
 
 def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> None:
-    """Write the legend above the axes: by name and colour, or of what has a label."""
+    """Write the legend into room of its own above the axes: by name and colour, or of what has a label."""
     from matplotlib.patches import Patch
 
-    shown = None if colours is None else [Patch(color=colour, label=name) for name, colour in colours.items()]
-    named = (
-        shown if shown is not None else [each for axis in figure.axes for each in axis.get_legend_handles_labels()[0]]
-    )
+    if colours is None:
+        named = [each for axis in figure.axes for each in axis.get_legend_handles_labels()[0]]
+    else:
+        named = [Patch(facecolor=colour, edgecolor=EDGE, label=name) for name, colour in colours.items()]
     if named:
         longest = max(len(str(each.get_label())) for each in named)
         columns = max(1, LEGEND_LETTERS // (longest + 6))
+        figure.set_figheight(figure.get_figheight() + 0.18 * ceil(len(named) / columns))
         figure.legend(handles=named, loc="outside upper left", ncols=columns, fontsize=8, frameon=False)
-
-
-def requests_scale(axis: "Axes", most: int) -> None:
-    """Scale an axis of remaining requests so that the last few are visible beside many."""
-    axis.set_yscale("symlog", linthresh=1)
-    axis.set_ylim(0, most * 1.2)
-    axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= most])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

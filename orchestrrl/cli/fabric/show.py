@@ -38,7 +38,8 @@ def show(
     svg: Annotated[Path | None, typer.Option("--svg", metavar="OUT.svg", help="Write a picture as well.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    from orchestrrl.fabric.pictures import site_svg
+    from orchestrrl.core.charts import save
+    from orchestrrl.fabric.pictures import site_figure
     from orchestrrl.fabric.site import read_site
     from orchestrrl.fabric.views import grouped, views
 
@@ -48,7 +49,7 @@ def show(
     pods = grouped(site, each_pod)
     if svg is not None:
         try:
-            svg.write_text(site_svg(site), encoding="utf-8")
+            save(site_figure(site), svg, kind="svg")
         except OSError as error:
             fail(f"{svg}: {error.strerror}")
     if as_json:

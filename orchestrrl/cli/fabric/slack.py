@@ -299,18 +299,12 @@ def _ranks(summary: "SlackSummary") -> str:
 
 def draw(summary: "SlackSummary", target: Path) -> None:
     """Shares of each operation by its slack, and the delays of the switches. Raises OSError."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    from orchestrrl.core.charts import axes, save
     from planner.fabric.slack_histogram import edge_s
 
     rows = [(op, histogram) for op, histogram in sorted(summary.histograms.items()) if histogram.bins]
-    figure, axes = pyplot.subplots(
-        max(1, len(rows)), sharex=True, squeeze=False, figsize=(8, 1.2 + 1.3 * max(1, len(rows)))
-    )
-    for axis, (op, histogram) in zip(axes[:, 0], rows, strict=False):
+    figure, panels = axes(max(1, len(rows)), width=8, height=1.2 + 1.3 * max(1, len(rows)), sharex=True)
+    for [axis], (op, histogram) in zip(panels, rows, strict=False):
         indices = sorted(histogram.bins)
         shares = [100 * histogram.bins[index] / histogram.total for index in indices]
         widths = [edge_s(index + 1) - edge_s(index) for index in indices]
@@ -319,7 +313,5 @@ def draw(summary: "SlackSummary", target: Path) -> None:
         axis.set_title(f"{op}: {histogram.total:,} collectives", loc="left", fontsize="small")
         for delay_s in _delays().values():
             axis.axvline(delay_s, color="grey", linewidth=0.8, linestyle=":")
-    axes[-1, 0].set(xscale="log", xlabel="seconds without traffic before it (dotted: delays of optical switches)")
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
+    panels[-1][0].set(xscale="log", xlabel="seconds without traffic before it (dotted: delays of optical switches)")
+    save(figure, target)

@@ -362,29 +362,23 @@ def _origin(provenance: "Provenance") -> str:
 
 def _plot(profile: "Profile", path: Path) -> None:
     """Step time over sequences, empty and with the KV cache half full."""
-    import matplotlib as mpl
+    from orchestrrl.core.charts import axes, save
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, [[axis]] = axes(width=8, height=5)
     for engine in profile.configurations:
         most = engine.max_sequences
         batches = sorted({*(2**k for k in range(most.bit_length())), *engine.step.base_s.xs, most})
         batches = [batch for batch in batches if 1 <= batch <= most]
-        (line,) = axes.plot(batches, [engine.step.at(b, 0) * 1e3 for b in batches], marker=".", label=str(engine.id))
+        (line,) = axis.plot(batches, [engine.step.at(b, 0) * 1e3 for b in batches], marker=".", label=str(engine.id))
         half_full = [engine.step.at(b, engine.kv_capacity_tokens / 2) * 1e3 for b in batches]
-        axes.plot(batches, half_full, linestyle="--", color=line.get_color())
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("sequences")
-    axes.set_ylabel("decode step, ms (dashed: KV cache half full)")
-    axes.set_title(f"{profile.model} on {profile.gpu}, {profile.engine}")
-    axes.legend()
-    figure.tight_layout()
+        axis.plot(batches, half_full, linestyle="--", color=line.get_color())
+    axis.set_xscale("log", base=2)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("sequences")
+    axis.set_ylabel("decode step, ms (dashed: KV cache half full)")
+    axis.set_title(f"{profile.model} on {profile.gpu}, {profile.engine}")
+    axis.legend()
     try:
-        figure.savefig(path, format="png")
+        save(figure, path, kind="png")
     except OSError as error:
         raise Permanent(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        plt.close(figure)

@@ -261,13 +261,10 @@ def _carried_out(true: ProblemColumns, planned: FleetPlacement) -> float:
 
 
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from orchestrrl.core.charts import axes, save  # late: solving runs in processes whose memory is measured
 
     gpus = [row["gpus"] for row in rows]
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, [panels] = axes(1, 3, width=13, height=4)
     for panel, title, values in (
         (panels[0], "seconds to solve (wall)", [row["solve_s"] for row in rows]),
         (panels[1], "gap to the proven bound, %", [row["gap"] * 100 for row in rows]),
@@ -283,8 +280,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     panels[0].legend()
     panels[1].axhline(GAP_AIM * 100, color="tab:red", linewidth=1)
     panels[2].plot(gpus, [row["before_mib"] for row in rows], linestyle="--")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 if __name__ == "__main__":

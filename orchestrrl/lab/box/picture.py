@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from orchestrrl.core.charts import axes, save
+
 COLOURS = {"train": "#eaf1fa", "gen": "#edf6ec", "weight_sync": "#f3f0f8"}
 
 
 def draw_cycle(cycle: dict[str, Any], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    line, bars = figure.subplots(2, 1, height_ratios=(3, 2))
+    figure, [[line], [bars]] = axes(2, 1, width=10, height=5.6, height_ratios=(3, 2))
     stages = cycle["stages"]
     top = max((rate for _, rate in cycle["timeline"]), default=1.0) * 1.15
     for stage in stages:
@@ -37,4 +34,4 @@ def draw_cycle(cycle: dict[str, Any], path: Path) -> None:
     bars.set_ylabel("Mbit/s, mean")
     bars.margins(y=0.2)
     bars.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    save(figure, path)

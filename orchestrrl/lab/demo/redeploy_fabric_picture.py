@@ -9,7 +9,7 @@ from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, ObservedFabric
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WORDS: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "center"}
+_TEXT: dict[str, Any] = {"fontsize": 8, "ha": "center", "va": "center"}
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 _APART = 3.4  # between the middles of the two circles
 
@@ -28,23 +28,10 @@ def draw_circuits(axis: "Axes", before: ObservedFabric | None, after: ObservedFa
             if a in places and b in places:
                 (x, y), (to_x, to_y) = places[a], places[b]
                 axis.plot([x, to_x], [y, to_y], color="#2ca02c", linewidth=1.5 * count, solid_capstyle="round")
-                axis.annotate(
-                    str(count),
-                    ((2 * x + to_x) / 3, (2 * y + to_y) / 3),
-                    fontsize=8,
-                    ha="center",
-                    va="center",
-                    bbox=_WHITE,
-                )
+                axis.text((2 * x + to_x) / 3, (2 * y + to_y) / 3, str(count), bbox=_WHITE, **_TEXT)
         for tor, (x, y) in places.items():
             axis.plot([x], [y], marker="s", markersize=9, color="#1f77b4")
-            axis.annotate(
-                tor.removeprefix(f"{GEN_POD}/"),
-                (x, y + (0.22 if y > 0 else -0.22)),
-                fontsize=8,
-                ha="center",
-                va="center",
-            )
+            axis.text(x, y + (0.22 if y > 0 else -0.22), tor.removeprefix(f"{GEN_POD}/"), **_TEXT)
         axis.text(middle, -1.45, f"circuits {words}", fontsize=9, ha="center")
 
 

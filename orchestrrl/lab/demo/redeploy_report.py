@@ -8,9 +8,11 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrrl.core.charts import axes, save
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric
 from orchestrrl.lab.demo.redeploy_fabric_picture import draw_circuits
-from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo, RedeploySeed, Resumption
+from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo, Resumption
+from orchestrrl.lab.demo.report import draw_remaining
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,49 +152,30 @@ def write(demo: RedeployDemo, out_dir: Path) -> tuple[Path, Path]:
 def draw(demo: RedeployDemo, path: Path) -> None:
     """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many; then,
     under a fabric, circuits before and after it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     count, speed = len(demo.seeds), demo.scenario.speed
     lit = any(outcome.free.fabric_after is not None for outcome in demo.seeds)
-    size, heights = (1.6 + 5.4 * count, 8.0 if lit else 5.6), [1.0, 1.0, 0.8] if lit else [1.0, 1.0]
-    figure, axes = plt.subplots(
-        len(heights), count, figsize=size, squeeze=False, gridspec_kw={"height_ratios": heights}
+    heights = [1.0, 1.0, 0.8] if lit else [1.0, 1.0]
+    figure, panels = axes(
+        len(heights), count, width=1.6 + 5.4 * count, height=8.0 if lit else 5.6, height_ratios=heights
     )
     for column, outcome in enumerate(demo.seeds):
-        axes[0][column].sharex(axes[1][column])
+        above, below = panels[0][column], panels[1][column]
+        above.sharex(below)
         if lit:
-            draw_circuits(axes[2][column], outcome.free.fabric_before, outcome.free.fabric_after)
-        _draw_remaining(axes[0][column], outcome, speed)
-        _draw_engines(axes[1][column], demo, outcome.free)
-    axes[0][0].set_ylabel("requests that remain")
-    axes[1][0].set_ylabel("GPU")
-    axes[0][0].legend(loc="lower left", fontsize=8)
+            draw_circuits(panels[2][column], outcome.free.fabric_before, outcome.free.fabric_after)
+        arms = {"pinned to the fleet as it is": outcome.pinned.record, "free to redeploy": outcome.free.record}
+        draw_remaining(above, arms, len(outcome.samples))
+        for redeployed in outcome.free.redeployments:
+            began_s = at_s(redeployed, outcome.free, speed)
+            ended_s = began_s + redeployed.total_s * speed
+            above.axvspan(began_s, ended_s, color="#d62728", alpha=0.3, label="redeployment")
+        above.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
+        _draw_engines(below, demo, outcome.free)
+    panels[0][0].set_ylabel("requests that remain")
+    panels[1][0].set_ylabel("GPU")
+    panels[0][0].legend(loc="lower left", fontsize=8)
     figure.suptitle("One generation step, with and without a redeployment", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _draw_remaining(axis: "Axes", outcome: RedeploySeed, speed: float) -> None:
-    total = len(outcome.samples)
-    for label, arm, colour in (
-        ("pinned to the fleet as it is", outcome.pinned, "#888888"),
-        ("free to redeploy", outcome.free, "#1f77b4"),
-    ):
-        times, counts = arm.record.remaining(total)
-        axis.step(times, counts, where="post", label=label, color=colour)
-        axis.axvline(arm.record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
-    for redeployed in outcome.free.redeployments:
-        began_s = at_s(redeployed, outcome.free, speed)
-        axis.axvspan(began_s, began_s + redeployed.total_s * speed, color="#d62728", alpha=0.3, label="redeployment")
-    axis.set_yscale("symlog", linthresh=1)
-    axis.set_ylim(0, total * 1.2)
-    axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= total], labels=None)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
+    save(figure, path)
 
 
 def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:

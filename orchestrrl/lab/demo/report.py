@@ -1,13 +1,19 @@
 """The demo's outcome for machines (report.json), and a picture of the requests that remain."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from orchestrrl.core.charts import axes, save
 from orchestrrl.lab.demo.run import DemoOutcome
+from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.demo.sync_run import SyncOutcome
 from orchestrrl.weights.controller.advice import advice
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def as_json(demo: DemoOutcome) -> dict[str, Any]:
@@ -85,31 +91,26 @@ def write_sync(synced: SyncOutcome, out_dir: Path) -> Path:
 
 def draw(demo: DemoOutcome, path: Path) -> None:
     """Requests in flight over time, both runs, one panel per seed (figure 11 of the paper)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     count = len(demo.seeds)
-    figure, axes = plt.subplots(1, count, figsize=(1.2 + 3.1 * count, 3.4), sharey=True, squeeze=False)
-    for axis, outcome in zip(axes[0], demo.seeds, strict=True):
-        total = len(outcome.samples)
-        for label, record, colour in (
-            ("without OrchestrRL", outcome.static, "#888888"),
-            ("with OrchestrRL", outcome.orchestrrl, "#1f77b4"),
-        ):
-            times, counts = record.remaining(total)
-            axis.step(times, counts, where="post", label=label, color=colour)
-            axis.axvline(record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
-        axis.set_yscale("symlog", linthresh=1)
-        axis.set_ylim(0, total * 1.2)
-        axis.set_yticks([t for t in (0, 1, 10, 100, 1000) if t <= total], labels=None)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    figure, [panels] = axes(1, count, width=1.2 + 3.1 * count, height=3.4, sharey=True)
+    for axis, outcome in zip(panels, demo.seeds, strict=True):
+        arms = {"without OrchestrRL": outcome.static, "with OrchestrRL": outcome.orchestrrl}
+        draw_remaining(axis, arms, len(outcome.samples))
         axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
         axis.set_xlabel("time (s)")
-    axes[0][0].set_ylabel("requests that remain")
-    axes[0][0].legend(loc="lower left", fontsize=8)
+    panels[0].set_ylabel("requests that remain")
+    panels[0].legend(loc="lower left", fontsize=8)
     figure.suptitle(f"One generation step on {demo.scenario.engines} {demo.engine} engines", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
+
+
+def draw_remaining(axis: "Axes", arms: Mapping[str, DemoStepRecord], total: int) -> None:
+    """Draw the requests in flight in two runs, and the ends of both; the first run is the baseline."""
+    for (label, record), colour in zip(arms.items(), ("#888888", "#1f77b4"), strict=True):
+        times, counts = record.remaining(total)
+        axis.step(times, counts, where="post", label=label, color=colour)
+        axis.axvline(record.makespan_s, color=colour, linewidth=0.8, linestyle=":")
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set_ylim(0, total * 1.2)
+    axis.set_yticks([tick for tick in (0, 1, 10, 100, 1000) if tick <= total])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from orchestrrl.core.charts import ChartLine, add_stairs, axes, save
 from orchestrrl.lab.sim.run import ArmRun, NotKnowing, ScenarioOutcome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = (
     "arm",
@@ -145,54 +149,36 @@ def _decimals(value: float | None) -> str | None:
 def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
     """Remaining requests over time, all arms in one picture; and for each arm how busy which GPU was. The first seed's
     last step. The folder is there."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for run in outcome.arms:
-        points = run.seeds[0].remaining
-        axes.step([at_s for at_s, _ in points], [left for _, left in points], where="post", label=run.arm)
-    axes.set(title=outcome.scenario.name, xlabel="seconds", ylabel="requests without an answer", yscale="symlog")
-    axes.legend()
+    figure, [[axis]] = axes(width=8)
+    add_stairs(axis, [ChartLine(run.arm, run.seeds[0].remaining) for run in outcome.arms])
+    axis.set(title=outcome.scenario.name, xlabel="seconds", ylabel="requests without an answer", yscale="symlog")
+    axis.legend()
     paths = [folder / "remaining_requests.png"]
-    figure.savefig(paths[0], dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    save(figure, paths[0])
     for run in outcome.arms:
         paths.append(folder / f"busy_{run.arm}.png")
-        _plot_busy(run, outcome, paths[-1])
+        save(_busy_figure(run, outcome.scenario.gpus), paths[-1])
     return paths
 
 
-def _plot_busy(run: ArmRun, outcome: ScenarioOutcome, path: Path) -> None:
+def _busy_figure(run: ArmRun, gpus: int) -> "Figure":
     """GPUs upwards, time to the right; the darker, the more sequences an engine runs."""
-    from matplotlib import pyplot
-    from matplotlib.patches import Rectangle
-
     spans = run.seeds[0].spans
     most = max((count for span in spans for _, count in span.running), default=1) or 1
-    end_s = max((span.ended_s for span in spans), default=1.0)
-    figure, axes = pyplot.subplots(figsize=(8, min(12.0, 1.5 + 0.2 * outcome.scenario.gpus)))
+    figure, [[axis]] = axes(width=8, height=min(12.0, 1.5 + 0.2 * gpus))
     for span in spans:
-        points = [*span.running, (span.ended_s, 0)]
-        for (from_s, count), (to_s, _) in pairwise(points):
-            if count and to_s > from_s:
-                shade = 0.15 + 0.85 * (count / most) ** 0.5
-                axes.add_patch(
-                    Rectangle((from_s, span.first_gpu), to_s - from_s, span.gpus, color="tab:blue", alpha=shade, lw=0)
-                )
-        axes.add_patch(
-            Rectangle(
-                (span.started_s, span.first_gpu), span.ended_s - span.started_s, span.gpus, fill=False, lw=0.5, ec="0.4"
-            )
-        )
-    axes.set(
+        gpus_of = (span.first_gpu, span.gpus)
+        stretches = pairwise([*span.running, (span.ended_s, 0)])
+        busy = [(from_s, to_s - from_s, count) for (from_s, count), (to_s, _) in stretches if count and to_s > from_s]
+        shades = [("tab:blue", 0.15 + 0.85 * (count / most) ** 0.5) for *_, count in busy]
+        axis.broken_barh([(from_s, seconds) for from_s, seconds, _ in busy], gpus_of, facecolors=shades)
+        whole = (span.started_s, span.ended_s - span.started_s)
+        axis.broken_barh([whole], gpus_of, facecolor="none", edgecolor="0.4", lw=0.5)
+    axis.set(
         title=f"{run.arm}: engines on their GPUs, the darker the more sequences",
         xlabel="seconds",
         ylabel="GPU",
-        xlim=(0, end_s),
-        ylim=(0, outcome.scenario.gpus),
+        xlim=(0, max((span.ended_s for span in spans), default=1.0)),
+        ylim=(0, gpus),
     )
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    return figure

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrrl.core.charts import ChartBar, add_legend, bar_chart, save
 from orchestrrl.weights.controller.profile import SyncProfile, phase_text
 from orchestrrl.weights.controller.reports import SyncPhase
 
@@ -31,50 +32,27 @@ COLOURS = {
 
 
 def draw(profiles: Sequence[SyncProfile], target: Path) -> None:
-    """The newest first, as they are given; below it. Raises OSError, and ValueError for a format that is none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(10, 1.6 + 0.42 * max(4, len(profiles))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    seen: dict[SyncPhase | None, float] = {}
-    for place, took in enumerate(profiles):
-        began_s = took.path[0].began_s if took.path else 0.0
-        for stretch in took.path:
-            seen[stretch.phase] = seen.get(stretch.phase, 0.0) + stretch.seconds
-            axis.barh(
-                place,
-                stretch.seconds,
-                0.7,
-                left=stretch.began_s - began_s,
-                color=COLOURS[stretch.phase],
-                edgecolor="#8896a3",
-                linewidth=0.4,
-            )
-        bound_s = took.report.lower_bound_s
-        transfer = [stretch for stretch in took.path if stretch.phase in (SyncPhase.PHASE_A, SyncPhase.PHASE_B)]
-        if bound_s and transfer:
-            axis.plot(
-                [transfer[0].began_s - began_s, transfer[0].began_s - began_s + bound_s],
-                [place + 0.42] * 2,
-                color="#22303c",
-                linewidth=2,
-                solid_capstyle="butt",
-            )
-    axis.set_yticks(range(len(profiles)), [_label(took) for took in profiles])
-    axis.set_ylim(len(profiles) - 0.4, -0.6)
-    axis.set_xlabel("seconds from the trainer's first move; the line below a transfer is the bound of its plan")
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    order = [phase for phase in (*SyncPhase, None) if phase in seen]
-    patches = [
-        Patch(facecolor=COLOURS[phase], edgecolor="#8896a3", linewidth=0.4, label=phase_text(phase)) for phase in order
-    ]
-    if patches:
-        figure.legend(handles=patches, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
-    figure.savefig(target, dpi=130)
+    """Draw the profiles from above in the order given. Raises OSError, and ValueError for an unknown format."""
+    bars, bounds = [], []
+    for row, profile in enumerate(profiles):
+        began_s = profile.path[0].began_s if profile.path else 0.0
+        for stretch in profile.path:
+            start_s = stretch.began_s - began_s
+            bars.append(ChartBar(row, start_s, start_s + stretch.seconds, COLOURS[stretch.phase]))
+        transfers = [stretch for stretch in profile.path if stretch.phase in (SyncPhase.PHASE_A, SyncPhase.PHASE_B)]
+        if profile.report.lower_bound_s and transfers:
+            start_s = transfers[0].began_s - began_s
+            bounds.append((row + 0.42, start_s, start_s + profile.report.lower_bound_s))
+    figure = bar_chart(
+        bars,
+        {row: _label(profile) for row, profile in enumerate(profiles)},
+        "seconds from the trainer's first move; the line below a transfer is the bound of its plan",
+    )
+    if bounds:
+        figure.axes[0].hlines(*zip(*bounds, strict=True), color="#22303c", linewidth=2)
+    seen = {stretch.phase for profile in profiles for stretch in profile.path}
+    add_legend(figure, {phase_text(phase): COLOURS[phase] for phase in (*SyncPhase, None) if phase in seen})
+    save(figure, target)
 
 
 def _label(profile: SyncProfile) -> str:

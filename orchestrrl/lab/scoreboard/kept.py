@@ -3,16 +3,17 @@ same."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 import balancer
 import orchestrrl
 import planner
-from orchestrrl.lab.scoreboard.model import PaperClaim, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class Made:
     quick: str  # what there is less of; empty: nothing
     rows: tuple[ScoreboardRow, ...]
     seconds: float
+
+
+_MADE = TypeAdapter(Made)
 
 
 def code_digest() -> str:
@@ -55,43 +59,17 @@ def read(folder: Path, id: str, quick: bool, code: str) -> Made | None:
     """None where there is none, or none of this code."""
     try:
         document = json.loads(path_of(folder, id, quick).read_text(encoding="utf-8"))
-        return made_of(document) if document["code"] == code else None
+        return _MADE.validate_python(document) if document["code"] == code else None
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError):
         return None
 
 
 def as_json(made: Made) -> dict[str, Any]:
-    return {
-        "id": made.id,
-        "title": made.title,
-        "quick": made.quick,
-        "seconds": made.seconds,
-        "rows": [row_as_json(row) for row in made.rows],
-    }
-
-
-def row_as_json(row: ScoreboardRow) -> dict[str, Any]:
     """Of a bound the open side is null."""
-    paper = None
-    if row.paper is not None:
-        low, high = (each if isfinite(each) else None for each in (row.paper.low, row.paper.high))
-        paper = {"low": low, "high": high, "at_most": row.paper.at_most}
-    difference = row.difference
-    return {**asdict(row), "paper": paper, "difference": difference if difference is not None else None}
-
-
-def made_of(document: dict[str, Any]) -> Made:
-    rows = tuple(_row(each) for each in document["rows"])
-    return Made(document["id"], document["title"], document["quick"], rows, document["seconds"])
-
-
-def _row(document: dict[str, Any]) -> ScoreboardRow:
-    fields = {name: value for name, value in document.items() if name != "difference"}
-    if (paper := fields["paper"]) is not None:
-        low = -inf if paper["low"] is None else paper["low"]
-        high = inf if paper["high"] is None else paper["high"]
-        fields["paper"] = PaperClaim(low, high, paper["at_most"])
-    return ScoreboardRow(**fields)
+    document: dict[str, Any] = json.loads(_MADE.dump_json(made))
+    for fields, row in zip(document["rows"], made.rows, strict=True):
+        fields["difference"] = row.difference
+    return document
 
 
 def all_rows(made: Sequence[Made]) -> list[ScoreboardRow]:

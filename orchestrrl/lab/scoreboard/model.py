@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from math import inf
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import BeforeValidator
 
 # Of what the paper says: beyond it a row has to tell why.
 FAR = 0.15
@@ -13,10 +16,11 @@ Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range that it gives. `at_most`: a bound, and less is as good."""
+    """A figure of the paper: one number, or a range that it gives. `at_most`: a bound, and less is as good. An
+    open side is null in JSON."""
 
-    low: float
-    high: float
+    low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
+    high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
     at_most: bool = False
 
     def __post_init__(self) -> None:

@@ -90,32 +90,29 @@ def seconds(value: float) -> str:
 
 
 def difference(row: ScoreboardRow) -> str:
-    if row.given:
-        return "given"
-    return (
-        ""
-        if row.difference is None
-        else f"{row.difference:+.0%}"
-        if abs(row.difference) < 9.995
-        else f"{row.difference + 1:.0f} x"
-    )
+    if row.given or row.difference is None:
+        return "given" if row.given else ""
+    return f"{row.difference:+.0%}" if abs(row.difference) < 9.995 else f"{row.difference + 1:.0f} x"
 
 
 def table(rows: Sequence[ScoreboardRow]) -> str:
-    lines = ["| what | paper | ours | difference | why |", "|---|---|---|---|---|"]
-    for row in rows:
-        cells = (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why)
-        lines.append("| " + " | ".join(_cell(each) for each in cells) + " |")
-    return "\n".join(lines)
+    cells = (
+        (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why) for row in rows
+    )
+    return _table(("what", "paper", "ours", "difference", "why"), cells)
 
 
-def _constants(constants: "Sequence[Constant[object]]") -> str:
-    lines = ["| constant | value | source |", "|---|---|---|"]
+def _constants(constants: "Iterable[Constant[object]]") -> str:
+    cells = []
     for each in constants:
-        value = each.value
-        words = ", ".join(map(_plain, value)) if isinstance(value, tuple) else _plain(value)
-        lines.append(f"| {_cell(each.name)} | {_cell(f'{words} {each.unit}'.strip())} | {_cell(each.source)} |")
-    return "\n".join(lines)
+        values = each.value if isinstance(each.value, tuple) else (each.value,)
+        cells.append((each.name, f"{', '.join(map(_plain, values))} {each.unit}".strip(), each.source))
+    return _table(("constant", "value", "source"), cells)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (columns, *rows))
+    return "\n".join([head, "|" + "---|" * len(columns), *lines])
 
 
 def _plain(value: object) -> str:

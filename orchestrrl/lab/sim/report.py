@@ -28,6 +28,11 @@ COLUMNS = (
 )
 # Those that a table leaves out where no arm has anything to say.
 OPTIONAL_COLUMNS = ("gain", "paper", "moves", "redeployments", "recomputed", "preempted", "off")
+# Of the seeds' figures those that are reported by their names, as medians.
+MEDIANS = (
+    *("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions"),
+    *("transfers", "transferred_gbytes", "transfer_delay_s"),
+)
 LEGEND = (
     "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
     "off: of plans' predicted ends"
@@ -104,14 +109,7 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
         "gain_vs_verl_to": outcome.gain(run),
         "gain_end_to_end": outcome.end_to_end_gain(run),
         "paper_gain": outcome.scenario.paper.get(run.arm),
-        "idle_fraction": median(seed.idle_fraction for seed in run.seeds),
-        "moves": median(seed.moves for seed in run.seeds),
-        "redeployments": median(seed.redeployments for seed in run.seeds),
-        "tokens_recomputed": median(seed.tokens_recomputed for seed in run.seeds),
-        "preemptions": median(seed.preemptions for seed in run.seeds),
-        "transfers": median(seed.transfers for seed in run.seeds),
-        "transferred_gbytes": median(seed.transferred_gbytes for seed in run.seeds),
-        "transfer_delay_s": median(seed.transfer_delay_s for seed in run.seeds),
+        **{name: median(getattr(seed, name) for seed in run.seeds) for name in MEDIANS},
         "plan_error": run.calibration_error,
         "journal_digests": [seed.journal_digest for seed in run.seeds if seed.journal_digest],
     }

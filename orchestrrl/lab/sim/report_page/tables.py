@@ -1,7 +1,7 @@
 """The tables of a report. A cell says a figure for people; `data-value` has all of its digits."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -23,22 +23,22 @@ class PercentShare:
 
 
 Cell = str | float | int | PercentShare | None
+Row = Mapping[str, Cell]  # by column; that of the row's name has none
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], best: Sequence[bool] = ()) -> str:
+def table(rows: Sequence[Row], best: Sequence[bool] = ()) -> str:
     """`best` [row]: those that are marked. A column in which nothing stands is left out; the first names the rows."""
-    cells = list(rows)
-    shown = [place for place in range(len(columns)) if place == 0 or any(row[place] is not None for row in cells)]
-    is_word = [any(isinstance(row[place], str) for row in cells) for place in range(len(columns))]
-    head = "".join(f'<th scope="col"{_word(is_word[place])}>{escape(columns[place])}</th>' for place in shown)
-    body = []
-    for number_of, row in enumerate(cells):
-        kind = ' class="best"' if number_of < len(best) and best[number_of] else ""
-        name, *others = (row[place] for place in shown)
-        body.append(f'<tr{kind}><th scope="row">{escape(str(name))}</th>{"".join(map(_cell, others))}</tr>')
-    if not body:
+    if not rows:
         return ""
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    columns = [name for name in rows[0] if not name or any(row[name] is not None for row in rows)]
+    words = {name for name in columns for row in rows if isinstance(row[name], str)}
+    head = "".join(f'<th scope="col"{_word(name in words)}>{escape(name)}</th>' for name in columns)
+    body = ""
+    for row, is_best in zip(rows, best or [False] * len(rows), strict=True):
+        cells = "".join(_cell(row[name]) for name in columns[1:])
+        kind = ' class="best"' if is_best else ""
+        body += f'<tr{kind}><th scope="row">{escape(str(row[columns[0]]))}</th>{cells}</tr>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _word(is_word: bool) -> str:
@@ -57,53 +57,50 @@ def _cell(value: Cell) -> str:
 
 def summary(groups: Sequence[ArmGroup]) -> str:
     """Throughput beside that of the first of that name, and what the network costs."""
-    columns = (
-        "",
-        "seeds",
-        "samples/s",
-        "least of seeds",
-        "most of seeds",
-        "times the first",
-        "network, M$",
-        "samples/s per M$",
-        "trainer idle",
-        "engines idle",
-        "samples trained on",
-    )
     first: dict[str, float] = {}
     sizes = Counter(group.family for group in groups)
-    rows: list[list[Cell]] = []
+    rows: list[Row] = []
     for group in groups:
         reference = first.setdefault(group.family, group.samples_per_s)
-        gain = group.samples_per_s / reference if reference > 0 and sizes[group.family] > 1 else None
-        idle = [group.idle_share(stage) for stage in (FabricStage.TRAIN, FabricStage.GEN)]
-        spread = group.spread if len(group.seeds) > 1 else (None, None)
-        usd = (group.network_usd / 1e6, group.samples_per_s_per_musd) if group.network_usd else (None, None)
-        shares = [None if share is None else PercentShare(share) for share in idle]
+        least, most = group.spread if len(group.seeds) > 1 else (None, None)
         rows.append(
-            [
-                group.title,
-                ", ".join(map(str, group.seeds)),
-                group.samples_per_s,
-                *spread,
-                gain,
-                *usd,
-                *shares,
-                group.first.run.samples,
-            ]
+            {
+                "": group.title,
+                "seeds": ", ".join(map(str, group.seeds)),
+                "samples/s": group.samples_per_s,
+                "least of seeds": least,
+                "most of seeds": most,
+                "times the first": group.samples_per_s / reference
+                if reference > 0 and sizes[group.family] > 1
+                else None,
+                "network, M$": group.network_usd / 1e6 if group.network_usd else None,
+                "samples/s per M$": group.samples_per_s_per_musd if group.network_usd else None,
+                "trainer idle": _share(group.idle_share(FabricStage.TRAIN)),
+                "engines idle": _share(group.idle_share(FabricStage.GEN)),
+                "samples trained on": group.first.run.samples,
+            }
         )
-    return table(columns, rows)
+    return table(rows)
+
+
+def _share(value: float | None) -> PercentShare | None:
+    return None if value is None else PercentShare(value)
 
 
 def stages(groups: Sequence[ArmGroup]) -> str:
     """What one of each takes: the median of the first seed's."""
-    columns = ("", "training, s", "generation, s", "weight sync, s", "MFU of training")
-    rows: list[list[Cell]] = []
-    for group in groups:
-        mfu = group.first.train_mfu
-        seconds = (stage_s(group.first.run, stage) for stage in FabricStage)
-        rows.append([group.title, *seconds, PercentShare(mfu) if mfu else None])
-    return table(columns, rows)
+    return table(
+        [
+            {
+                "": group.title,
+                "training, s": stage_s(group.first.run, FabricStage.TRAIN),
+                "generation, s": stage_s(group.first.run, FabricStage.GEN),
+                "weight sync, s": stage_s(group.first.run, FabricStage.WEIGHT_SYNC),
+                "MFU of training": _share(group.first.train_mfu or None),
+            }
+            for group in groups
+        ]
+    )
 
 
 def steps(groups: Sequence[ArmGroup]) -> str:
@@ -113,62 +110,66 @@ def steps(groups: Sequence[ArmGroup]) -> str:
         {name for each in told for name, seconds in each.items() if seconds > 0},
         key=lambda name: rank(OF_A_STEP, name),
     )
-    rows = [[group.title, *(each.get(name) for name in names)] for group, each in zip(groups, told, strict=True)]
-    columns = (f"{display_name(OF_A_STEP, name)}, s" for name in names)
-    return table(("", *columns), rows if names else [])
+    rows: list[Row] = [
+        {"": group.title, **{f"{display_name(OF_A_STEP, name)}, s": each.get(name) for name in names}}
+        for group, each in zip(groups, told, strict=True)
+    ]
+    return table(rows if names else [])
 
 
 def tier_rates(groups: Sequence[ArmGroup]) -> str:
-    rows: list[list[Cell]] = []
-    for group in groups:
-        run = group.first.run
-        for (stage, tier), rate in sorted(tier_gbps(run).items(), key=lambda each: by_stage(*each[0])):
-            names = (
-                display_name(STAGES, stage),
-                display_name(TIERS, tier),
-            )
-            rows.append([group.title, *names, run.tier_bytes[stage][tier] / 1e9, rate])
-    return table(("", "stage", "tier", "GB in one of it", "Gbps"), rows)
+    return table(
+        [
+            {
+                "": group.title,
+                "stage": display_name(STAGES, stage),
+                "tier": display_name(TIERS, tier),
+                "GB in one of it": group.first.run.tier_bytes[stage][tier] / 1e9,
+                "Gbps": rate,
+            }
+            for group in groups
+            for (stage, tier), rate in sorted(tier_gbps(group.first.run).items(), key=lambda each: by_stage(*each[0]))
+        ]
+    )
 
 
 def slack(groups: Sequence[ArmGroup]) -> str:
     """Windows of an optimiser step, in milliseconds; those that a run kept stand for all."""
-    quantiles = (f"{quantile:.0%} are at most, ms" for quantile in QUANTILES)
-    columns = ("", "windows kept", *quantiles, "longest, ms")
-    rows: list[list[Cell]] = []
+    rows: list[Row] = []
     for group in groups:
-        lengths_ms = [window.length_s * 1e3 for window in group.first.run.windows]
-        if lengths_ms:
-            told = [float(value) for value in np.quantile(lengths_ms, QUANTILES)]
-            rows.append([group.title, len(lengths_ms), *told, max(lengths_ms)])
-    return table(columns, rows)
+        if lengths_ms := [window.length_s * 1e3 for window in group.first.run.windows]:
+            quantiles = {f"{each:.0%} are at most, ms": float(np.quantile(lengths_ms, each)) for each in QUANTILES}
+            rows.append({"": group.title, "windows kept": len(lengths_ms), **quantiles, "longest, ms": max(lengths_ms)})
+    return table(rows)
 
 
 def staleness(groups: Sequence[ArmGroup]) -> str:
     """Shares of samples by the versions that they were behind."""
     lags = sorted({lag for group in groups for lag in group.first.run.staleness})
-    rows: list[list[Cell]] = []
+    rows: list[Row] = []
     for group in groups:
         counts = group.first.run.staleness
-        total = sum(counts.values())
-        if total:
-            rows.append([group.title, *(PercentShare(counts.get(lag, 0) / total) for lag in lags)])
-    return table(("", *(f"{lag} behind" for lag in lags)), rows)
+        if total := sum(counts.values()):
+            shares = {f"{lag} behind": PercentShare(counts.get(lag, 0) / total) for lag in lags}
+            rows.append({"": group.title, **shares})
+    return table(rows)
 
 
 def cost(groups: Sequence[ArmGroup]) -> str:
     """Rows on the frontier are marked."""
     names = sorted({name for group in groups for name in group.first.bill.parts_usd})
-    parts_of = (f"{display_name({}, name)}, $" for name in names)
-    columns = ("", "frontier", "network, $", *parts_of, "GPUs, $", "power of optics, W", "samples/s per M$ of network")
-    best = frontier(groups)
-    rows: list[list[Cell]] = []
-    for group, is_best in zip(groups, best, strict=True):
-        if not group.network_usd:
-            continue
-        bill = group.first.bill
-        parts = [bill.parts_usd.get(name) for name in names]
-        own = [group.title, "yes" if is_best else "", group.network_usd, *parts, bill.gpus_usd, bill.optics_watts]
-        rows.append([*own, group.samples_per_s_per_musd])
-    priced = [is_best for group, is_best in zip(groups, best, strict=True) if group.network_usd]
-    return table(columns, rows, priced)
+    priced = [group for group in groups if group.network_usd]
+    best = frontier(priced)
+    rows: list[Row] = [
+        {
+            "": group.title,
+            "frontier": "yes" if is_best else "",
+            "network, $": group.network_usd,
+            **{f"{display_name({}, name)}, $": group.first.bill.parts_usd.get(name) for name in names},
+            "GPUs, $": group.first.bill.gpus_usd,
+            "power of optics, W": group.first.bill.optics_watts,
+            "samples/s per M$ of network": group.samples_per_s_per_musd,
+        }
+        for group, is_best in zip(priced, best, strict=True)
+    ]
+    return table(rows, best)

@@ -59,6 +59,11 @@ def empty_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def literal(text: str) -> str:
+    """Return a text that is shown as it is: matplotlib reads what stands between dollar signs as mathematics."""
+    return text.replace("$", r"\$")
+
+
 def save(figure: "Figure", target: Path, *, kind: str = "") -> None:
     """Write the figure as `kind`, by default the suffix. Raises OSError, and ValueError for an unknown kind."""
     from matplotlib import rc_context
@@ -99,22 +104,12 @@ def bar_chart(
 ) -> "Figure":
     """Draw bars from above, with the names of their rows. The axis ends at `until`, or behind the longest bar."""
     rows = max([*names, *(bar.row for bar in bars)]) + 1
-    figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
-    add_bars(axis, bars)
-    axis.set_yticks(list(names), [fill(name, NAME_LETTERS) for name in names.values()], fontsize=8)
-    axis.set_ylim(rows - 0.4, -0.6)
-    axis.set_xlim(0, until)
-    axis.set_xlabel(x_label)
-    axis.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def add_bars(axis: "Axes", bars: Sequence[ChartBar], thickness: float | Sequence[float] = 0.7) -> None:
     shortest = SHORTEST * max((bar.end for bar in bars), default=0.0)
+    figure, [[axis]] = axes(height=1.2 + 0.3 * rows)
     drawn = axis.barh(
         [bar.row for bar in bars],
         [max(bar.end - bar.begin, shortest) for bar in bars],
-        thickness,
+        0.7,
         left=[bar.begin for bar in bars],
         color=[bar.colour for bar in bars],
         edgecolor=EDGE,
@@ -122,8 +117,13 @@ def add_bars(axis: "Axes", bars: Sequence[ChartBar], thickness: float | Sequence
     )
     for patch, bar in zip(drawn, bars, strict=True):
         patch.set_gid(bar.tooltip or None)
-    if any(bar.label for bar in bars):
-        axis.bar_label(drawn, [bar.label for bar in bars], padding=4, fontsize=8)
+    axis.bar_label(drawn, [bar.label for bar in bars], padding=4, fontsize=8)
+    axis.set_yticks(list(names), [literal(fill(name, NAME_LETTERS)) for name in names.values()], fontsize=8)
+    axis.set_ylim(rows - 0.4, -0.6)
+    axis.set_xlim(0, until)
+    axis.set_xlabel(x_label)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
@@ -135,7 +135,7 @@ def add_stairs(axis: "Axes", lines: Iterable[ChartLine]) -> None:
                 where="post",
                 color=f"C{place % 10}",
                 linestyle=LINE_STYLES[place % len(LINE_STYLES)],
-                label=line.name,
+                label=literal(line.name),
                 gid=line.tooltip or line.name,
             )
 
@@ -147,7 +147,7 @@ def add_legend(figure: "Figure", colours: Mapping[str, str] | None = None) -> No
     if colours is None:
         named = [each for axis in figure.axes for each in axis.get_legend_handles_labels()[0]]
     else:
-        named = [Patch(facecolor=colour, edgecolor=EDGE, label=name) for name, colour in colours.items()]
+        named = [Patch(facecolor=colour, edgecolor=EDGE, label=literal(name)) for name, colour in colours.items()]
     if named:
         longest = max(len(str(each.get_label())) for each in named)
         columns = max(1, LEGEND_LETTERS // (longest + 6))

@@ -5,7 +5,7 @@ PoDs stand side by side below the core. The same site is the same picture, byte 
 
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.core.charts import empty_figure
+from orchestrrl.core.charts import empty_figure, literal
 from orchestrrl.fabric.views import SiteLayer, SwitchColumn, SwitchRow, grouped, views
 from planner.fabric.topology import PodRole, Site
 
@@ -61,7 +61,7 @@ def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
     axis.set_yticks(range(len(layer.rows)), [_switch_text(row) for row in layer.rows], fontsize=8)
     axis.set(xlim=(-0.7, last + 0.2), ylim=(rows - 0.6, -1.1), facecolor=BACKGROUNDS[layer.role])
     each = " each" if len(layer.pods) > 1 else ""
-    title = f"{layer.title}\n{layer.role}, {layer.servers} servers{each}"
+    title = f"{literal(layer.title)}\n{layer.role}, {layer.servers} servers{each}"
     axis.set_title(f"core, {layer.lanes:,} lanes" if layer.role is None else title, loc="left", fontsize=9)
     if ends_below and 0 < len(layer.gpus) < LETTERS * len(layer.columns):
         axis.set_xlabel(f"GPUs {layer.gpus}", fontsize=8)
@@ -72,7 +72,7 @@ def _draw_layer(axis: "Axes", layer: SiteLayer, rows: int) -> None:
 
 def _switch_text(row: SwitchRow) -> str:
     kept = f", {row.reserved} kept" if row.reserved else ""
-    return f"{row.label}\n{row.fibred}/{row.device.ports}{kept}"
+    return f"{literal(row.label)}\n{row.fibred}/{row.device.ports}{kept}"
 
 
 def _end_text(column: SwitchColumn) -> str:
@@ -83,4 +83,4 @@ def _short(column: SwitchColumn) -> str:
     """What fits below a column."""
     if column.count > 1:
         return f"{column.count} ToRs" if not column.uplink else f"{column.count} up"
-    return column.label if len(column.label) <= LETTERS else f"…{column.label[-6:]}"
+    return literal(column.label if len(column.label) <= LETTERS else f"…{column.label[-6:]}")

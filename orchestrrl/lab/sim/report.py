@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.core.charts import ChartLine, add_stairs, axes, save
+from orchestrrl.core.charts import ChartLine, add_stairs, axes, literal, save
 from orchestrrl.lab.sim.run import ArmRun, NotKnowing, ScenarioOutcome
 
 if TYPE_CHECKING:
@@ -149,7 +149,9 @@ def plot(outcome: ScenarioOutcome, folder: Path) -> list[Path]:
     last step. The folder is there."""
     figure, [[axis]] = axes(width=8)
     add_stairs(axis, [ChartLine(run.arm, run.seeds[0].remaining) for run in outcome.arms])
-    axis.set(title=outcome.scenario.name, xlabel="seconds", ylabel="requests without an answer", yscale="symlog")
+    axis.set(
+        title=literal(outcome.scenario.name), xlabel="seconds", ylabel="requests without an answer", yscale="symlog"
+    )
     axis.legend()
     paths = [folder / "remaining_requests.png"]
     save(figure, paths[0])

@@ -60,6 +60,13 @@ def test_short_bars_stay_visible_and_names_are_wrapped() -> None:
     assert axis.get_ylim()[0] > axis.get_ylim()[1]
 
 
+def test_names_are_no_mathematics() -> None:
+    figure = bar_chart(BARS[:1], {0: "$a^$"}, "seconds")
+    add_legend(figure, {"$b_$": "C0"})
+    texts = [each.text for each in ElementTree.fromstring(inline_svg(figure, "$")).iter("text")]
+    assert {"$a^$", "$b_$"} <= set(texts)
+
+
 def test_lines_without_points_keep_their_colours() -> None:
     figure, [[axis]] = axes()
     add_stairs(axis, [ChartLine("none", ()), ChartLine("one", ((0.0, 2.0), (1.0, 0.0)))])

@@ -118,6 +118,8 @@ def tiers(groups: Sequence[ArmGroup]) -> "Figure | None":
 def remaining(groups: Sequence[ArmGroup]) -> "Figure | None":
     """Requests in flight over a generation step."""
     lines = [ChartLine(group.title, group.first.run.remaining) for group in groups]
+    if not any(line.points for line in lines):
+        return None
     return _stairs(lines, "seconds from the step's beginning", "requests without an answer")
 
 
@@ -132,15 +134,12 @@ def slack(groups: Sequence[ArmGroup]) -> "Figure | None":
     if not any(value > 0 for line in lines for value, _ in line.points):
         return None
     figure = _stairs(lines, "window, milliseconds", "% of windows that are no longer")
-    if figure is not None:
-        figure.axes[0].set_xscale("log")
-        figure.axes[0].xaxis.set_major_formatter(lambda value, _: number(value))
+    figure.axes[0].set_xscale("log")
+    figure.axes[0].xaxis.set_major_formatter(lambda value, _: number(value))
     return figure
 
 
-def _stairs(lines: Sequence[ChartLine], x_label: str, y_label: str) -> "Figure | None":
-    if not any(line.points for line in lines):
-        return None
+def _stairs(lines: Sequence[ChartLine], x_label: str, y_label: str) -> "Figure":
     figure, [[axis]] = axes()
     add_stairs(axis, lines)
     axis.set(xlabel=x_label, ylabel=y_label, ylim=(0, None), xmargin=0.01)

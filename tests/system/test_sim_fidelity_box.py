@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from orchestrrl.lab.box import enter
-from orchestrrl.lab.sim.net.fluid import finish_s
-from orchestrrl.lab.sim.net.max_min import rates
+from orchestrrl.lab.sim.net.fluid import finish_s, rates
 from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 
 pytestmark = pytest.mark.timeout(600)

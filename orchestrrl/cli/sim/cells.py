@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.results import ClusterResult
-    from orchestrrl.lab.sim.rl.summary import SummaryRow
+    from orchestrrl.lab.sim.rl.results import ClusterResult, SummaryRow
 
 STAGES = ("gen", "train", "sync", "waits", "idle gen", "idle train", "staleness")
 LEGEND = (

@@ -62,7 +62,7 @@ def run(
     if json:
         _print_json(chosen, results)
         return
-    from orchestrrl.lab.sim.rl.summary import rows
+    from orchestrrl.lab.sim.rl.results import rows
 
     columns = ("fabric", "arm", *STAGES, "samples/s", "network", "per M$", "with GPUs")
     cells = [
@@ -91,7 +91,7 @@ def compare(
     if json:
         _print_json(chosen, results)
         return
-    from orchestrrl.lab.sim.rl.summary import rows
+    from orchestrrl.lab.sim.rl.results import rows
 
     columns = ("fabric", "arm", "samples/s", "vs first", "network", "per M$", "per M$ vs first", "Pareto", *STAGES)
     cells = [
@@ -232,7 +232,7 @@ def _narrowed(
 
 
 def _print_json(scenario: "ClusterScenario", results: "Sequence[ClusterResult]") -> None:
-    from orchestrrl.lab.sim.rl.summary import rows
+    from orchestrrl.lab.sim.rl.results import rows
 
     def without(result: "ClusterResult") -> dict[str, Any]:
         document = asdict(result)

@@ -14,7 +14,7 @@ from orchestrrl.cli.sim.generation import check_folder, make_folder, or_faults, 
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.summary import SummaryRow
+    from orchestrrl.lab.sim.rl.results import SummaryRow
     from orchestrrl.lab.sim.rl.sweep import SweepPoint, Swept
 
 
@@ -38,10 +38,8 @@ def sweep(
     Example: `orchestrrl sim sweep sweep.yaml --out out/sweep && orchestrrl sim report out/sweep`
     """
     from orchestrrl.lab.sim.rl import sweep as sweeps
-    from orchestrrl.lab.sim.rl.results import SUFFIX, parse
-    from orchestrrl.lab.sim.rl.summary import rows
-    from orchestrrl.lab.sim.rl.sweep_ray import OnRay
-    from orchestrrl.lab.sim.rl.sweep_workers import Processes
+    from orchestrrl.lab.sim.rl.results import SUFFIX, parse, rows
+    from orchestrrl.lab.sim.rl.sweep_workers import OnRay, Processes
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     with reporting_errors():

@@ -18,7 +18,7 @@ from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
 from orchestrrl.lab.demo.step import DemoStepRecord, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim import step as simulation
-from orchestrrl.lab.sim.oracle import best_step, lower_bound_s
+from orchestrrl.lab.sim.step import best_step, lower_bound_s
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from planner.model import RequestId

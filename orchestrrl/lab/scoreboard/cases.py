@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.sim.cost.prices import network_cost_usd
+from orchestrrl.lab.sim.cost import network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.loop import FixedTimes, run_loop
-from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
+from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import TUNED, ArmTimes, FabricStages
-from orchestrrl.lab.sim.rl.sync_delays import SyncTime
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.model import TrainJob
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob
 
 FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
 NAMES = {

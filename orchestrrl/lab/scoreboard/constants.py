@@ -137,11 +137,11 @@ ELSEWHERE: Mapping[str, str] = {
     "planner/cost/hardware.py": "rates and sizes of GPUs, from data sheets",
     "planner/cost/engine_constants.py, planner/cost/fitted.py": "what engines reach of them, fitted to measurements",
     "planner/cost/paper.py": "the paper's engine: host time, fitted to the six times of section 2.1",
-    "orchestrrl/lab/sim/train/constants.py": "efficiency of kernels and what Megatron overlaps",
+    "orchestrrl/lab/sim/train/model.py": "efficiency of kernels and what Megatron overlaps",
     "orchestrrl/lab/sim/net/model.py": "latencies, MTU, NVLink of a server (section 7.2)",
-    "orchestrrl/lab/sim/net/tuning.py": "NCCL's algorithms",
+    "orchestrrl/lab/sim/net/collectives.py": "NCCL's algorithms",
     "orchestrrl/lab/sim/net/fabrics/": "what each fabric is built of",
-    "orchestrrl/lab/sim/cost/prices.py": "prices of components (table 4) and of GPUs",
+    "orchestrrl/lab/sim/cost.py": "prices of components (table 4) and of GPUs",
 }
 
 

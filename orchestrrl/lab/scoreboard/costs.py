@@ -8,11 +8,11 @@ from orchestrrl.lab.scoreboard.cases import FABRICS, NAMES, TITLES, Case, Steady
 from orchestrrl.lab.scoreboard.fabrics import MODELS
 from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
-from orchestrrl.lab.sim.cost.prices import gpus_cost_usd, network_cost_usd
+from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.summary import pareto
+from orchestrrl.lab.sim.rl.results import pareto
 
 GPUS = 2048
 LANES = (

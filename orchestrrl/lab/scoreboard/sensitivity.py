@@ -18,15 +18,12 @@ from orchestrrl.lab.scoreboard.rows import beyond
 from orchestrrl.lab.sim.net.collectives import all_reduce
 from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
-from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.net.timing import seconds
-from orchestrrl.lab.sim.net.transfer import MessageTransfer
+from orchestrrl.lab.sim.net.fluid import seconds
+from orchestrrl.lab.sim.net.model import MessageTransfer, Servers
 from orchestrrl.lab.sim.rl.stages import ArmTimes
 from orchestrrl.lab.sim.train.compute import stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.periods import periods_of
-from orchestrrl.lab.sim.train.ranks import crosses, groups
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, crosses, groups, periods_of, traffic
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from planner.fabric.topology import DEVICES

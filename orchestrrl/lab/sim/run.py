@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.ceiling import Ceiling, ceiling
-from orchestrrl.lab.sim.controlled import ControlledRun, Report
+from orchestrrl.lab.sim.controlled import ControlledRun, EngineSpan, Report, SeedRun
 from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
-from orchestrrl.lab.sim.known import best_known, best_prompts_known
-from orchestrrl.lab.sim.results import EngineSpan, SeedRun
+from orchestrrl.lab.sim.known import Ceiling, best_known, best_prompts_known, ceiling
 from orchestrrl.lab.sim.scenario import ARMS, GenerationScenario
 from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
 from orchestrrl.lab.sim.workload import SimRequest, redrawn, requests_of_step

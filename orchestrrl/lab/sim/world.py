@@ -23,9 +23,8 @@ from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
-from orchestrrl.lab.sim.engines import EngineKind, EnginePlacement, VirtualEngine
+from orchestrrl.lab.sim.engines import EngineKind, EnginePlacement, VirtualEngine, VirtualManaged
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
-from orchestrrl.lab.sim.managed import VirtualManaged
 from orchestrrl.lab.sim.network import Node, NodeNetwork
 from orchestrrl.lab.sim.scenario import GenerationFaultSection, GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
-from orchestrrl.lab.simulated_engine.kv_handover import KvLink
+from orchestrrl.lab.simulated_engine.options import KvLink
 from orchestrrl.lab.simulated_engine.requests import SimulatedRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress
 from orchestrrl.lab.simulated_engine.tokens import EOS, Generation, TokenModel

@@ -1,14 +1,85 @@
-"""When flows end that begin together: those that are done leave their room to the others, and rates are max-min fair at
-every moment. Beside them others may go on all the while, that want so much a second and no more. Pure."""
+"""Max-min fair rates of flows, when flows end that begin together, and how long collectives take. Pure.
 
+All flows' rates are raised alike, and those over a link that is full stay (progressive filling; Bertsekas and Gallager,
+Data Networks, section 6.5.2). Flows that are done leave their room to the others, so that rates are max-min fair at
+every moment. Beside them steady flows may continue throughout, each with a constant rate that it does not exceed.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
-from orchestrrl.lab.sim.net.max_min import filled, rates
-from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork
-from orchestrrl.lab.sim.net.problem import problem_of, reduced, routes_of
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, MessageTransfer
+from orchestrrl.lab.sim.net.problem import FlowProblem, problem_of, reduced, routes_of
+
+
+def rates(network: LinkNetwork, flows: GpuFlows, *, weight: Floats | None = None, cap: Floats | None = None) -> Floats:
+    """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `weight` [flow]:
+    rates are raised in proportion to it; `cap` [flow], bytes/s: no flow takes more."""
+    level = levels(problem_of(network, routes_of(network, flows), weight, cap))
+    return level if weight is None else level * weight
+
+
+def levels(problem: FlowProblem) -> Floats:
+    """[row]. One filling takes less than finding rows that are alike; that pays where flows end one after the other."""
+    return np.asarray(filled(problem.capacity, problem.begin, problem.link, problem.load, np.arange(problem.rows)))
+
+
+@njit(cache=True)
+def filled(capacity: Floats, begin: Ints, link: Ints, load: Floats, rows: Ints) -> Floats:
+    """Levels [row of `rows`] of those alone. The link that is full first is taken from a heap; links' levels only rise
+    as rows are settled, so that one that is out of date goes back with its new level."""
+    links = len(capacity)
+    count, weight = np.zeros(links + 1, np.int64), np.zeros(links)
+    for r in rows:
+        for e in range(begin[r], begin[r + 1]):
+            count[link[e] + 1] += 1
+            weight[link[e]] += load[e]
+    start = np.cumsum(count)
+    at, row_of, load_of = start[:-1].copy(), np.empty(start[-1], np.int64), np.empty(start[-1])
+    for i in range(len(rows)):
+        for e in range(begin[rows[i]], begin[rows[i] + 1]):
+            row_of[at[link[e]]], load_of[at[link[e]]] = i, load[e]
+            at[link[e]] += 1
+    left, open_rows = capacity.copy(), count[1:]
+    level = np.full(len(rows), np.inf)
+    heap = [(left[i] / weight[i], i) for i in range(links) if open_rows[i] > 0 and weight[i] > 0]
+    heapq.heapify(heap)
+    reached = 0.0
+    while len(heap) > 0:
+        at_level, i = heapq.heappop(heap)
+        if open_rows[i] == 0:
+            continue
+        now = max(left[i], 0.0) / weight[i] if weight[i] > 0 else at_level
+        if now > at_level and len(heap) > 0 and now > heap[0][0]:
+            heapq.heappush(heap, (now, i))
+            continue
+        reached = max(reached, _exact(capacity[i], start[i], start[i + 1], row_of, load_of, level))
+        for k in range(start[i], start[i + 1]):
+            r = row_of[k]
+            if level[r] == np.inf:
+                level[r] = reached
+                for e in range(begin[rows[r]], begin[rows[r] + 1]):
+                    left[link[e]] -= load[e] * reached
+                    weight[link[e]] -= load[e]
+                    open_rows[link[e]] -= 1
+    return level
+
+
+@njit(cache=True)
+def _exact(capacity: float, start: int, end: int, row_of: Ints, load_of: Floats, level: Floats) -> float:
+    """The level at which a link is full, summed anew: what was kept by subtraction has lost digits."""
+    used, weight = 0.0, 0.0
+    for k in range(start, end):
+        if level[row_of[k]] == np.inf:
+            weight += load_of[k]
+        else:
+            used += load_of[k] * level[row_of[k]]
+    return max(capacity - used, 0.0) / weight
+
 
 TOLERANCE = 1e-3
 
@@ -166,3 +237,40 @@ def _drained(
         active = active[ends > limit]
         now_s = until_s
     return end_s, behind
+
+
+def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer], *, tolerance: float = TOLERANCE) -> Floats:
+    """[transfer], all beginning together. Each ends when its last flow does, its rounds' latency later. A message of
+    one round takes as long as the slowest; those of several rounds go from server to server, in turn over every flow
+    that leaves one: they take these flows' mean each."""
+    flows = GpuFlows.joined([each.flows for each in transfers])
+    routes = routes_of(network, flows)
+    finish_s = finish_routed_s(network, flows, routes, tolerance=tolerance)
+    elapsed_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
+    for i, each in enumerate(transfers):
+        end = begin + len(each.flows)
+        if end > begin:
+            elapsed_s[i] += finish_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
+        begin = end
+    return elapsed_s
+
+
+def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Floats) -> float:
+    """Of all rounds; `latency_s` [flow]."""
+    if transfer.rounds <= 1:
+        return float(latency_s.max()) * transfer.rounds
+    per_server = network.servers.gpus_per_server
+    leaves = transfer.flows.src // per_server != transfer.flows.dst // per_server
+    return float(latency_s[leaves].mean() if leaves.any() else latency_s.mean()) * transfer.rounds
+
+
+def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> Mapping[LinkTier, float]:
+    """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
+    for who has them already."""
+    routes = routes_of(network, flows) if routes is None else routes
+    of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
+    by_link = np.bincount(routes.link, of_entry, len(network.tier))
+    known = list(LinkTier)
+    tiers = np.array([known.index(each) for each in network.tier], np.int64)
+    total = np.bincount(tiers, by_link, len(known))
+    return {tier: float(total[i]) for i, tier in enumerate(known) if total[i] > 0}

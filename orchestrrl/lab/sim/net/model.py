@@ -1,4 +1,4 @@
-"""What the network simulator speaks of: servers, links, routes and flows. Values only.
+"""Values of the network simulator: servers, links, routes, flows, and the messages of a collective.
 
 GPUs are numbered through the cluster, server by server: GPU g is on server g // gpus_per_server, in place
 g % gpus_per_server, and so is NIC n. Links are directed and may stand for a bundle of equal ones between the same two
@@ -162,3 +162,18 @@ class LinkNetwork:
             raise ValueError(f"{len(self.capacity_bytes_per_s)} links, and tiers of {len(self.tier)}")
         if not np.all(self.capacity_bytes_per_s >= 0):
             raise ValueError("capacities must be >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTransfer:
+    """`rounds` are messages between servers that wait for each other. What does not depend on the network is in
+    `overhead_s`: launching, and steps inside a server."""
+
+    flows: GpuFlows
+    rounds: int = 1
+    label: str = ""
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0 or not self.overhead_s >= 0:
+            raise ValueError(f"rounds and overhead_s must be >= 0, got {self.rounds} and {self.overhead_s}")

@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page.display_names import LANES, STAGES, TIERS, display_name, number, rank
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
 from orchestrrl.lab.sim.rl.model import RlRun, TimelineSpan
-from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM
+from orchestrrl.lab.sim.rl.training import RESPONSE_STREAM
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

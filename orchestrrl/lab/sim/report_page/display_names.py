@@ -5,7 +5,7 @@ from math import isfinite
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.net.model import LinkTier
-from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM
+from orchestrrl.lab.sim.rl.training import RESPONSE_STREAM
 
 # In the order in which they are shown.
 STAGES: Mapping[str, str] = {

@@ -9,16 +9,12 @@ from dataclasses import replace
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import options_of
 from orchestrrl.lab.sim.net.model import GpuFlows
-from orchestrrl.lab.sim.rl.generation_bytes import token_flows
-from orchestrrl.lab.sim.rl.generation_exchange import leaves_servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed, leaves_servers, token_flows
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.weight_sync import steps_of
-from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of
-from orchestrrl.lab.sim.rl.weight_sync_site import site_of
-from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
-from orchestrrl.lab.sim.train.model import TrainJob
-from orchestrrl.lab.sim.train.periods import periods
+from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of, site_of
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainJob
+from orchestrrl.lab.sim.train.traffic import periods
 from orchestrrl.lab.sim.workload import mean_tokens
 
 

@@ -15,12 +15,10 @@ from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.known import best_known, best_prompts_known
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.rl.generation_bytes import Exchanged, summed
-from orchestrrl.lab.sim.rl.generation_exchange import TokenExchange
 from orchestrrl.lab.sim.rl.generation_fast import FastStep, run_fast
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.generation_kv import OverFabric
+from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, TokenExchange, UniformFleet, deployed, summed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.kv_moves import OverFabric
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.run import FUTURES, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import (

@@ -1,17 +1,31 @@
-"""Which GPUs the instances of one configuration take, as the deployer deals them out. Pure.
+"""GPUs of a configuration's instances, the exchanges between them, and what the network gives to those. Pure.
 
-Inside servers, or on whole ones in a row; under AFD the attention GPUs come first. Instances that fit into a PoD of the
-fabric stay inside one. The servers that PoDs have left over make instances together where that narrows nothing, as in
-trees of packet switches; else they stay idle: such an instance would get half or a third of what the others get.
+Instances are inside servers, or on whole ones in a row; under AFD the attention GPUs come first. Instances that fit
+into a PoD of the fabric stay inside one. The servers that PoDs have left over make instances together where that
+narrows nothing, as in trees of packet switches; else they stay idle: such an instance would get half or a third of what
+the others get.
+
+EP sends all-to-all among an instance's ranks, AFD from attention to FFN and back, wide TP round rings of rails. A rate
+is what a GPU has to send over the time until the instance's last flow is through, as the roofline
+(planner/cost/roofline.py) divides by it: tensor parallelism sums up twice in each layer, experts that are spread have
+each token sent to its experts and back, and so have the FFN GPUs under AFD. Of several configurations each is taken to
+have the whole fleet to itself.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import Pods
-from orchestrrl.lab.sim.net.model import Ints, Servers
+from orchestrrl.lab.sim.net.collectives import m2n
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
+from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
+from orchestrrl.lab.sim.net.problem import routes_of
+from planner.cost.models import Model
 from planner.cost.profile import Parallelism
+from planner.cost.roofline import ACTIVATION_BYTES
+from planner.model import ConfigurationId
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +98,138 @@ def _in_pods(servers: Ints, each: int, pods: Pods) -> Ints:
     rows = np.concatenate([*(group[:count] for group, count in zip(groups, whole, strict=True)), rest])
     rows = rows.reshape(-1, each)
     return np.asarray(rows[np.argsort(rows[:, 0])])
+
+
+# Of each GPU. Large against latencies, so that rates are those of the links.
+SENT_BYTES = 64e6
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExchange:
+    """In the mean over instances. `extra_hop_s`: beyond what two links and one switch take."""
+
+    bytes_per_s: float  # of each GPU
+    slowest_bytes_per_s: float  # of the GPUs of the instance that gets least
+    extra_hop_s: float
+
+
+def leaves_servers(fleet: UniformFleet, servers: Servers) -> bool:
+    return fleet.parallelism.gpus > servers.gpus_per_server
+
+
+def pattern(fleet: UniformFleet, sent_bytes: float, servers: Servers) -> tuple[GpuFlows, Ints]:
+    """What a fleet's instances send, `sent_bytes` by each GPU (under AFD, of the smaller side), and whose each flow
+    is."""
+    p = fleet.parallelism
+    if p.afd:
+        each = sent_bytes * min(p.attention_gpus, p.ffn_gpus) / (p.attention_gpus * p.ffn_gpus)
+        both_ways = [
+            m2n(src, dst, each, servers).flows
+            for attention, ffn in zip(fleet.attention, fleet.ffn, strict=True)
+            for src, dst in ((attention, ffn), (ffn, attention))
+        ]
+        flows = GpuFlows.joined(both_ways)
+    elif p.dp > 1:
+        src, dst = np.repeat(fleet.gpus, p.gpus, axis=1), np.tile(fleet.gpus, (1, p.gpus))
+        other = src[0] != dst[0]  # the same places in each instance
+        flows = _alike(src[:, other], dst[:, other], sent_bytes / (p.gpus - 1))
+    else:
+        flows = _alike(fleet.gpus, np.roll(fleet.gpus, -servers.gpus_per_server, axis=1), sent_bytes)
+    return flows, np.repeat(np.arange(len(fleet)), len(flows) // max(1, len(fleet)))
+
+
+def _alike(src: Ints, dst: Ints, bytes: float) -> GpuFlows:
+    return GpuFlows(src.reshape(-1), dst.reshape(-1), np.full(src.size, bytes))
+
+
+def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
+    """Of a stretch of generation in which this fleet is deployed."""
+    demand = pattern(fleet, SENT_BYTES, servers)[0] if leaves_servers(fleet, servers) else GpuFlows.none()
+    return Period.of(f"gen {name}", FabricStage.GEN, demand)
+
+
+def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenExchange:
+    """On the fabric as it is made for this fleet alone."""
+    return exchange_on(fabric.network(gen_period(fleet, fabric.servers, name)), fleet)
+
+
+def exchange_on(network: LinkNetwork, fleet: UniformFleet) -> TokenExchange:
+    servers = network.servers
+    flows, instance = pattern(fleet, SENT_BYTES, servers)
+    routes = routes_of(network, flows)
+    wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
+    np.maximum.at(wire_s, instance, finish_routed_s(network, flows, routes))
+    nearest_s = 2 * servers.propagation_s + servers.processing_s
+    return TokenExchange(
+        SENT_BYTES / float(wire_s.mean()),
+        SENT_BYTES / float(wire_s.max()),
+        max(0.0, float(latency_s.max()) - nearest_s),
+    )
+
+
+TierBytes = Mapping[str, float]
+
+
+def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows:
+    """That a token causes as it passes an engine, in the mean over the fleet: each instance has as many tokens."""
+    p = fleet.parallelism
+    vector = model.layers * model.hidden * ACTIVATION_BYTES
+    parts = _summed_up(fleet, (1.0 if p.afd else 2.0) * vector, servers)
+    if p.afd or (p.dp > 1 and model.moe):
+        copies = float(model.experts_per_token if model.moe else 1)
+        if p.afd:
+            copies = min(copies, p.ffn_gpus)
+        else:
+            copies *= (p.gpus - p.tp) / p.gpus  # the others are on the token's own GPUs
+        flows, _ = pattern(fleet, 1.0, servers)
+        parts.append(flows.times(2.0 * vector * copies / float(flows.bytes.sum())))
+    return GpuFlows.joined(parts)
+
+
+def _summed_up(fleet: UniformFleet, size: float, servers: Servers) -> list[GpuFlows]:
+    """A token's vectors, over the GPUs of its attention replica: rings in servers, and round servers rail by rail."""
+    tp, each = fleet.parallelism.tp, servers.gpus_per_server
+    if tp == 1:
+        return []
+    inside = min(tp, each)
+    replicas = fleet.attention.reshape(-1, tp)
+    given = 2.0 * (inside - 1) / inside * size / len(replicas)
+    found = [_rings(replicas.reshape(-1, inside), 1, given)] if inside > 1 else []
+    if tp > each:
+        nodes = tp // each
+        found.append(_rings(replicas, each, 2.0 * (nodes - 1) / nodes / each * size / len(replicas)))
+    return found
+
+
+def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
+    """[ring, member]: each to the one so many places on."""
+    src, dst = members.reshape(-1), np.roll(members, -apart, axis=1).reshape(-1)
+    return GpuFlows(src, dst, np.full(len(src), given))
+
+
+@dataclass
+class Exchanged:
+    """Of engines on a fabric; each configuration is looked at once."""
+
+    fabric: SimulatedFabric
+    where: GenGpus
+    model: Model
+    _of_token: dict[ConfigurationId, TierBytes] = field(default_factory=dict)
+
+    def of(self, configuration: ConfigurationId, parallelism: Parallelism, tokens: float) -> TierBytes:
+        """Of so many tokens that pass engines of this configuration, generated or prefilled."""
+        if configuration not in self._of_token:
+            servers = self.fabric.servers
+            fleet = deployed(parallelism, self.where, servers, self.fabric.pods)
+            network = self.fabric.network(gen_period(fleet, servers, configuration))
+            found = tier_bytes(network, token_flows(fleet, self.model, servers))
+            self._of_token[configuration] = {tier.value: size for tier, size in found.items()}
+        return {tier: size * tokens for tier, size in self._of_token[configuration].items()}
+
+
+def summed(parts: "list[TierBytes]") -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for tier, size in part.items():
+            found[tier] = found.get(tier, 0.0) + size
+    return found

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.rl.generation_exchange import TokenExchange, exchange, leaves_servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TokenExchange, deployed, exchange, leaves_servers
 from planner.cost.engines import EngineModel
 from planner.cost.hardware import GpuModel
 from planner.cost.models import Model

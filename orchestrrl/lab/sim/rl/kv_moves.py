@@ -7,17 +7,18 @@ to nothing beside the network. All KV sets out at once; what an instance compute
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_routed_s
+from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.net.timing import tier_bytes
-from planner.model import Parallelism
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
+from orchestrrl.lab.sim.rl.generation_records import KvOutcome, Leaving
+from planner.model import GpuId, Parallelism
 from planner.solver.problem import KvTransferCost
 
 # In which instances may leave the network to the others: each works out circuits and times. After the last, those that
@@ -192,3 +193,48 @@ def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Int
         ends_s = finish_routed_s(network, flows, routes) + routes.latency_s
         np.maximum.at(arrived_s, destination, ends_s[of])
     return arrived_s
+
+
+Place = tuple[Parallelism, tuple[GpuId, ...]]
+
+
+@dataclass(frozen=True)
+class OverFabric:
+    """Engines' GPUs are numbered from `where.first` on. Circuits are set for it where the fabric has any, while the new
+    engines start."""
+
+    fabric: SimulatedFabric
+    where: GenGpus
+    kv_bytes_per_token: float
+
+    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
+        place, homes, wishes = self._wishes_of(leaving)
+        rates = np.ones(len(homes))
+        for each in leaving:
+            rates[place[each.destination]] = each.prefill_tokens_per_s
+        moved = move_kv(homes, wishes, self.kv_bytes_per_token, rates, self.fabric)
+        by_network = frozenset(each.request for each, sent in zip(leaving, moved.transferred, strict=True) if sent)
+        # What is computed again, the engines' own prefill takes.
+        ready_s = {
+            each.destination[1]: float(moved.ready_s[place[each.destination]])
+            for each in leaving
+            if each.request in by_network
+        }
+        return KvOutcome(ready_s, by_network, moved.bytes, moved.tier_bytes)
+
+    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
+        _, homes, wishes = self._wishes_of(leaving)
+        return kv_tier_bytes(homes, wishes, self.kv_bytes_per_token, self.fabric)
+
+    def _wishes_of(self, leaving: Sequence[Leaving]) -> tuple[dict[Place, int], list[Home], list[KvWish]]:
+        """Engines by their place in the list of homes."""
+        engines = sorted({each.source for each in leaving} | {each.destination for each in leaving}, key=_key)
+        place = {engine: number for number, engine in enumerate(engines)}
+        homes = [Home(layout, np.array(gpus) + self.where.first) for layout, gpus in engines]
+        wishes = [KvWish(place[each.source], place[each.destination], each.context_tokens) for each in leaving]
+        return place, homes, wishes
+
+
+def _key(engine: Place) -> tuple[object, ...]:
+    """Of engines one after another on the same GPUs, too."""
+    return engine[1], astuple(engine[0])

@@ -21,10 +21,8 @@ from math import inf
 from typing import Protocol
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.rl.loop_outcome import idle_shares, staleness
-from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch, Slowed, SyncTime, idle_shares, staleness
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun, TimelineSpan
-from orchestrrl.lab.sim.rl.sync_delays import Slowed, SyncTime
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""The rules of a loop, and what follows from them and from counts of samples before any time is known. Pure."""
+"""The rules of a loop, what follows from them and from counts of samples, and figures of a finished time line. Pure."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from orchestrrl.lab.sim.rl.model import Holds, LoopMode
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage
+from orchestrrl.lab.sim.rl.model import Holds, LoopMode, TimelineSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,74 @@ class Needs:
             versions.append(version)
             trained.append(begun_steps)
         return cls(done, taken, tuple(versions), tuple(trained))
+
+
+def staleness(batches: Sequence[SampleBatch], begun_with: Sequence[int], taken: Sequence[int]) -> Mapping[int, int]:
+    """Samples that were trained on, by the versions that they were behind."""
+    order: deque[tuple[int, int]] = deque(
+        (version, batch.begun) for batch, version in zip(batches, begun_with, strict=True)
+    )
+    behind: Counter[int] = Counter()
+    for step, wanted in enumerate(later - sooner for sooner, later in pairwise(taken)):
+        while wanted:
+            version, count = order.popleft()
+            some = min(count, wanted)
+            behind[step - version] += some
+            wanted -= some
+            if count > some:
+                order.appendleft((version, count - some))
+    return {versions: behind[versions] for versions in sorted(behind)}
+
+
+def idle_shares(
+    spans: Sequence[TimelineSpan], from_s: float, until_s: float, shared: bool
+) -> Mapping[FabricStage, float]:
+    """Of each stage's GPUs, between the two times."""
+    if until_s <= from_s:
+        return {}
+    busy_s = dict.fromkeys((FabricStage.TRAIN, FabricStage.GEN), 0.0)
+    for span in spans:
+        if span.stage in busy_s:
+            busy_s[span.stage] += max(0.0, min(span.end_s, until_s) - max(span.begin_s, from_s))
+    if shared:
+        busy_s = dict.fromkeys(busy_s, sum(busy_s.values()))
+    return {stage: max(0.0, 1 - seconds / (until_s - from_s)) for stage, seconds in busy_s.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTime:
+    """`held_s`: what those beside it are late by, if they are at work all the while."""
+
+    seconds: float
+    held_s: Mapping[FabricStage, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Slowed:
+    """A lane of the time line, and the stretches in which part of its work does not get done."""
+
+    _stretches: list[tuple[float, float, float]] = field(default_factory=list)  # begin, end, share that is lost
+
+    def add(self, begin_s: float, end_s: float, held_s: float) -> None:
+        """One that begins within the one before is moved behind it."""
+        if held_s > 0 and end_s > begin_s:
+            late_s = max(0.0, self._stretches[-1][1] - begin_s) if self._stretches else 0.0
+            self._stretches.append((begin_s + late_s, end_s + late_s, min(1.0, held_s / (end_s - begin_s))))
+
+    def held_s(self, begin_s: float, work_s: float) -> float:
+        """By which work that begins then ends later than it would."""
+        now_s, left_s, held_s = begin_s, work_s, 0.0
+        for from_s, until_s, lost in self._stretches:
+            if until_s <= now_s:
+                continue
+            left_s -= max(0.0, from_s - now_s)
+            now_s = max(now_s, from_s)
+            done_s = (until_s - now_s) * (1 - lost)
+            if left_s <= 0:
+                return held_s
+            if left_s < done_s:
+                return held_s + left_s * lost / (1 - lost)
+            held_s += (until_s - now_s) * lost
+            left_s -= done_s
+            now_s = until_s
+        return held_s

@@ -6,17 +6,15 @@ from typing import TypeVar
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.lab.sim.controlled import CONTROLS
-from orchestrrl.lab.sim.cost.power import TRANSCEIVER_W, network_power_w
-from orchestrrl.lab.sim.cost.prices import PRICES_USD, network_cost_usd
+from orchestrrl.lab.sim.cost import PRICES_USD, TRANSCEIVER_W, network_cost_usd, network_power_w
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.generation_fleet import left_idle
 from orchestrrl.lab.sim.rl.loop import run_loop
 from orchestrrl.lab.sim.rl.model import RlRun, SyncStage, TimelineSpan, TrainStage
-from orchestrrl.lab.sim.rl.response_stream import RESPONSE_STREAM, ResponseStream, response_stream
 from orchestrrl.lab.sim.rl.results import Bill, ClusterResult
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages, lane_of
-from orchestrrl.lab.sim.rl.training import LOG_PROBS
+from orchestrrl.lab.sim.rl.training import LOG_PROBS, RESPONSE_STREAM, ResponseStream, response_stream
 
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all

@@ -12,12 +12,11 @@ from math import ceil, lcm
 from typing import TypeVar
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.lab.sim.rl.results import ClusterResult
+from orchestrrl.lab.sim.rl.results import ClusterResult, rows
 from orchestrrl.lab.sim.rl.run import Report, run_arm
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.scenario_file import faults_between_sections
 from orchestrrl.lab.sim.rl.stages import TUNED, FabricStages
-from orchestrrl.lab.sim.rl.summary import rows
 from orchestrrl.lab.sim.scenario import ARMS
 
 Found = TypeVar("Found")

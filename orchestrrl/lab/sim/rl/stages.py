@@ -19,16 +19,14 @@ from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
 from orchestrrl.lab.sim.rl.loop import GenTime
-from orchestrrl.lab.sim.rl.loop_rules import SampleBatch
+from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
-from orchestrrl.lab.sim.rl.sync_delays import SyncTime
 from orchestrrl.lab.sim.rl.training import training_bytes, training_stage
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
-from orchestrrl.lab.sim.rl.weight_sync_beside import Beside, generation_beside, training_beside
-from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
+from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, generation_beside, training_beside
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
-from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
 from planner.cost.profile import EngineProfile
 
 TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps

@@ -1,5 +1,5 @@
 """Many scenarios from one: a grid over dotted paths of a base. Points, and what became of them; who runs them is
-sweep_workers.py and sweep_ray.py.
+sweep_workers.py.
 
 A point's results are a file of their own, named by the digest of its scenario and written whole: a sweep that was cut
 short goes on where it was, and a point that fails holds nobody up.

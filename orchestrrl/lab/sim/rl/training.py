@@ -1,23 +1,29 @@
-"""A training step of RL: forward passes for log-probabilities, then optimiser steps on shares of the samples, each with
-an exchange of gradients. Pure.
+"""A training step of RL, and the answers that reach it: log-probabilities first, then optimiser steps. Pure.
 
-As veRL and NeMo-RL train with GRPO: log-probabilities of the answers are worked out again under the policy as it is
-before the step, for the engine's own differ, and under a reference model where there is a KL term.
+As veRL and NeMo-RL train with GRPO: log-probabilities of the answers are computed again under the policy as it is
+before the step, for the engine's own differ, and under a reference model where there is a KL term. Each optimiser step
+has its share of the samples and its own exchange of gradients.
+
+Answers go to the trainer as soon as each is there (table 1 of the OrchestrRL paper: RS): a token's id and its
+log-probability, once for each sample; what the ranks of a replica pass on to each other is left out. They are counted,
+and take no time of the loop: answers go while others are generated.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
-from orchestrrl.lab.sim.net.timing import tier_bytes
+from orchestrrl.lab.sim.net.problem import routes_of
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TierBytes
 from orchestrrl.lab.sim.rl.model import TrainStage
-from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
-from orchestrrl.lab.sim.train.flops import forward_flops, step_flops
-from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
-from orchestrrl.lab.sim.train.periods import periods_of
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, forward_times, traffic
+from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, forward_times, periods_of, traffic
 
 LOG_PROBS = "log probs"  # of a stage's parts
 
@@ -110,3 +116,30 @@ def _sent(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConst
         forward = {kind: exchanges[kind] for kind in FORWARD_BACKWARD if kind in exchanges}
         often = {kind: recipe.log_prob_passes * forward_times(job, kind, each) for kind, each in forward.items()}
         yield job, exchanges, often
+
+
+RESPONSE_STREAM = "response_stream"  # among the stages of RlRun.tier_bytes
+TOKEN_BYTES = 8.0 + 4.0  # an id of 64 bits, as tensors of token ids have it, and a log-probability of 32
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStream:
+    """Of a generation step. `seconds`: of the network, were all of it sent at once."""
+
+    bytes: float
+    seconds: float
+    tier_bytes: TierBytes
+
+
+def response_stream(job: TrainJob, where: GenGpus, fabric: SimulatedFabric) -> ResponseStream:
+    """Of all samples of `job`, prompt and answer, dealt over the GPUs of either side in turn."""
+    total = job.sequences * job.tokens * TOKEN_BYTES
+    turns = np.arange(max(where.count, job.layout.gpus))
+    src, dst = where.first + turns % where.count, job.first_gpu + turns % job.layout.gpus
+    apart = src != dst
+    flows = GpuFlows(src[apart], dst[apart], np.full(int(apart.sum()), total / len(turns)))
+    if not len(flows):
+        return ResponseStream(total, 0.0, {})
+    network = fabric.network(None)
+    seconds = float(finish_routed_s(network, flows, routes_of(network, flows)).max())
+    return ResponseStream(total, seconds, {tier.value: size for tier, size in tier_bytes(network, flows).items()})

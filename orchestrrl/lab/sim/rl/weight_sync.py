@@ -15,17 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_beside, finish_routed_s
+from orchestrrl.lab.sim.net.fluid import finish_beside, finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, LinkNetwork, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.net.timing import tier_bytes
-from orchestrrl.lab.sim.rl.generation_bytes import summed
-from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, summed
 from orchestrrl.lab.sim.rl.model import SyncStage
-from orchestrrl.lab.sim.rl.weight_sync_beside import Beside
-from orchestrrl.lab.sim.rl.weight_sync_flows import FlowStep, naive_steps, tree_steps, two_stage_steps
-from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, shards_of
-from orchestrrl.lab.sim.rl.weight_sync_site import SyncSite, site_of
+from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, FlowStep, naive_steps, tree_steps, two_stage_steps
+from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob
 from planner.sync_tree.model import Shard, SyncProblem
 from planner.sync_tree.plan import make_plan

@@ -1,13 +1,83 @@
-"""What a micro-batch computes on one rank: a layer's kernels, the head's, and the optimizer's step. Pure.
+"""Seconds of a micro-batch's compute on one rank: kernels, a layer, the head, and the optimizer's step. Pure.
 
 Tensor parallelism is with sequence parallelism: norms and residuals see 1/tp of the tokens.
 """
 
+import math
 from dataclasses import dataclass
 
-from orchestrrl.lab.sim.train.flops import attended_pairs
-from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import TrainJob
+from orchestrrl.lab.sim.train.model import SMS, SMS_OF_OTHERS, TrainConstants, TrainJob
+from planner.cost.hardware import GpuModel
+from planner.cost.models import Model
+
+
+def attended_pairs(model: Model, tokens: float, square_tokens: float | None = None) -> float:
+    """Of queries and keys that a causal mask leaves, over all layers of a sequence; in the mean, of sequences with that
+    mean of squares. A layer whose window slides takes all of them to be longer than it, or all to be shorter, as their
+    mean is."""
+    full = (tokens * tokens if square_tokens is None else square_tokens) / 2
+    if not 0 < model.window_tokens < tokens:
+        return model.layers * full
+    window = model.window_tokens
+    return model.layers / 2 * (full + tokens * window - window * window / 2)  # every second layer slides
+
+
+def forward_flops(model: Model, tokens: float, square_tokens: float | None = None) -> float:
+    """Of a sequence. Multiplications and additions of matrix products; attention as the causal mask leaves it."""
+    attention = 4.0 * model.q_heads * model.head_dim * attended_pairs(model, tokens, square_tokens)
+    return 2.0 * model.active_params * tokens + attention
+
+
+def step_flops(model: Model, sequences: int, tokens: float, square_tokens: float | None = None) -> float:
+    """Of an optimiser step: the backward pass asks for twice the forward's."""
+    return 3.0 * sequences * forward_flops(model, tokens, square_tokens)
+
+
+# What thread blocks compute of the product, rows by columns. Libraries choose among many; smaller ones than these read
+# their operands too often to be worth their better fit.
+TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Of one GPU."""
+
+    gpu: GpuModel
+    constants: TrainConstants
+
+    @property
+    def hbm_bytes_per_s(self) -> float:
+        return self.gpu.hbm_bytes_per_s * self.constants.hbm_efficiency
+
+    def gemm_s(self, m: float, n: float, k: float, *, groups: int = 1, accumulates: bool = False) -> float:
+        """A product of m by k with k by n, `groups` of them in one kernel. `accumulates`: added to 32-bit gradients."""
+        if min(m, n, k) <= 0:
+            return 0.0
+        flops = 2.0 * m * n * k * groups
+        compute_s = flops * self._waves_over_work(m, n, groups) / (self.gpu.bf16_flops * self.constants.gemm_efficiency)
+        moved = 2.0 * (m * k + k * n) + (8.0 if accumulates else 2.0) * m * n
+        return max(compute_s, groups * moved / self.hbm_bytes_per_s) + self.constants.kernel_s
+
+    def _waves_over_work(self, m: float, n: float, groups: int) -> float:
+        """Time of full waves over that of the work alone: thread blocks at the edge and the last wave are not full."""
+        sms = SMS.get(self.gpu.name, SMS_OF_OTHERS)
+        return min(
+            math.ceil(groups * math.ceil(m / rows) * math.ceil(n / columns) / sms) * sms * rows * columns
+            for rows, columns in TILES
+        ) / (m * n * groups)
+
+    def attention_s(self, flops: float, tokens: float, *, backward: bool = False) -> float:
+        """Fused, causal, of sequences of so many tokens. `flops` as the mask leaves them. Where lengths differ, their
+        mean of squares over their mean: with this curve that is what they take together."""
+        constants = self.constants
+        best = constants.attention_backward_efficiency if backward else constants.attention_forward_efficiency
+        share = best * tokens / (tokens + constants.attention_half_tokens)
+        return flops / (self.gpu.bf16_flops * share) + constants.kernel_s
+
+    def moves_s(self, moved_bytes: float) -> float:
+        """Reading and writing so many bytes in all."""
+        return moved_bytes / self.hbm_bytes_per_s
+
 
 ACTIVATION_BYTES = 2.0
 ATTENTION_BACKWARD = (

@@ -1,23 +1,184 @@
-"""What an optimiser step takes on a fabric, where the time goes, and the windows that it leaves. Pure."""
+"""A training iteration on a fabric: its collectives on the networks of its periods, its parts, boundaries and windows.
+Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.train.circuits import Taken, shortest
-from orchestrrl.lab.sim.train.compute import optimizer_s
-from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
-from orchestrrl.lab.sim.train.flops import step_flops
-from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
-from orchestrrl.lab.sim.train.networks import TrainingOnFabric, on_fabric
-from orchestrrl.lab.sim.train.passes import WAITS
-from orchestrrl.lab.sim.train.pipeline import Stages, forward_only, run
-from orchestrrl.lab.sim.train.stages import StageLoad, without_network
-from orchestrrl.lab.sim.train.timeline import boundaries, windows
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, traffic
+from orchestrrl.lab.sim.net.fluid import seconds
+from orchestrrl.lab.sim.net.model import Floats, LinkNetwork
+from orchestrrl.lab.sim.train.circuits import Gradients, Taken, shortest
+from orchestrrl.lab.sim.train.compute import Kernels, compute_of, optimizer_s, step_flops
+from orchestrrl.lab.sim.train.model import (
+    MEGATRON,
+    CollectiveBoundary,
+    OverlapWindow,
+    TrainConstants,
+    TrainingIteration,
+    TrainJob,
+)
+from orchestrrl.lab.sim.train.pipeline import PipelineOp, Stages, forward_only, run
+from orchestrrl.lab.sim.train.stages import WAITS, Pass, StageLoad, loaded, without_network
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, layer_periods_of, periods_of, traffic
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOnFabric:
+    """`kept`: gradients on the circuits of forward and backward; `changed`: on those made for them, None where they are
+    the same."""
+
+    given: StageLoad
+    kept: Gradients
+    changed: Gradients | None
+    within_layers: bool
+
+
+def on_fabric(
+    job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective], constants: TrainConstants
+) -> TrainingOnFabric:
+    passes_period, gradients_period = periods_of(job, exchanges)
+    network = fabric.network(passes_period)
+    given = _loaded(job, exchanges, once_s(network, exchanges, FORWARD_BACKWARD), constants)
+    followed = _followed(given, fabric, exchanges) if constants.within_layers else None
+    changed = None
+    if "dp" in given.crossing and fabric.changes(passes_period, gradients_period):
+        changed = gradients(fabric.network(gradients_period), exchanges)
+    return TrainingOnFabric(followed or given, gradients(network, exchanges), changed, followed is not None)
+
+
+def group_of(kind: str) -> str:
+    return "dp" if kind.endswith(("_reduce", "_gather")) else kind
+
+
+def once_s(network: LinkNetwork, exchanges: Mapping[str, GroupCollective], kinds: Iterable[str]) -> dict[str, float]:
+    """Of each kind alone: a rank has one collective under way at a time."""
+    return {kind: float(seconds(network, [exchanges[kind].transfer])[0]) for kind in kinds if kind in exchanges}
+
+
+def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) -> Gradients:
+    """Dense parameters and experts one behind the other: both leave by the same NICs."""
+    try:
+        each_s = once_s(network, exchanges, [kind for kind in exchanges if group_of(kind) == "dp"])
+    except ValueError:  # circuits of another period may leave data-parallel ranks apart
+        return Gradients(math.inf, math.inf)
+    return Gradients(
+        sum(each for kind, each in each_s.items() if kind.endswith("_reduce")),
+        sum(each for kind, each in each_s.items() if kind.endswith("_gather")),
+    )
+
+
+def _loaded(
+    job: TrainJob, exchanges: Mapping[str, GroupCollective], each_s: Mapping[str, float], constants: TrainConstants
+) -> StageLoad:
+    crossing = frozenset(group_of(kind) for kind, each in exchanges.items() if each.crosses)
+    return loaded(job, compute_of(job, Kernels(job.gpu, constants)), each_s, crossing, constants)
+
+
+def _followed(given: StageLoad, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]) -> StageLoad | None:
+    """With circuits for attention and for experts; None where they are the same, a window between the two is too short
+    to change them unnoticed, or nothing is gained."""
+    if not {"cp", "ep"} <= given.crossing:
+        return None
+    attention, experts = layer_periods_of(given.job, exchanges)
+    if not fabric.changes(attention, experts):
+        return None
+    each_s = once_s(fabric.network(attention), exchanges, ("tp", "cp", "pp"))
+    each_s |= once_s(fabric.network(experts), exchanges, ("ep",))
+    found = _loaded(given.job, exchanges, each_s, given.constants)
+    passes, before = (found.passes.forward, found.passes.backward), (given.passes.forward, given.passes.backward)
+    if min(shortest_window_s(found, each) for each in passes) < fabric.reconfigures_s:
+        return None
+    if sum(each.seconds for each in passes) >= sum(each.seconds for each in before):
+        return None
+    return found
+
+
+def shortest_window_s(given: StageLoad, each: Pass) -> float:
+    """Between a collective of the experts and one that is not, layer after layer."""
+    sent, at_s = [], 0.0
+    for segment in each.segments:
+        if given.sends(segment):
+            sent.append((segment.group == "ep", at_s, at_s + segment.sends_s))
+        at_s += segment.seconds
+    after = [*sent[1:], *((kind, begin_s + at_s, end_s + at_s) for kind, begin_s, end_s in sent[:1])]
+    return min(
+        (begin_s - end_s for (kind, _, end_s), (then, begin_s, _) in zip(sent, after, strict=True) if kind != then),
+        default=math.inf,
+    )
+
+
+Sent = tuple[str, float, float]  # group, from, to
+
+
+def boundaries(
+    given: StageLoad, taken: Taken, rank: int, bytes_of: Mapping[str, float]
+) -> tuple[CollectiveBoundary, ...]:
+    """Of a rank of the pipeline, ascending by their begin. `bytes_of`: what it gives in one of each kind."""
+    sent = [each for op in taken.schedule.ops[rank] for each in _of_op(given, taken, op)]
+    found = [CollectiveBoundary(group, begin_s, end_s, bytes_of.get(group, 0.0)) for group, begin_s, end_s in sent]
+    if "dp" in given.crossing:
+        begin_s, end_s = taken.reduced.begin_s[rank] + taken.shift_s, taken.reduced.end_s[rank] + taken.shift_s
+        found += [
+            CollectiveBoundary("dp", 0.0, taken.gather_s, bytes_of.get("dp_gather", 0.0)),
+            CollectiveBoundary("dp", begin_s, end_s, bytes_of.get("dp_reduce", 0.0)),
+        ]
+    return tuple(sorted((each for each in found if each.end_s > each.begin_s), key=lambda each: each.begin_s))
+
+
+def _of_op(given: StageLoad, taken: Taken, op: PipelineOp) -> list[Sent]:
+    side = int(op.backward)
+    begin_s = float(taken.schedule.begin_s[side, op.stage, op.micro]) + taken.shift_s
+    end_s = float(taken.schedule.end_s[side, op.stage, op.micro]) + taken.shift_s
+    found: list[Sent] = []
+    if "pp" in given.crossing:
+        send_s, last = given.stages.send_s, given.job.layout.stages - 1
+        if op.stage < last if op.backward else op.stage > 0:
+            found.append(("pp", *_arrived(taken, op, begin_s, send_s)))
+        if op.stage > 0 if op.backward else op.stage < last:
+            found.append(("pp", end_s, end_s + send_s))
+    each = given.passes.backward if op.backward else given.passes.forward
+    layers = given.job.stage_layers[op.stage]
+    # A first forward pass that waits for its parameters has its layers at its end.
+    first_s = begin_s + (given.head_s(op) if op.backward else end_s - begin_s - given.op_s(op))
+    starts_s = (first_s + each.seconds * np.arange(layers)).tolist()
+    for group, from_s, to_s in _offsets(given, each):
+        found += [(group, at_s + from_s, at_s + to_s) for at_s in starts_s]
+    return found
+
+
+def _arrived(taken: Taken, op: PipelineOp, begin_s: float, send_s: float) -> tuple[float, float]:
+    sender = op.stage + 1 if op.backward else op.stage - 1
+    left_s = float(taken.schedule.end_s[int(op.backward), sender, op.micro]) + taken.shift_s
+    return left_s, left_s + send_s
+
+
+def _offsets(given: StageLoad, each: Pass) -> list[Sent]:
+    """Of one layer's collectives over the network, from its begin."""
+    found, at_s = [], 0.0
+    for segment in each.segments:
+        if given.sends(segment):
+            found.append((segment.group, at_s, at_s + segment.sends_s))
+        at_s += segment.seconds
+    return found
+
+
+def windows(found: tuple[CollectiveBoundary, ...], least_s: float = 1e-9) -> tuple[OverlapWindow, ...]:
+    """Between collectives, where none is under way."""
+    if len(found) < 2:
+        return ()
+    begin_s = np.array([each.begin_s for each in found])
+    end_s: Floats = np.array([each.end_s for each in found])
+    until_s = np.maximum.accumulate(end_s)
+    fresh = np.concatenate([[True], end_s[1:] > until_s[:-1]])
+    latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))  # whose end `until_s` is
+    gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + least_s)
+    rows = zip(until_s[gaps].tolist(), begin_s[gaps + 1].tolist(), latest[gaps].tolist(), gaps.tolist(), strict=True)
+    return tuple(
+        OverlapWindow(from_s, to_s, found[last].group, found[gap + 1].group) for from_s, to_s, last, gap in rows
+    )
 
 
 def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> TrainingIteration:

@@ -1,4 +1,9 @@
-"""What each group of a layout sends, all groups of a kind at once, and how often in an iteration. Pure."""
+"""Groups of a layout as Megatron numbers ranks, what each sends and how often, and the periods of an iteration. Pure.
+
+Ranks count tensor first, then context, data and pipeline: with tp dividing a server's GPUs, a tensor-parallel group is
+on one server. Experts are spread over consecutive ranks of a pipeline stage. Periods are those of section 5.2 of the
+OrchestrRL paper.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,12 +11,40 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchestrrl.lab.sim.net import collectives
-from orchestrrl.lab.sim.net.model import Ints, Servers
-from orchestrrl.lab.sim.net.transfer import MessageTransfer
+from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, MessageTransfer, Servers
 from orchestrrl.lab.sim.train.compute import ACTIVATION_BYTES, stage_parameters
-from orchestrrl.lab.sim.train.constants import TrainConstants
-from orchestrrl.lab.sim.train.model import TrainJob
-from orchestrrl.lab.sim.train.ranks import crosses, groups
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainJob
+
+AXES = ("tp", "cp", "dp_cp", "pp", "ep", "expert_dp")
+
+
+def groups(job: TrainJob, axis: str) -> Ints:
+    """[group, member], GPUs. `dp_cp`: those that hold the same dense parameters, over which their optimizer is split;
+    `expert_dp`: the same of experts. `pp`: in the order of stages."""
+    layout = job.layout
+    ranks = job.first_gpu + np.arange(layout.gpus, dtype=np.int64)
+    grid = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    experts = ranks.reshape(layout.pp, -1, layout.ep)
+    of = {
+        "tp": (grid, layout.tp),
+        "cp": (grid.transpose(0, 1, 3, 2), layout.cp),
+        "dp_cp": (grid.transpose(0, 3, 1, 2), layout.dp * layout.cp),
+        "pp": (grid.transpose(1, 2, 3, 0), layout.pp),
+        "ep": (experts, layout.ep),
+        "expert_dp": (experts.transpose(0, 2, 1), experts.shape[1]),
+    }
+    if axis not in of:
+        raise ValueError(f"unknown axis {axis!r}, known: {', '.join(AXES)}")
+    array, size = of[axis]
+    return np.ascontiguousarray(array).reshape(-1, size)
+
+
+def crosses(of: Ints, servers: Servers) -> bool:
+    """Whether a group has members on several servers."""
+    home = of // servers.gpus_per_server
+    return bool(np.any(home != home[:, :1]))
+
 
 FORWARD_BACKWARD = ("tp", "cp", "ep", "pp")
 GRADIENTS = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
@@ -133,3 +166,30 @@ def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Mes
     pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=2)
     pairs = pairs if around else pairs[:, :-1]
     return collectives.p2p(pairs.reshape(-1, 2), given, servers)
+
+
+def periods(job: TrainJob, servers: Servers, *, constants: TrainConstants = MEGATRON) -> tuple[Period, ...]:
+    """Forward and backward, then gradients (and parameters). Demand is that of a whole iteration."""
+    return periods_of(job, traffic(job, servers, constants))
+
+
+def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:
+    return (
+        _period(job, "forward_backward", exchanges, FORWARD_BACKWARD),
+        _period(job, "gradients", exchanges, GRADIENTS),
+    )
+
+
+def layer_periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:
+    """Attention, with what passes between stages, and experts: the parts of a layer that circuits may follow."""
+    return (
+        _period(job, "attention", exchanges, ("tp", "cp", "pp")),
+        _period(job, "experts", exchanges, ("ep",)),
+    )
+
+
+def _period(job: TrainJob, name: str, exchanges: Mapping[str, GroupCollective], kinds: tuple[str, ...]) -> Period:
+    """What stays within a server asks nothing of the fabric."""
+    found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]
+    demand = GpuFlows.joined([each.transfer.flows.times(each.times) for each in found])
+    return Period.of(f"train:{job.model.name}:{name}", FabricStage.TRAIN, demand)

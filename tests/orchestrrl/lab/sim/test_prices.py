@@ -2,8 +2,7 @@
 
 import pytest
 
-from orchestrrl.lab.sim.cost.power import network_power_w
-from orchestrrl.lab.sim.cost.prices import gpus_cost_usd, network_cost_usd
+from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd, network_power_w
 from orchestrrl.lab.sim.net.fabrics.base import Inventory
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fabrics.rfabric import RFabric

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.gateway.routing.strategies import EngineLoad, RoutedRequest, RoutingPolicy
-from orchestrrl.lab.sim.routing import ManyChoices
+from orchestrrl.lab.sim.gateway import ManyChoices
 from planner.model import EngineId
 
 loads = st.builds(

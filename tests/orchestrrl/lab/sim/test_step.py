@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.oracle import best_step, lower_bound_s
-from orchestrrl.lab.sim.step import IntervalState, StepMove, StepRequest, run_step
+from orchestrrl.lab.sim.step import IntervalState, StepMove, StepRequest, best_step, lower_bound_s, run_step
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import RequestId
 

@@ -1,12 +1,13 @@
-"""What a fabric is to the simulator: the network that it is in a communication period, and what it is built of."""
+"""The contract of a simulated fabric: its network in a communication period, components, and options' faults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from hashlib import sha256
 from typing import Protocol
 
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
+from planner.fabric.shape import ImpossibleSite, ShapeFault
 
 
 class FabricStage(StrEnum):
@@ -109,3 +110,24 @@ class SimulatedFailures:
 
 
 NOTHING = SimulatedFailures()
+
+
+def refuse(*faults: ShapeFault) -> None:
+    """Raises Impossible where there are any."""
+    if faults:
+        raise ImpossibleSite(faults)
+
+
+def at_least(name: str, value: object, least: int) -> Iterator[ShapeFault]:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        yield ShapeFault(name, f"must be a whole number >= {least}", value)
+
+
+def number(name: str, value: object, least: float) -> Iterator[ShapeFault]:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+        yield ShapeFault(name, f"must be a number >= {least:g}", value)
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[ShapeFault]:
+    if value not in known:
+        yield ShapeFault(name, f"must be one of {', '.join(known)}", value)

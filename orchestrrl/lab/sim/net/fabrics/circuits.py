@@ -1,13 +1,232 @@
-"""Links between nodes that circuits join, and routes over as few of them as lead there. Pure."""
+"""Links between nodes that circuits join directly, shortest paths over them, and how traffic is spread. Pure.
+
+At each node the onward hops on a shortest path share the traffic by their width: what the hop carries, or what can get
+on from its far end, whichever is less. So two hops over several others share as the thinner of both allows.
+"""
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrrl.lab.sim.net.fabrics.multipath import DirectedLinks, ways
-from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.hosts import LinkRows, Wiring, expand
 from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier
+
+NO_WAY = 2**31  # more hops than there are
+
+
+@dataclass(frozen=True, slots=True)
+class DirectedLinks:
+    """Directed links between nodes, sorted by their tail. `begin` [node + 1]."""
+
+    begin: Ints
+    head: Ints  # [edge]
+    width: Floats  # [edge]
+
+    @classmethod
+    def of(cls, width: Floats) -> "DirectedLinks":
+        """From a matrix [from, to]; 0: no link."""
+        tail, head = np.nonzero(width)
+        begin = np.concatenate([[0], np.cumsum(np.bincount(tail, minlength=len(width)))])
+        return cls(begin, head, width[tail, head])
+
+    @property
+    def tail(self) -> Ints:
+        return np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
+
+    def reversed(self) -> "DirectedLinks":
+        order = np.argsort(self.head, kind="stable")
+        begin = np.concatenate([[0], np.cumsum(np.bincount(self.head, minlength=len(self.begin) - 1))])
+        return DirectedLinks(begin, self.tail[order], self.width[order])
+
+
+@dataclass(frozen=True, slots=True)
+class PairPaths:
+    """Of pairs of nodes, in rows: edges and the share that passes them. No hops: there is no way."""
+
+    begin: Ints  # [pair + 1]
+    edge: Ints
+    share: Floats
+    hops: Ints  # [pair]
+
+    def rows(self, pairs: Ints) -> tuple[Ints, Ints, Floats]:
+        """Of each of `pairs`: whose an entry is, its edge, its share."""
+        owner, entry = expand(self.begin, pairs)
+        return owner, self.edge[entry], self.share[entry]
+
+
+def ways(edges: DirectedLinks, source: Ints, target: Ints, most: int = 0) -> PairPaths:
+    """`source` and `target` [pair], nodes that differ. `most`: over so many ways of equal share; 0: over all."""
+    order = np.argsort(target, kind="stable")
+    back = edges.reversed()
+    counts, edge, share, hops = _ways(
+        edges.begin, edges.head, edges.width, back.begin, back.head, source[order], target[order], most
+    )
+    whose = np.repeat(order, counts)
+    by_pair = np.argsort(whose, kind="stable")
+    begin = np.concatenate([[0], np.cumsum(np.bincount(whose, minlength=len(source)))])
+    of_pair = np.empty(len(source), np.int64)
+    of_pair[order] = hops
+    return PairPaths(begin, edge[by_pair], share[by_pair], of_pair)
+
+
+def distances(edges: DirectedLinks) -> Ints:
+    """[from, to], hops; NO_WAY where there is none."""
+    nodes = len(edges.begin) - 1
+    back = edges.reversed()
+    found = np.empty((nodes, nodes), np.int64)
+    onward, order = np.empty(nodes), np.empty(nodes, np.int64)
+    for target in range(nodes):
+        row = np.empty(nodes, np.int64)
+        _lead_to(target, edges.begin, edges.head, edges.width, back.begin, back.head, row, onward, order)
+        found[:, target] = row
+    found[found < 0] = NO_WAY
+    return found
+
+
+@numba.njit(cache=True)
+def _ways(
+    begin: Ints, head: Ints, width: Floats, back_begin: Ints, back_tail: Ints, source: Ints, target: Ints, most: int
+) -> tuple[Ints, Ints, Floats, Ints]:
+    """Pairs come sorted by target: what leads there is worked out once."""
+    nodes, pairs, found = len(begin) - 1, len(source), 0
+    counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
+    distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
+    mass = np.zeros(nodes)
+    room = max(most * nodes, len(head))  # of one pair
+    edges, shares = np.empty(4 * pairs + room, np.int64), np.empty(4 * pairs + room)
+    last = -1
+    for pair in range(pairs):
+        if target[pair] != last:
+            last = target[pair]
+            _lead_to(last, begin, head, width, back_begin, back_tail, distance, onward, queue)
+        hops[pair] = max(distance[source[pair]], 0)
+        if hops[pair] == 0:
+            continue
+        if found + room > len(edges):
+            edges = np.concatenate((edges, np.empty(found + room, np.int64)))
+            shares = np.concatenate((shares, np.empty(found + room)))
+        if most > 0:
+            added = _walk(source[pair], last, begin, head, width, distance, onward, most, edges[found:], shares[found:])
+        else:
+            added = _flood(
+                source[pair], begin, head, width, distance, onward, mass, queue, edges[found:], shares[found:]
+            )
+        counts[pair] = added
+        found += added
+    return counts, edges[:found], shares[:found], hops
+
+
+@numba.njit(cache=True)
+def _flood(
+    source: int,
+    begin: Ints,
+    head: Ints,
+    width: Floats,
+    distance: Ints,
+    onward: Floats,
+    mass: Floats,
+    queue: Ints,
+    edges: Ints,
+    shares: Floats,
+) -> int:
+    """Over all shortest ways, breadth first: all that reaches a node has come before it is passed on. `mass` is zero
+    before and after. Returns how many edges were put down."""
+    mass[source] = 1.0
+    queue[0], first, end, found = source, 0, 1, 0
+    while first < end:
+        node = queue[first]
+        first += 1
+        for edge in range(begin[node], begin[node + 1]):
+            if distance[head[edge]] == distance[node] - 1:
+                share = mass[node] * _through(width[edge], onward[head[edge]]) / onward[node]
+                edges[found], shares[found] = edge, share
+                found += 1
+                if distance[head[edge]] > 0:
+                    if mass[head[edge]] == 0.0:
+                        queue[end] = head[edge]
+                        end += 1
+                    mass[head[edge]] += share
+    for place in range(end):
+        mass[queue[place]] = 0.0
+    return found
+
+
+@numba.njit(cache=True)
+def _walk(
+    source: int,
+    target: int,
+    begin: Ints,
+    head: Ints,
+    width: Floats,
+    distance: Ints,
+    onward: Floats,
+    most: int,
+    edges: Ints,
+    shares: Floats,
+) -> int:
+    """Over some of them. At each node the ways are dealt out by width, from another place at each node and target, so
+    that not all take the same."""
+    found = 0
+    for way in range(most):
+        node = source
+        while node != target:
+            turn = (way + 0.5) / most + 0.6180339887498949 * (node + target)
+            place = (turn - np.floor(turn)) * onward[node]
+            chosen = -1
+            for edge in range(begin[node], begin[node + 1]):
+                if distance[head[edge]] == distance[node] - 1:
+                    chosen = edge
+                    place -= _through(width[edge], onward[head[edge]])
+                    if place < 0.0:
+                        break
+            before = 0
+            while before < found and edges[before] != chosen:
+                before += 1
+            if before == found:
+                edges[found], shares[found] = chosen, 0.0
+                found += 1
+            shares[before] += 1.0 / most
+            node = head[chosen]
+    return found
+
+
+@numba.njit(cache=True)
+def _through(width: float, onward: float) -> float:
+    return min(width, onward)
+
+
+@numba.njit(cache=True)
+def _lead_to(
+    target: int,
+    begin: Ints,
+    head: Ints,
+    width: Floats,
+    back_begin: Ints,
+    back_tail: Ints,
+    distance: Ints,
+    onward: Floats,
+    order: Ints,
+) -> None:
+    """Hops of each node to the target, and how much gets there from it over shortest ways."""
+    distance[:] = -1
+    distance[target], onward[target] = 0, np.inf
+    order[0], first, end = target, 0, 1
+    while first < end:
+        node = order[first]
+        first += 1
+        if node != target:
+            onward[node] = 0.0
+            for edge in range(begin[node], begin[node + 1]):
+                if distance[head[edge]] == distance[node] - 1:
+                    onward[node] += _through(width[edge], onward[head[edge]])
+        for place in range(back_begin[node], back_begin[node + 1]):
+            before = back_tail[place]
+            if distance[before] == -1:
+                distance[before] = distance[node] + 1
+                order[end] = before
+                end += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,41 @@
 
 Packets are sprayed over all paths up, so that the switches of a PoD are one node, and those of the core another; what
 joins a ToR to its PoD, and a PoD to the core, is one bundle each way.
+
+`fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008). All NICs of a server are on one
+ToR, half of whose ports go down. PoDs have as many servers as a scalable unit of NVIDIA's DGX SuperPOD: 32. How many
+those are changes latency alone. `servers_per_tor`: at most so many; None: as many as its ports take. `tiers`: 3, as the
+ToR-Agg-Core of the OrchestrRL paper's table 1; 2 where ToRs are joined directly by one stage of spines, which reaches
+radix^2 / 2 NICs where ToRs are full; None: as few as the radix allows.
+
+`oversubscribed`: `ratio` times as many ports of a ToR go down as up; above the ToRs nothing blocks. 3:1 as FT-OS in
+section 7.2 of the OrchestrRL paper, which does not say where: it is the ToRs' uplinks where it saves most.
+
+`rail_optimized`: GPUs in one place of the servers of a PoD are on one ToR, above which it is a fat tree. A message for
+a GPU in another place goes over NVLink to the GPU of that place first (`cross_rail: nvlink`, NCCL's PXN), or up to the
+spine and down again (`spine`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, joined, left
-from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.base import (
+    NOTHING,
+    Inventory,
+    Period,
+    Pods,
+    SimulatedFailures,
+    at_least,
+    number,
+    one_of,
+    refuse,
+)
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, joined, left
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
+from planner.fabric.shape import ShapeFault
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,3 +180,113 @@ def passable(routes: FlowRoutes, capacity: Floats, legs: Legs) -> FlowRoutes:
         leg = int(np.searchsorted(legs.flow, flow))
         raise ValueError(f"no way from GPU {legs.src[leg]} to GPU {legs.dst[leg]}: link {routes.link[shut[0]]} is lost")
     return routes
+
+
+RADIX = 64  # ports of a switch: all that the prices of the paper's table 4 are of have 64
+SERVERS_PER_POD = 32
+
+
+def fat_tree(
+    servers: Servers,
+    *,
+    radix: int = RADIX,
+    servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
+    tiers: int | None = 3,
+) -> Clos:
+    return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor, tiers))
+
+
+def blocked_tree(
+    servers: Servers,
+    radix: int,
+    servers_per_pod: int,
+    servers_per_tor: int | None,
+    tiers: int | None,
+    ratio: float = 1.0,
+) -> ClosCabling:
+    """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
+    nics = servers.nics_per_server
+    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor, tiers), *number("ratio", ratio, 1.0))
+    down = int(radix * ratio / (1 + ratio) + 1e-9)
+    refuse(*_too_many(servers, radix, down, servers_per_tor, tiers))
+    per_tor = servers_per_tor or down // nics
+    two = tiers == 2 or (tiers is None and servers.count <= radix * per_tor)
+    per_pod = servers.count if two else servers_per_pod
+    blocks = -(-per_pod // per_tor)
+    pods = -(-servers.count // per_pod)
+    server = np.arange(servers.count)
+    block = server // per_pod * blocks + server % per_pod * blocks // per_pod
+    used, tor = np.unique(block, return_inverse=True)
+    pod_of: Ints = used // blocks
+    assert int(pod_of.max()) == pods - 1
+    return ClosCabling(np.repeat(tor, nics), pod_of, ratio)
+
+
+def tree_faults(
+    radix: int, servers_per_pod: int, servers_per_tor: int | None, tiers: int | None
+) -> Iterator[ShapeFault]:
+    yield from at_least("servers_per_pod", servers_per_pod, 1)
+    if servers_per_tor is not None:
+        yield from at_least("servers_per_tor", servers_per_tor, 1)
+    yield from at_least("radix", radix, 2)
+    if tiers not in (None, 2, 3):
+        yield ShapeFault("tiers", "must be 2, 3 or none", tiers)
+
+
+def _too_many(
+    servers: Servers, radix: int, down: int, servers_per_tor: int | None, tiers: int | None
+) -> Iterator[ShapeFault]:
+    nics = servers.nics_per_server
+    reach = radix * (servers_per_tor or down // nics) * nics
+    if down < nics:
+        yield ShapeFault("radix", f"a ToR must have ports for the {nics} NICs of a server", radix)
+    elif servers_per_tor is not None and servers_per_tor * nics > down:
+        message = f"a ToR of {radix} ports has {down} down, for {down // nics} servers of {nics} NICs"
+        yield ShapeFault("servers_per_tor", message, servers_per_tor)
+    elif tiers == 2 and servers.nics > reach:
+        yield ShapeFault("tiers", f"2 tiers of {radix} ports reach {reach} NICs, and there are {servers.nics}", tiers)
+
+
+def oversubscribed(
+    servers: Servers,
+    *,
+    ratio: float = 3.0,
+    radix: int = RADIX,
+    servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
+    tiers: int | None = 3,
+) -> Clos:
+    tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, tiers, ratio)
+    return Clos("oversubscribed", servers, tree)
+
+
+def rail_optimized(
+    servers: Servers,
+    *,
+    radix: int = RADIX,
+    servers_per_pod: int = SERVERS_PER_POD,
+    servers_per_tor: int | None = None,
+    cross_rail: str = "nvlink",
+) -> Clos:
+    refuse(
+        *tree_faults(radix, servers_per_pod, servers_per_tor, None),
+        *one_of("cross_rail", cross_rail, ("nvlink", "spine")),
+    )
+    down = radix // 2
+    if servers_per_tor is not None and servers_per_tor > down:
+        refuse(
+            ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
+        )
+    tree = _tree(servers, servers_per_tor or down, servers_per_pod)
+    return Clos("rail_optimized", servers, tree, rails=cross_rail == "nvlink")
+
+
+def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> ClosCabling:
+    """By PoD, block of servers and rail."""
+    nic, rails = np.arange(servers.nics), servers.nics_per_server
+    server, rail = np.divmod(nic, rails)
+    blocks = -(-servers_per_pod // servers_per_tor)
+    block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod
+    used, tor = np.unique(block * rails + rail, return_inverse=True)
+    return ClosCabling(tor, used // rails // blocks)

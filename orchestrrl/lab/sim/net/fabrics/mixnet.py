@@ -17,14 +17,28 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.base import (
+    NOTHING,
+    Inventory,
+    Period,
+    Pods,
+    SimulatedFailures,
+    at_least,
+    one_of,
+    refuse,
+)
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.clos import ClosCabling, TreeLinks, passable
-from orchestrrl.lab.sim.net.fabrics.fat_tree import RADIX, SERVERS_PER_POD, blocked_tree, tree_faults
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, joined
-from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
+from orchestrrl.lab.sim.net.fabrics.clos import (
+    RADIX,
+    SERVERS_PER_POD,
+    ClosCabling,
+    TreeLinks,
+    blocked_tree,
+    passable,
+    tree_faults,
+)
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, joined
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
-from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.allocate import AllocationProblem, allocate
 from planner.fabric.model import EndpointId

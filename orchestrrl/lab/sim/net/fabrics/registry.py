@@ -3,12 +3,9 @@
 import inspect
 from collections.abc import Callable, Mapping
 
-from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.net.fabrics.fat_tree import fat_tree
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric, refuse
+from orchestrrl.lab.sim.net.fabrics.clos import fat_tree, oversubscribed, rail_optimized
 from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
-from orchestrrl.lab.sim.net.fabrics.options import refuse
-from orchestrrl.lab.sim.net.fabrics.oversubscribed import oversubscribed
-from orchestrrl.lab.sim.net.fabrics.rail_optimized import rail_optimized
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
 from orchestrrl.lab.sim.net.model import Servers

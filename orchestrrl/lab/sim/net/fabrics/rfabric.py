@@ -2,7 +2,7 @@
 
 Circuits are those that the fabric's own planner materialises for a period's demand (planner/fabric/materialize.py):
 ports, lanes and the slice for responses as on a real site. Packets go over circuits between their two ToRs; where there
-are none, over as few other ToRs as lead there, or on another rail (rails.py). Circuits of a period are worked out from
+are none, over as few other ToRs as lead there, or on another rail (`Rails`). Circuits of a period are worked out from
 those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer than three servers have too few fibres for
 all to reach all.
 """
@@ -12,16 +12,20 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
-from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.fat_tree import SERVERS_PER_POD
-from orchestrrl.lab.sim.net.fabrics.hosts import Bools, HostNetwork, joined
-from orchestrrl.lab.sim.net.fabrics.multipath import distances
-from orchestrrl.lab.sim.net.fabrics.options import at_least, one_of, refuse
-from orchestrrl.lab.sim.net.fabrics.rails import Rails
-from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits
-from orchestrrl.lab.sim.net.fabrics.rfabric_site import evenly, fitted
-from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.base import (
+    NOTHING,
+    Inventory,
+    Period,
+    Pods,
+    SimulatedFailures,
+    at_least,
+    one_of,
+    refuse,
+)
+from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, distances
+from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
+from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, Bools, HostNetwork, Legs, LinkRows, Wiring, joined
+from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Stage
@@ -29,6 +33,47 @@ from planner.fabric.model import PortPair
 from planner.fabric.shape import ShapeFault, SiteShape
 from planner.fabric.topology import DEVICES, Site
 from planner.fabric.topology import Tier as SiteTier
+
+LONGEST = 2  # circuits of a way on a message's own rail
+
+
+@dataclass(frozen=True, eq=False)
+class Rails:
+    """NICs in the same place of their servers are of one rail."""
+
+    rails: int
+    tor_of: Ints  # [nic]
+    works: Bools  # [nic]
+    hops: Ints  # [tor, tor], circuits
+
+    def lead(self, legs: Legs) -> Legs:
+        """Legs that would take over two circuits go on the rails of their servers on which it is fewest; those that
+        no rail leads, from any to any."""
+        rails = np.arange(self.rails)
+        legs = self._moved(legs, LONGEST, rails, rails)
+        return self._moved(legs, NO_WAY - 1, np.repeat(rails, len(rails)), np.tile(rails, len(rails)))
+
+    def _moved(self, legs: Legs, most: int, out: Ints, into: Ints) -> Legs:
+        """Legs of over `most` circuits, spread over all [choice] with fewest; over NVLink at both ends."""
+        tor_of, hops = self.tor_of, self.hops
+        own = np.where(legs.src_nic == NO_NIC, 0, hops[tor_of[legs.src_nic], tor_of[legs.dst_nic]])
+        far = np.flatnonzero(own > most)
+        if not len(far):
+            return legs
+        start = (legs.src_nic[far] - legs.src_nic[far] % self.rails)[:, None] + out
+        end = (legs.dst_nic[far] - legs.dst_nic[far] % self.rails)[:, None] + into
+        apart = np.where(self.works[start] & self.works[end], hops[tor_of[start], tor_of[end]], NO_WAY)
+        fewest = apart.min(axis=1)
+        chosen = (apart == fewest[:, None]) & (fewest < own[far])[:, None]
+        counts = np.ones(len(legs), np.int64)
+        counts[far] = np.maximum(1, chosen.sum(axis=1))
+        leg = np.repeat(np.arange(len(legs)), counts)
+        moved = np.isin(leg, far[chosen.any(axis=1)])
+        src_nic, dst_nic = legs.src_nic[leg], legs.dst_nic[leg]
+        src_nic[moved], dst_nic[moved] = start[chosen], end[chosen]
+        share = legs.share[leg] / counts[leg]
+        return Legs(legs.flow[leg], share, legs.src[leg], legs.dst[leg], src_nic, dst_nic)
+
 
 ALLOCATIONS = ("traffic", "uniform", "fixed")
 

@@ -18,13 +18,19 @@ from math import gcd
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures
-from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, joined
-from orchestrrl.lab.sim.net.fabrics.multipath import DirectedLinks
-from orchestrrl.lab.sim.net.fabrics.multipath import ways as shortest_ways
-from orchestrrl.lab.sim.net.fabrics.options import at_least, number, refuse
-from orchestrrl.lab.sim.net.fabrics.wiring import LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.base import (
+    NOTHING,
+    Inventory,
+    Period,
+    Pods,
+    SimulatedFailures,
+    at_least,
+    number,
+    refuse,
+)
+from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
+from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, joined
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.shape import ShapeFault
 

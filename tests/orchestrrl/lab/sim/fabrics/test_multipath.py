@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY, DirectedLinks, distances, ways
+from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, DirectedLinks, distances, ways
 
 Graph = dict[int, dict[int, float]]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY
 from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, Legs
-from orchestrrl.lab.sim.net.fabrics.multipath import NO_WAY
-from orchestrrl.lab.sim.net.fabrics.rails import Rails
+from orchestrrl.lab.sim.net.fabrics.rfabric import Rails
 
 
 def led(

@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.collectives import (
+    Algorithm,
+    Protocol,
     all_gather,
     all_reduce,
     all_to_all,
+    best,
     broadcast,
     m2n,
     p2p,
@@ -18,7 +21,6 @@ from orchestrrl.lab.sim.net.collectives import (
 )
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Servers
 from orchestrrl.lab.sim.net.shapes import RankShape, double_tree, rings, shaped, tree_depth
-from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol, best
 
 SERVERS = Servers(6)
 SIZE = 840e6

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
-from orchestrrl.lab.sim.net.fluid import Shared, finish_beside, finish_s
-from orchestrrl.lab.sim.net.max_min import rates
+from orchestrrl.lab.sim.net.fluid import Shared, finish_beside, finish_s, rates
 from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
 

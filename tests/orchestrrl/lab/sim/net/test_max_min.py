@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
-from orchestrrl.lab.sim.net.max_min import levels, rates
+from orchestrrl.lab.sim.net.fluid import levels, rates
 from orchestrrl.lab.sim.net.model import GpuFlows, LinkTier, Servers
 from orchestrrl.lab.sim.net.problem import bounding, problem_of, reduced
 

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 from reference_networks import one_switch, two_tiers
 
-from orchestrrl.lab.sim.net.collectives import all_gather, all_reduce, all_to_all, p2p, reduce_scatter
-from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, Servers
-from orchestrrl.lab.sim.net.timing import seconds, tier_bytes
-from orchestrrl.lab.sim.net.transfer import MessageTransfer
-from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol
+from orchestrrl.lab.sim.net.collectives import (
+    Algorithm,
+    Protocol,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    p2p,
+    reduce_scatter,
+)
+from orchestrrl.lab.sim.net.fluid import seconds, tier_bytes
+from orchestrrl.lab.sim.net.model import GpuFlows, LinkNetwork, LinkTier, MessageTransfer, Servers
 
 TESTBED = Servers(5)  # of figure 12(c) in the OrchestrRL paper: 40 GPUs, NICs of 200 Gbit/s
 MUCH = 4e9

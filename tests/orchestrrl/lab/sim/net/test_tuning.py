@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 
-from orchestrrl.lab.sim.net.collectives import all_reduce, all_to_all
+from orchestrrl.lab.sim.net.collectives import (
+    Algorithm,
+    Protocol,
+    all_reduce,
+    all_to_all,
+    best,
+    p2p_overhead_s,
+    ring_choice,
+    tree_choice,
+)
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.net.shapes import RankShape, shaped, tree_depth
-from orchestrrl.lab.sim.net.tuning import Algorithm, Protocol, best, p2p_overhead_s, ring_choice, tree_choice
 
 SERVERS = Servers(64)
 SWITCH_US = 2.8  # two links and a switch, which the routes have

@@ -22,7 +22,7 @@ from orchestrrl.lab.sim.report_page.page import page, write
 from orchestrrl.lab.sim.rl.model import TimelineSpan
 from orchestrrl.lab.sim.rl.results import ClusterResult
 from orchestrrl.lab.sim.scenario import ARMS
-from orchestrrl.lab.sim.train.passes import WAITS
+from orchestrrl.lab.sim.train.stages import WAITS
 from tests.orchestrrl.lab.sim.report.results_builder import SCENARIO, bare, result, run, several
 
 SECTIONS = [

@@ -8,8 +8,7 @@ from orchestrrl.lab.sim.net.fabrics.base import Pods, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, prepared
-from orchestrrl.lab.sim.rl.generation_exchange import SENT_BYTES, exchange, pattern
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed, left_idle
+from orchestrrl.lab.sim.rl.generation_fleet import SENT_BYTES, GenGpus, deployed, exchange, left_idle, pattern
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.lab.sim.scenario import WorkloadSection
 from planner.cost.engines import engine_named

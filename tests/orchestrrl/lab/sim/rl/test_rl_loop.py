@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.loop import FixedTimes, GenTime, run_loop
-from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch
+from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch, Slowed, SyncTime
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun
-from orchestrrl.lab.sim.rl.sync_delays import Slowed, SyncTime
 from tests.orchestrrl.lab.sim.rl.loop_oracle import Oracle
 
 SYNCHRONOUS, ONE_STEP, BOUNDED = LoopMode.SYNCHRONOUS, LoopMode.ONE_STEP_ASYNC, LoopMode.BOUNDED_STALENESS

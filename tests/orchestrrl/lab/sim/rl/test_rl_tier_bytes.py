@@ -9,13 +9,12 @@ from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
-from orchestrrl.lab.sim.rl.generation_bytes import Exchanged, summed, token_flows
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, deployed
+from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, deployed, summed, token_flows
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvWish, kv_tier_bytes, move_kv
-from orchestrrl.lab.sim.rl.response_stream import TOKEN_BYTES, response_stream
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
+from orchestrrl.lab.sim.rl.training import TOKEN_BYTES, response_stream
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named

@@ -14,10 +14,9 @@ from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.training import LOG_PROBS, Recipe, model_flops, training_bytes, training_stage
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.flops import step_flops
+from orchestrrl.lab.sim.train.compute import step_flops
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
-from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document

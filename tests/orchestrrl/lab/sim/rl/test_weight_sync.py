@@ -13,8 +13,7 @@ from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.weight_sync import SCHEMES, bound_s, problem_of, steps_of, sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_flows import FlowStep
-from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, parameters_of, shards_of
-from orchestrrl.lab.sim.rl.weight_sync_site import SyncSite, site_of
+from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, parameters_of, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import MODELS, model_named

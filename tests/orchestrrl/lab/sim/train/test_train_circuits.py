@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.train.constants import MEGATRON
 from orchestrrl.lab.sim.train.iteration import iteration
-from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, Circuits, for_gradients, job, star
 
 FOUR = Servers(4)

@@ -9,15 +9,12 @@ from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.collectives import all_gather, reduce_scatter
 from orchestrrl.lab.sim.net.fabrics.registry import build
+from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.net.timing import seconds
-from orchestrrl.lab.sim.train.compute import compute_of, optimizer_s, stage_parameters
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.flops import step_flops
+from orchestrrl.lab.sim.train.compute import Kernels, compute_of, optimizer_s, stage_parameters, step_flops
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
-from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.ranks import groups
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainingIteration, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.traffic import groups
 from planner.cost.hardware import gpu_named
 from planner.cost.models import Model, model_named
 from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job, star, static

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.train.constants import MEGATRON, TrainConstants
-from orchestrrl.lab.sim.train.kernels import Kernels
+from orchestrrl.lab.sim.train.compute import Kernels
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants
 from planner.cost.hardware import gpu_named
 
 H100 = Kernels(gpu_named("h100"), MEGATRON)

@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.train.compute import compute_of, optimizer_s, stage_parameters
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.kernels import Kernels
-from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.passes import Passes, passes_of
+from orchestrrl.lab.sim.train.compute import Kernels, compute_of, optimizer_s, stage_parameters
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.stages import Passes, passes_of
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job
 

@@ -6,11 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.periods import periods
-from orchestrrl.lab.sim.train.ranks import AXES, crosses, groups
-from orchestrrl.lab.sim.train.traffic import traffic
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.traffic import AXES, crosses, groups, periods, traffic
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job

@@ -4,17 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.net.timing import seconds
-from orchestrrl.lab.sim.train.circuits import CircuitCourse, Gradients, last_sent_s, shortest
-from orchestrrl.lab.sim.train.constants import MEGATRON
-from orchestrrl.lab.sim.train.gradients import reduced
-from orchestrrl.lab.sim.train.iteration import forward_s
-from orchestrrl.lab.sim.train.model import CollectiveBoundary, OverlapWindow, TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.networks import gradients, on_fabric
+from orchestrrl.lab.sim.train.circuits import CircuitCourse, Gradients, last_sent_s, reduced, shortest
+from orchestrrl.lab.sim.train.iteration import boundaries, forward_s, gradients, on_fabric, windows
+from orchestrrl.lab.sim.train.model import MEGATRON, CollectiveBoundary, OverlapWindow, TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.pipeline import PipelineOp, run
 from orchestrrl.lab.sim.train.stages import StageLoad
-from orchestrrl.lab.sim.train.timeline import boundaries, windows
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
 

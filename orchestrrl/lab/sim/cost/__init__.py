@@ -1,1 +1,0 @@
-"""What a cluster costs: components counted and priced."""

@@ -202,10 +202,11 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
 
 
 def _print_example(name: str) -> None:
-    from orchestrrl.lab.sim.rl.scenario_file import SMALLEST, cluster_text
+    from orchestrrl.lab.sim.rl.scenario_file import FOLDER, SMALLEST
+    from orchestrrl.lab.sim.scenario import scenario_text
 
     with reporting_errors():
-        typer.echo(cluster_text(name or SMALLEST)[0], nl=False)
+        typer.echo(scenario_text(name or SMALLEST, FOLDER)[0], nl=False)
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:

@@ -12,6 +12,7 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine, fleet_section, homogeneous
 from orchestrrl.lab.sim.scenario import GenerationScenario
+from orchestrrl.lab.sim.static import countdown
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.sim.world import StepRecord, World
 from planner.model import ConfigurationId, EngineId
@@ -207,8 +208,7 @@ class _Counts:
 
 def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
     from_s, to_s = step.started_s, max(step.finish_s)
-    ends = sorted(at_s - from_s for at_s in step.finish_s)
-    run.remaining = [(0.0, len(ends)), *((at_s, len(ends) - i - 1) for i, at_s in enumerate(ends))]
+    run.remaining = countdown(sorted(at_s - from_s for at_s in step.finish_s))
     engines: list[VirtualEngine] = [*world.past_engines, *world.engines.values()]
     for engine in engines:
         ended_s = to_s if engine.stopped_s is None else engine.stopped_s

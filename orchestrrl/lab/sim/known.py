@@ -11,7 +11,7 @@ has the configuration that is fastest there. Prefill, redeployments, moves and f
 fleets of several kinds at once are left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,19 +19,18 @@ from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.scenario import GenerationScenario
-from orchestrrl.lab.sim.static import StaticStep, dealt, run_static
-from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.sim.static import Ran, Steps, dealt, run_static
+from orchestrrl.lab.sim.workload import SimRequest, redrawn
 from planner.cost.profile import Curve, EngineProfile
 from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId
 
 BISECTIONS = 40
+FUTURES = 8  # draws of a step's lengths that a placement by prompt is judged on
 QUANTILES = (0.5, 0.8, 0.95)
 
 
-def best_known(
-    scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]
-) -> tuple[EngineKind, StaticStep]:
+def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]) -> Ran:
     """The shortest step found, and the configuration of its engines."""
     tried = []
     for kind in kinds:
@@ -42,12 +41,32 @@ def best_known(
     return min(tried, key=lambda found: found[1].makespan_s)
 
 
+def best_known_steps(scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Steps) -> list[Ran]:
+    """Run each step on the configuration that is best for it."""
+    return [best_known(scenario, kinds, requests) for requests in steps]
+
+
+def best_prompts_known_steps(
+    scenario: GenerationScenario,
+    kinds: Sequence[EngineKind],
+    seed: int,
+    steps: Steps,
+    report: Callable[[int], None] = lambda step: None,
+) -> list[Ran]:
+    """As `best_known_steps`, but of lengths only each prompt's distribution is known. `report` gets each step first."""
+    ran = []
+    for step, requests in enumerate(steps):
+        report(step)
+        ran.append(best_prompts_known(scenario, kinds, requests, redrawn(scenario.workload, seed, step, FUTURES)))
+    return ran
+
+
 def best_prompts_known(
     scenario: GenerationScenario,
     kinds: Sequence[EngineKind],
     requests: Sequence[SimRequest],
     redrawn_tokens: NDArray[np.int64],
-) -> tuple[EngineKind, StaticStep]:
+) -> Ran:
     """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
     same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
     distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]

@@ -1,24 +1,21 @@
 """Run a scenario: every arm over every seed, the same requests for all of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.controlled import ControlledRun, EngineSpan, Report, SeedRun
 from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
-from orchestrrl.lab.sim.known import Ceiling, best_known, best_prompts_known, ceiling
+from orchestrrl.lab.sim.known import Ceiling, best_known_steps, best_prompts_known_steps, ceiling
 from orchestrrl.lab.sim.scenario import ARMS, GenerationScenario
-from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
-from orchestrrl.lab.sim.workload import SimRequest, redrawn, requests_of_step
+from orchestrrl.lab.sim.static import Ran, Steps, countdown, dealt_steps, partial_steps, widest
+from orchestrrl.lab.sim.workload import requests_of_step
 from planner.model import ConfigurationId
 
 # Seconds of generation by seconds of training, as the paper measured them (section 2.1).
 GEN_BY_TRAIN = 1.49
-# Draws of a step's lengths that a placement by prompt is judged on.
-FUTURES = 8
-
-Steps = Sequence[Sequence[SimRequest]]
 
 
 @dataclass(slots=True)
@@ -125,29 +122,36 @@ def run_scenario(
     if faults := _unusable(scenario):
         raise ProblemFaults(faults)
     kinds = usable_kinds(scenario)
+    every = list(kinds.values())
     steps = {seed: steps_of(scenario, seed) for seed in seeds}
     sweep: dict[ConfigurationId, list[SeedRun]] = {}
-    for index, kind in enumerate(kinds.values()):
+    for index, kind in enumerate(every):
         report(f"static {kind.id}", index, len(kinds))
-        sweep[kind.id] = [_static(scenario, kind, seed, steps[seed]) for seed in seeds]
+        sweep[kind.id] = [_static_run(scenario, seed, dealt_steps(scenario, kind, steps[seed])) for seed in seeds]
     tuned = min(sweep, key=lambda name: median(run.total_s for run in sweep[name]))
-    widest = max(kinds.values(), key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus)).id
     initial = ConfigurationId(scenario.engines.initial or tuned)
     runs = []
     for arm in arms:
         match arm:
             case "verl_to" | "verl_lo":
-                name = tuned if arm == "verl_to" else widest
+                name = tuned if arm == "verl_to" else widest(scenario, every).id
                 runs.append(ArmRun(arm, name, sweep[name]))
-            case "partial_rollout":
-                name, partial = _best_partial(scenario, kinds, steps)
-                runs.append(ArmRun(arm, name, partial))
+            case "partial_rollout":  # tuned as the static baseline is
+                tried = {
+                    kind.id: [_static_run(scenario, seed, partial_steps(scenario, kind, steps[seed])) for seed in seeds]
+                    for kind in every
+                }
+                name = max(tried, key=lambda name: median(run.samples_per_s for run in tried[name]))
+                runs.append(ArmRun(arm, name, tried[name]))
             case "packed_known":
-                runs.append(ArmRun(arm, "best", [_packed(scenario, kinds, seed, steps[seed]) for seed in seeds]))
+                ran = {seed: best_known_steps(scenario, every, steps[seed]) for seed in seeds}
+                runs.append(ArmRun(arm, "best", [_static_run(scenario, seed, ran[seed]) for seed in seeds]))
             case "prompts_known":
-                runs.append(
-                    ArmRun(arm, "best", [_prompts(scenario, kinds, seed, steps[seed], report) for seed in seeds])
-                )
+                ran = {}
+                for seed in seeds:
+                    said = partial(_report_prompts, report, seed, len(steps[seed]))
+                    ran[seed] = best_prompts_known_steps(scenario, every, seed, steps[seed], said)
+                runs.append(ArmRun(arm, "best", [_static_run(scenario, seed, ran[seed]) for seed in seeds]))
             case _:
                 controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
                 runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
@@ -156,7 +160,7 @@ def run_scenario(
         scenario,
         runs,
         {name: median(step_s for run in swept for step_s in run.makespan_s) for name, swept in sweep.items()},
-        ceiling(scenario, list(kinds.values()), measured),
+        ceiling(scenario, every, measured),
     )
     if outcome.arm("both") is not None and _shares_links(scenario, kinds):
         alone = [ControlledRun(scenario, kinds, initial, "both", s, steps[s], share_network=False) for s in seeds]
@@ -218,55 +222,11 @@ def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
     return network.kv_transfer or network.weight_gbytes > 0 or any(kind.nic_gbps for kind in kinds.values())
 
 
-def _static(scenario: GenerationScenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
-    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
-    return _static_run(scenario, seed, [(kind, run_static(kind, dealt(requests, len(fleet)))) for requests in steps])
+def _report_prompts(report: Report, seed: int, steps: int, step: int) -> None:
+    report(f"prompts known, seed {seed}", step, steps)
 
 
-def _packed(
-    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps
-) -> SeedRun:
-    """Each step on the configuration that is best for it."""
-    return _static_run(scenario, seed, [best_known(scenario, list(kinds.values()), requests) for requests in steps])
-
-
-def _prompts(
-    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], seed: int, steps: Steps, report: Report
-) -> SeedRun:
-    """As `_packed`, but of lengths only what each prompt tells is known."""
-    ran = []
-    for step, requests in enumerate(steps):
-        report(f"prompts known, seed {seed}", step, len(steps))
-        lengths = redrawn(scenario.workload, seed, step, FUTURES)
-        ran.append(best_prompts_known(scenario, list(kinds.values()), requests, lengths))
-    return _static_run(scenario, seed, ran)
-
-
-def _best_partial(
-    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
-) -> tuple[ConfigurationId, list[SeedRun]]:
-    """Tuned as the static baseline is."""
-    tried = {kind.id: [_partial(scenario, kind, seed, held) for seed, held in steps.items()] for kind in kinds.values()}
-    name = max(tried, key=lambda name: median(run.samples_per_s for run in tried[name]))
-    return name, tried[name]
-
-
-def _partial(scenario: GenerationScenario, kind: EngineKind, seed: int, steps: Steps) -> SeedRun:
-    """What an earlier step cut goes first, dealt over all engines."""
-    fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
-    carried: list[tuple[SimRequest, int]] = []
-    ran = []
-    for requests in steps:
-        placement: list[list[tuple[SimRequest, int]]] = [carried[place :: len(fleet)] for place in range(len(fleet))]
-        for place, held in enumerate(dealt(requests, len(fleet))):
-            placement[place] += [(request, 0) for request in held]
-        step = run_partial(kind, placement, scenario.partial_share)
-        carried = step.carried
-        ran.append((kind, step))
-    return _static_run(scenario, seed, ran)
-
-
-def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[tuple[EngineKind, StaticStep]]) -> SeedRun:
+def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -> SeedRun:
     """Of all steps, warm-up included, those that are measured."""
     measured = steps[scenario.workload.warmup_steps :]
     run = SeedRun(seed, [step.makespan_s for _, step in measured], sum(step.samples for _, step in measured))
@@ -275,17 +235,10 @@ def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[tuple[E
     run.preemptions = sum(step.preemptions for _, step in measured)
     kind, last = measured[-1]
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
-    run.remaining = list(_countdown(last.finish_s, len(last.carried)))
+    run.remaining = countdown(last.finish_s, len(last.carried))
     for placement, ends in zip(fleet, last.finish_s_by_engine, strict=True):
-        running = list(_countdown(sorted(ends), 0))
+        running = countdown(sorted(ends))
         run.spans.append(
             EngineSpan(placement.engine, kind.id, placement.gpus[0], kind.gpus, 0.0, last.makespan_s, running)
         )
     return run
-
-
-def _countdown(finish_s: Sequence[float], left: int) -> Iterator[tuple[float, int]]:
-    """How many are in flight, from when on; `left` of them never finish."""
-    yield 0.0, len(finish_s) + left
-    for index, at_s in enumerate(finish_s):
-        yield at_s, len(finish_s) + left - index - 1

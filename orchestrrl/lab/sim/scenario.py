@@ -3,15 +3,15 @@
 `daemon` is a daemon's own configuration file; what a daemon would find out about its engines stands beside it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from orchestrrl.core.config.schema import Config
-from orchestrrl.core.documents import dump_yaml, parse_yaml
+from orchestrrl.core.documents import dump_yaml, parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.engines.profiles.store import read_profile
@@ -19,6 +19,7 @@ from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
 from planner.cost.paper import PROFILES, named_profile
 from planner.cost.profile import Profile
 
+FOLDER = "scenarios"  # of the built-in ones, in orchestrrl/lab/sim/
 EXAMPLE = "quickstart"
 
 ARMS = (
@@ -56,6 +57,9 @@ _Arm = Annotated[str, AfterValidator(_known_arm)]
 
 class ScenarioSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Checked = TypeVar("Checked", bound=ScenarioSection)
 
 
 class LognormalLengths(ScenarioSection):
@@ -264,20 +268,25 @@ class GenerationScenario(ScenarioSection):
 def load_scenario(source: str) -> GenerationScenario:
     """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault, those of a
     profile that it names included."""
+    return parse_scenario(*scenario_text(source, FOLDER))
+
+
+def scenario_text(source: str, built_in: str) -> tuple[str, Path]:
+    """Return the text of a file, or of the scenario of that name in the folder `built_in`, and the folder that its own
+    files are found from. Raises ProblemFaults."""
     path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        built_in = files("orchestrrl.lab.sim").joinpath("scenarios", f"{source}.yaml")
-        if built_in.is_file():
-            return parse_scenario(built_in.read_text(encoding="utf-8"))
-        raise ProblemFaults(
-            [f"(scenario): is neither a .yaml file nor one of {', '.join(built_in_names())}, got {source!r}"]
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ProblemFaults([f"{path}: {reason}"]) from None
-    return parse_scenario(text, path.parent)
+    if path.suffix in (".yaml", ".yml"):
+        return read_text(path), path.parent
+    names = scenario_names(built_in)
+    if source not in names:
+        raise ProblemFaults([f"(scenario): is neither a .yaml file nor one of {', '.join(names)}, got {source!r}"])
+    return files("orchestrrl.lab.sim").joinpath(built_in, f"{source}.yaml").read_text(encoding="utf-8"), Path()
+
+
+def scenario_names(built_in: str) -> list[str]:
+    """Return the names of the built-in scenarios in that folder."""
+    folder = files("orchestrrl.lab.sim").joinpath(built_in)
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationScenario:
@@ -290,50 +299,54 @@ def with_steps(scenario: GenerationScenario, steps: int | None) -> GenerationSce
     return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"steps": steps})})
 
 
-def built_in_names() -> list[str]:
-    folder = files("orchestrrl.lab.sim").joinpath("scenarios")
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
 def parse_scenario(text: str, folder: Path = Path()) -> GenerationScenario:
     """As load_scenario, from text; a profile's file is found from `folder`."""
-    document = parse_yaml(text)
+    return validated(parse_yaml(text), folder, GenerationScenario, "engines", _CHECKS)
+
+
+def validated(
+    document: Any,
+    folder: Path,
+    model: type[Checked],
+    engines: str,
+    checks: Sequence[Callable[[Checked], Iterable[str]]],
+) -> Checked:
+    """Return a document as a scenario, with the profile that its section `engines` names, found from `folder`. Raises
+    ProblemFaults with every fault; `checks`, between sections, need sound ones."""
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults: list[str] = []
-    scenario: GenerationScenario | None = None
+    scenario: Checked | None = None
     try:
-        scenario = GenerationScenario.model_validate(document)
+        scenario = model.model_validate(document)
     except ValidationError as error:
-        faults += faults_of(error, GenerationScenario)
-    profile, profile_faults = _read_profile(document.get("engines"), folder)
-    faults += profile_faults
-    faults += daemon_faults(document.get("daemon"))
+        faults += faults_of(error, model)
+    profile, profile_faults = _read_profile(document.get(engines), engines, folder)
+    faults += profile_faults + daemon_faults(document.get("daemon"))
     if scenario is not None:
-        scenario.engines._profile = profile
-        for check in _CHECKS:
-            faults += check(scenario)
+        getattr(scenario, engines)._profile = profile
+        faults += [fault for check in checks for fault in check(scenario)]
     if scenario is None or faults:
         raise ProblemFaults(faults)
     return scenario
 
 
-def _read_profile(engines: Any, folder: Path) -> tuple[Profile | None, list[str]]:
+def _read_profile(section: Any, path: str, folder: Path) -> tuple[Profile | None, list[str]]:
     """The profile that the section names, or what is wrong with it."""
-    name = engines.get("profile") if isinstance(engines, dict) else None
+    name = section.get("profile") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name:
-        return None, []  # Scenario's own check has said so, or there is none
+        return None, []  # the scenario's own check has said so, or there is none
     if name in PROFILES:
         return named_profile(name), []
     if Path(name).suffix not in (".yaml", ".yml", ".json"):
         known = ", ".join(sorted(PROFILES))
-        return None, [f"engines.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
+        return None, [f"{path}.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
     try:
         return read_profile(folder / name), []
     except ProblemFaults as error:
         # A file that cannot be read names itself.
         named = (fault if fault.startswith(str(folder / name)) else f"{name}: {fault}" for fault in error.faults)
-        return None, [f"engines.profile: {fault}" for fault in named]
+        return None, [f"{path}.profile: {fault}" for fault in named]
 
 
 def daemon_faults(section: Any) -> list[str]:

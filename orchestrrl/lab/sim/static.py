@@ -1,9 +1,11 @@
 """Generation steps as frameworks run them: a homogeneous fleet, prompts dealt in turn, nobody moves. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from orchestrrl.lab.sim.engines import EngineKind
+from orchestrrl.lab.sim.engines import EngineKind, homogeneous
+from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.model import RequestId
@@ -21,6 +23,10 @@ class StaticStep:
     samples: int  # answers that the step delivered
     tokens: int = 0  # that passed the engines, generated and prefilled
     carried: list[tuple[SimRequest, int]] = field(default_factory=list)  # with the tokens they have: for the next step
+
+
+Steps = Sequence[Sequence[SimRequest]]
+Ran = tuple[EngineKind, StaticStep]
 
 
 def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]]:
@@ -61,6 +67,44 @@ def run_partial(
     step.carried = [(requests[request], tokens) for request, tokens in generated.items()]
     step.makespan_s = min(now_s, max(step.finish_s)) if not step.carried else now_s
     return step
+
+
+def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
+    """Run each step on as many engines of one kind as there is room for."""
+    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+    return [(kind, _dealt_step(kind, engines, tuple(requests))) for requests in steps]
+
+
+@lru_cache(maxsize=256)
+def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]) -> StaticStep:
+    """Most configurations stay inside servers, and take the same on every fabric."""
+    return run_static(kind, dealt(requests, engines))
+
+
+def partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
+    """As `dealt_steps`, with partial rollout: what an earlier step cut goes first, dealt over all engines."""
+    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+    carried: list[tuple[SimRequest, int]] = []
+    ran = []
+    for requests in steps:
+        placement = [carried[place::engines] for place in range(engines)]
+        for place, held in enumerate(dealt(requests, engines)):
+            placement[place] += [(request, 0) for request in held]
+        step = run_partial(kind, placement, scenario.partial_share)
+        carried = step.carried
+        ran.append((kind, step))
+    return ran
+
+
+def widest(scenario: GenerationScenario, kinds: Iterable[EngineKind]) -> EngineKind:
+    """Return the kind with the most GPUs, inside a node where there is one."""
+    return max(kinds, key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus))
+
+
+def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
+    """Return (time, requests in flight) wherever that changes; `left` of them never finish."""
+    total = len(finish_s) + left
+    return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
 
 def _loaded(kind: EngineKind, held: Sequence[tuple[SimRequest, int]]) -> Scheduler:

@@ -1,17 +1,18 @@
-"""What fails when, and what that does to a stage. Pure.
+"""Failures of a cluster over time, and how they lengthen a stage. Pure.
 
-A schedule reads as it is meant: `ClusterFaultSchedule().at(12.0).fail_nic(7,
-back_after_s=60.0).at(30.0).fail_server(3)`. A link or port is a share of one ToR's or PoD's uplinks; a switch is a
-share of those of all ToRs, or PoDs, that it joins. A server that fails takes the work of the iteration that it was in
-with it.
+A server that fails takes the work of the iteration that it was in with it.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.scenario import ScenarioSection
 
 
 class FaultyPart(StrEnum):
@@ -22,24 +23,26 @@ class FaultyPart(StrEnum):
     ENGINE = "engine"
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterFault:
-    """`of`: numbers of NICs, ToRs, PoDs or servers, or of engines in the order of their GPUs. `back_after_s` None: it
-    stays away."""
+def _one_or_many(of: Any) -> Any:
+    return (of,) if isinstance(of, int) else of
 
-    at_s: float
-    part: FaultyPart
-    of: tuple[int, ...]
-    share: float = 1.0  # of the uplinks
-    back_after_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if not self.at_s >= 0:
-            raise ValueError(f"at_s must be >= 0, got {self.at_s}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be > 0 and <= 1, got {self.share}")
-        if self.back_after_s is not None and not self.back_after_s > 0:
-            raise ValueError(f"back_after_s must be > 0, got {self.back_after_s}")
+def _some(of: tuple[int, ...]) -> tuple[int, ...]:
+    if not of:
+        raise ValueError("must name one at least")
+    return of
+
+
+class ClusterFaultSection(ScenarioSection):
+    """A failure at a time of the whole run. `of`: numbers of NICs, ToRs, PoDs or servers, or of engines in the order of
+    their GPUs. A link or port is a share of one ToR's uplinks; a switch is a share of those of all ToRs, or PoDs, that
+    it joins."""
+
+    at_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    fail: FaultyPart
+    of: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_one_or_many), AfterValidator(_some)]
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the uplinks
+    back_after_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # None: it stays away
 
     @property
     def back_s(self) -> float:
@@ -49,19 +52,16 @@ class ClusterFault:
         return self.at_s <= now_s < self.back_s
 
     def __str__(self) -> str:
-        share = f", {self.share:.0%}" if self.part in (FaultyPart.TOR_UPLINKS, FaultyPart.POD_UPLINKS) else ""
-        return f"{self.part.replace('_', ' ')} {', '.join(map(str, self.of))}{share}"
+        share = f", {self.share:.0%}" if self.fail in (FaultyPart.TOR_UPLINKS, FaultyPart.POD_UPLINKS) else ""
+        return f"{self.fail.replace('_', ' ')} {', '.join(map(str, self.of))}{share}"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFaultSchedule:
-    faults: tuple[ClusterFault, ...] = ()
+    faults: tuple[ClusterFaultSection, ...] = ()
 
-    def at(self, at_s: float) -> "At":
-        return At(self, at_s)
-
-    def holding(self, now_s: float, *parts: FaultyPart) -> tuple[ClusterFault, ...]:
-        return tuple(fault for fault in self.faults if fault.part in parts and fault.holds(now_s))
+    def holding(self, now_s: float, *parts: FaultyPart) -> tuple[ClusterFaultSection, ...]:
+        return tuple(fault for fault in self.faults if fault.fail in parts and fault.holds(now_s))
 
     def network(self, now_s: float) -> SimulatedFailures:
         """What the fabric has to do without. Servers are not in it: others take their places, or nobody uses them."""
@@ -87,46 +87,7 @@ class ClusterFaultSchedule:
         yield now_s, math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class At:
-    """What fails at a time: adds to the schedule."""
-
-    schedule: ClusterFaultSchedule
-    at_s: float
-
-    def fail_nic(self, *nics: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.NIC, nics, 1.0, back_after_s)
-
-    def fail_tor_uplinks(self, tor: int, share: float, *, back_after_s: float | None = None) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.TOR_UPLINKS, (tor,), share, back_after_s)
-
-    def fail_pod_uplinks(self, pod: int, share: float, *, back_after_s: float | None = None) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.POD_UPLINKS, (pod,), share, back_after_s)
-
-    def fail_tor_switch(
-        self, tors: Iterable[int], share: float, *, back_after_s: float | None = None
-    ) -> ClusterFaultSchedule:
-        """One that joins these ToRs, each by this share of its uplinks."""
-        return self._with(FaultyPart.TOR_UPLINKS, tuple(tors), share, back_after_s)
-
-    def fail_core_switch(
-        self, pods: Iterable[int], share: float, *, back_after_s: float | None = None
-    ) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.POD_UPLINKS, tuple(pods), share, back_after_s)
-
-    def fail_server(self, *servers: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.SERVER, servers, 1.0, back_after_s)
-
-    def fail_engine(self, *engines: int, back_after_s: float | None = None) -> ClusterFaultSchedule:
-        return self._with(FaultyPart.ENGINE, engines, 1.0, back_after_s)
-
-    def _with(
-        self, part: FaultyPart, of: tuple[int, ...], share: float, back_after_s: float | None
-    ) -> ClusterFaultSchedule:
-        return ClusterFaultSchedule((*self.schedule.faults, ClusterFault(self.at_s, part, of, share, back_after_s)))
-
-
-def _shares(faults: Iterable[ClusterFault]) -> dict[int, float] | None:
+def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float] | None:
     """Two faults of one bundle leave out what both do, at most all of it."""
     lost: dict[int, float] = {}
     for fault in faults:
@@ -163,7 +124,7 @@ def with_lost_work_s(
     lost = sorted(
         fault.at_s
         for fault in schedule.faults
-        if fault.part is FaultyPart.SERVER and any(n in servers for n in fault.of)
+        if fault.fail is FaultyPart.SERVER and any(n in servers for n in fault.of)
     )
     for at_s in (*lost, math.inf):
         if at_s < start_s:

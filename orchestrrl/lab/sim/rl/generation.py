@@ -7,53 +7,37 @@ together: the forecast learns from each, and engines stay as the step before lef
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
 from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun
-from orchestrrl.lab.sim.engines import EngineKind, homogeneous
-from orchestrrl.lab.sim.known import best_known, best_prompts_known
+from orchestrrl.lab.sim.engines import EngineKind
+from orchestrrl.lab.sim.known import best_known_steps, best_prompts_known_steps
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.rl.generation_fast import FastStep, run_fast
 from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, TokenExchange, UniformFleet, deployed, summed
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.lab.sim.rl.kv_moves import OverFabric
 from orchestrrl.lab.sim.rl.model import GenStage
-from orchestrrl.lab.sim.run import FUTURES, steps_of, usable_kinds
-from orchestrrl.lab.sim.scenario import (
-    EnginesSection,
-    GatewaySection,
-    GenerationControlSection,
-    GenerationScenario,
-    NetworkSection,
-    WorkloadSection,
-)
-from orchestrrl.lab.sim.static import StaticStep, dealt, run_partial, run_static
-from orchestrrl.lab.sim.workload import SimRequest, redrawn
+from orchestrrl.lab.sim.rl.scenario import GenerationSection
+from orchestrrl.lab.sim.run import steps_of, usable_kinds
+from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
+from orchestrrl.lab.sim.static import Ran, StaticStep, Steps, countdown, dealt_steps, partial_steps, widest
+from orchestrrl.lab.sim.workload import SimRequest
 from planner.cost.profile import Parallelism, Profile
 from planner.model import ConfigurationId
-
-Steps = Sequence[Sequence[SimRequest]]
-Ran = tuple[EngineKind, StaticStep]
 
 
 @dataclass(frozen=True)
 class GenJob:
-    """What generates, where, and what each step asks for. `profile` instead of `layouts`: engines that are known, and
-    whose exchanges the network does not change. `daemon`: a daemon's configuration, without `fleet`."""
+    """Where a scenario's `section` generates and on what. `layouts` go with a section without a profile: exchanges of
+    known engines are not changed by the network. `daemon`: a daemon's configuration, without `fleet`."""
 
     hardware: Hardware
     where: GenGpus
-    workload: WorkloadSection
+    section: GenerationSection
     layouts: tuple[Parallelism, ...] = ()
-    profile: Profile | None = None
-    initial: str | None = None  # of our arms; None: the tuned static baseline's
-    kv_transfer: bool = True
-    partial_share: float = 0.9
-    prefix_caching: bool = False
-    control: GenerationControlSection = field(default_factory=GenerationControlSection)
-    gateway: GatewaySection = field(default_factory=GatewaySection)
     daemon: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -90,37 +74,32 @@ class Prepared:
         }
 
     def scenario(self, steps: int) -> GenerationScenario:
-        job, servers = self.job, self.fabric.servers
-        slow = {"max_output_tokens": job.workload.max_tokens, **(job.daemon.get("slow") or {})}
+        job, part, servers = self.job, self.job.section, self.fabric.servers
+        slow = {"max_output_tokens": part.workload.max_tokens, **(job.daemon.get("slow") or {})}
         return GenerationScenario(
             name="generation",
             gpus=job.where.count,
             gpus_per_node=servers.gpus_per_server,
-            partial_share=job.partial_share,
-            workload=job.workload.model_copy(update={"steps": steps, "warmup_steps": 0}),
-            engines=EnginesSection.of(self.profile, initial=job.initial, prefix_caching=job.prefix_caching),
+            partial_share=part.partial_share,
+            workload=part.workload.model_copy(update={"steps": steps, "warmup_steps": 0}),
+            engines=EnginesSection.of(self.profile, initial=part.initial, prefix_caching=part.prefix_caching),
             network=NetworkSection(
                 nic_gbps_per_node=servers.nic_bytes_per_s * servers.nics_per_server * 8e-9,
                 nvlink_gbps_per_gpu=servers.nvlink_bytes_per_s * 8e-9,
-                kv_transfer=job.kv_transfer,
+                kv_transfer=part.kv_transfer,
             ),
-            control=job.control,
-            gateway=job.gateway,
+            control=part.control,
+            gateway=part.gateway,
             daemon={"mode": "act", **job.daemon, "slow": slow},
         )
 
 
 def prepared(job: GenJob, fabric: SimulatedFabric) -> Prepared:
     """Raises ValueError where no configuration fits."""
-    if job.profile is not None:
-        return Prepared(job, fabric, job.profile, {})
+    if job.section.profile_value is not None:
+        return Prepared(job, fabric, job.section.profile_value, {})
     found = on_fabric(job.hardware, job.layouts, job.where, fabric)
     return Prepared(job, fabric, found.profile, found.exchanges)
-
-
-def generation_stage(job: GenJob, fabric: SimulatedFabric, arm: str, seed: int = 1) -> GenStage:
-    """One step."""
-    return generation_stages(prepared(job, fabric), arm, seed, 1)[0]
 
 
 def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
@@ -128,10 +107,10 @@ def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple
     scenario = ready.scenario(steps)
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
-        initial = ConfigurationId(ready.job.initial or _tuned(scenario, kinds, asked))
+        initial = ConfigurationId(ready.job.section.initial or _tuned(scenario, kinds, asked))
         network = OverFabric(ready.fabric, ready.job.where, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
-        found = run_fast(run, network if ready.job.kv_transfer else None)
+        found = run_fast(run, network if ready.job.section.kv_transfer else None)
         stages = [_ours(step, requests, scenario.gpus) for step, requests in zip(found, asked, strict=True)]
         sent = [_sent(ready, kinds, step.tokens, step.kv_tier_bytes) for step in found]
     else:
@@ -163,52 +142,21 @@ def _static(
     every = list(kinds.values())
     match arm:
         case "verl_to":
-            return _dealt(scenario, kinds[_tuned(scenario, kinds, steps)], steps)
+            return dealt_steps(scenario, kinds[_tuned(scenario, kinds, steps)], steps)
         case "verl_lo":
-            widest = max(every, key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus))
-            return _dealt(scenario, widest, steps)
+            return dealt_steps(scenario, widest(scenario, every), steps)
         case "partial_rollout":
-            return max((_partial(scenario, kind, steps) for kind in every), key=_samples_per_s)
+            return max((partial_steps(scenario, kind, steps) for kind in every), key=_samples_per_s)
         case "packed_known":
-            return [best_known(scenario, every, requests) for requests in steps]
+            return best_known_steps(scenario, every, steps)
         case "prompts_known":
-            draws = [redrawn(scenario.workload, seed, step, FUTURES) for step in range(len(steps))]
-            return [
-                best_prompts_known(scenario, every, requests, drawn)
-                for requests, drawn in zip(steps, draws, strict=True)
-            ]
+            return best_prompts_known_steps(scenario, every, seed, steps)
     raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
 
 
 def _tuned(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Steps) -> ConfigurationId:
-    """Whose steps are shortest when prompts are dealt in turn."""
-    return min(kinds, key=lambda name: sum(step.makespan_s for _, step in _dealt(scenario, kinds[name], steps)))
-
-
-def _dealt(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
-    return [(kind, _static_step(kind, engines, tuple(requests))) for requests in steps]
-
-
-@lru_cache(maxsize=256)
-def _static_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]) -> StaticStep:
-    """Most configurations stay inside servers, and take the same on every fabric."""
-    return run_static(kind, dealt(requests, engines))
-
-
-def _partial(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """What an earlier step cut goes first, dealt over all engines."""
-    engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
-    carried: list[tuple[SimRequest, int]] = []
-    ran = []
-    for requests in steps:
-        placement = [carried[place::engines] for place in range(engines)]
-        for place, held in enumerate(dealt(requests, engines)):
-            placement[place] += [(request, 0) for request in held]
-        step = run_partial(kind, placement, scenario.partial_share)
-        carried = step.carried
-        ran.append((kind, step))
-    return ran
+    """Return the configuration whose steps are shortest when prompts are dealt in turn."""
+    return min(kinds, key=lambda name: sum(step.makespan_s for _, step in dealt_steps(scenario, kinds[name], steps)))
 
 
 def _samples_per_s(ran: Sequence[Ran]) -> float:
@@ -225,7 +173,7 @@ def _theirs(kind: EngineKind, step: StaticStep, requests: Sequence[SimRequest], 
         samples=step.samples,
         output_tokens=sum(request.output_tokens for request in requests),  # what is carried is balanced by what was
         finish_s=tuple(step.finish_s),
-        remaining=_countdown(step.finish_s, len(step.carried)),
+        remaining=tuple(countdown(step.finish_s, len(step.carried))),
         phases_s={str(kind.id): step.makespan_s},
         idle_fraction=max(0.0, 1 - busy_gpu_s / (gpus * step.makespan_s)),
         sample_tokens=_mean_power(requests, 1),
@@ -244,7 +192,7 @@ def _ours(step: FastStep, requests: Sequence[SimRequest], gpus: int) -> GenStage
         samples=len(step.finish_s),
         output_tokens=step.output_tokens,
         finish_s=tuple(step.finish_s),
-        remaining=_countdown(step.finish_s, 0),
+        remaining=tuple(countdown(step.finish_s)),
         phases_s=_phases_s(step),
         moved_bytes=sum(redeployment.moved_bytes for redeployment in step.redeployments),
         redeployments=len(step.redeployments),
@@ -277,8 +225,3 @@ def _phases_s(step: FastStep) -> dict[str, float]:
         at_s = ready_s
     add(step.fleet, step.makespan_s - at_s)
     return phases_s
-
-
-def _countdown(finish_s: Sequence[float], left: int) -> tuple[tuple[float, int], ...]:
-    total = len(finish_s) + left
-    return ((0.0, total), *((at_s, total - done) for done, at_s in enumerate(finish_s, start=1)))

@@ -15,19 +15,16 @@ from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
 from planner.cost.predict import DoesNotFit, identifier, move_costs, predict
 from planner.cost.profile import Parallelism, Profile
-from planner.cost.roofline import Precision
 from planner.model import ConfigurationId
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What generates: model, GPU and engine. `precision` None: the checkpoint's own."""
+    """Model, GPU and engine of generation, in the checkpoint's own precision."""
 
     model: Model
     gpu: GpuModel
     engine: EngineModel
-    precision: Precision | None = None
-    cpu_kv_bytes_per_gpu: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +51,12 @@ def on_fabric(
             exchanges[name] = got = exchange(fleet, fabric, name)
             gpu = with_exchange(nominal, got)
         try:
-            configurations.append(
-                predict(
-                    hardware.model,
-                    gpu,
-                    parallelism,
-                    hardware.engine,
-                    hardware.precision,
-                    hardware.cpu_kv_bytes_per_gpu,
-                )
-            )
+            configurations.append(predict(hardware.model, gpu, parallelism, hardware.engine))
         except DoesNotFit:
             continue
     if not configurations:
         raise ValueError(f"no configuration of {hardware.model.name} fits {where.count} GPUs of {hardware.gpu.name}")
-    moves = move_costs(hardware.model, nominal, hardware.engine, hardware.precision)
+    moves = move_costs(hardware.model, nominal, hardware.engine)
     profile = Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
     return ProfilesOnFabric(profile, exchanges)
 

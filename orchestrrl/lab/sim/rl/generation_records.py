@@ -53,7 +53,6 @@ class LiveEngine:
     scheduler: Scheduler
     seen: tuple[float, int] = (0.0, 0)  # when its rate was last looked at, and its tokens then
     decode_tokens_per_s: float | None = None
-    history: list[tuple[float, int]] = field(default_factory=list)  # (time, running), where it changed
 
     @classmethod
     def start(cls, id: EngineId, kind: EngineKind, gpus: tuple[GpuId, ...], ready_s: float) -> "LiveEngine":

@@ -2,8 +2,8 @@
 
 The case of figure 18 of the OrchestrRL paper. All instances of one configuration are replaced by another's when so many
 requests are left; parameters are loaded from CPU memory, KV goes over the fabric (or is computed again), and the rest
-is decoded there. Requests are dealt evenly by what they hold, for nobody knows lengths: among the instances on the GPUs
-that they were on, where `near`, so that KV has a short way; else over all, as the planner deals them.
+is decoded there. Requests are dealt evenly by what they hold, since lengths are not known, among the instances on the
+GPUs that they were on, so that KV has a short way.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deploy
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvMoved, KvWish, move_kv
 from orchestrrl.lab.sim.rl.model import GenStage
+from orchestrrl.lab.sim.static import countdown
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
@@ -36,7 +37,6 @@ class RedeploymentCase:
     then: Parallelism
     requests: tuple[SimRequest, ...]
     left_share: float
-    near: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.left_share < 1:
@@ -65,7 +65,7 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
     one, other = (EngineKind(each) for each in profile.configurations)
     before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
     first_s, finish_s, left = _until_redeployment(case, one, len(before))
-    targets = _dealt(left, before, after, case.near)
+    targets = _dealt(left, before, after)
     moved = _moved(case, left, targets, before, after, other, fabric)
     comes = dict(zip([each.request.id for each in left if each.runs], moved.transferred, strict=True))
     rest = _decoded(left, targets, comes, other, len(after))
@@ -77,7 +77,7 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
         samples=len(ends_s),
         output_tokens=sum(request.output_tokens for request in case.requests),
         finish_s=tuple(ends_s),
-        remaining=tuple((at_s, len(ends_s) - number) for number, at_s in enumerate([0.0, *ends_s])),
+        remaining=tuple(countdown(ends_s)),
         phases_s={
             str(one.id): first_s,
             "redeploying": switch_s,
@@ -122,11 +122,9 @@ def _run(
     return finished, engines
 
 
-def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet, is_near: bool) -> list[int]:
-    """[request], the instance: of those that it may go to the one that holds least, the largest request first."""
-    near: list[list[int]] = [[] for _ in before.gpus]
-    if is_near:
-        near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
+def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet) -> list[int]:
+    """[request], the instance: of those on its GPUs, or of all, the one that holds least, the largest request first."""
+    near = [np.flatnonzero(np.isin(after.gpus, gpus).any(axis=1)).tolist() for gpus in before.gpus]
     held = [0] * len(after)
     targets = [0] * len(left)
     for number in sorted(range(len(left)), key=lambda number: (-left[number].context_tokens, left[number].request.id)):
@@ -147,7 +145,7 @@ def _moved(
     fabric: SimulatedFabric,
 ) -> KvMoved:
     hardware = case.hardware
-    precision = hardware.precision or published_precision(hardware.model)
+    kv_bits = published_precision(hardware.model).kv_bits
     homes = [Home(fleet.parallelism, gpus) for fleet in (before, after) for gpus in fleet.gpus]
     wishes = [
         KvWish(each.instance, len(before) + target, each.context_tokens)
@@ -155,7 +153,7 @@ def _moved(
         if each.runs
     ]
     rates = np.full(len(homes), kind.profile.prefill_tokens_per_s)
-    return move_kv(homes, wishes, hardware.model.kv_bytes_per_token(precision.kv_bits), rates, fabric)
+    return move_kv(homes, wishes, hardware.model.kv_bytes_per_token(kv_bits), rates, fabric)
 
 
 def _decoded(

@@ -127,7 +127,7 @@ def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan
     return [
         TimelineSpan(
             "fault",
-            lane_of(scenario, fault.part, fault.of[0]),
+            lane_of(scenario, fault.fail, fault.of[0]),
             number,
             fault.at_s,
             min(fault.back_s, until_s),

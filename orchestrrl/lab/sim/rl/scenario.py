@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.faults import ClusterFault, ClusterFaultSchedule, FaultyPart
+from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection
 from orchestrrl.lab.sim.rl.loop_rules import LoopRules
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 from orchestrrl.lab.sim.rl.training import Recipe
@@ -200,32 +200,6 @@ class LoopSection(ScenarioSection):
         return LoopRules(self.mode, self.staleness, self.batch_samples, self.buffer_samples, holds, shared)
 
 
-class ClusterFaultSection(ScenarioSection):
-    """Something that fails, at a time of the whole run. A link or port is a share of one ToR's uplinks; a switch is a
-    share of those of all ToRs, or PoDs, that it joins."""
-
-    at_s: _NotNegative
-    fail: FaultyPart
-    of: tuple[_Number, ...]
-    share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    back_after_s: _Positive | None = None  # None: it stays away
-
-    @field_validator("of", mode="before")
-    @classmethod
-    def _one_or_many(cls, of: Any) -> Any:
-        return (of,) if isinstance(of, int) else of
-
-    @field_validator("of")
-    @classmethod
-    def _some(cls, of: tuple[int, ...]) -> tuple[int, ...]:
-        if not of:
-            raise ValueError("must name one at least")
-        return of
-
-    def value(self) -> ClusterFault:
-        return ClusterFault(self.at_s, self.fail, self.of, self.share, self.back_after_s)
-
-
 class ClusterScenario(ScenarioSection):
     name: _Name
     seeds: Annotated[tuple[_Number, ...], Field(min_length=1)] = (1,)
@@ -330,7 +304,7 @@ class ClusterScenario(ScenarioSection):
 
     @property
     def schedule(self) -> ClusterFaultSchedule:
-        return ClusterFaultSchedule(tuple(fault.value() for fault in self.faults))
+        return ClusterFaultSchedule(self.faults)
 
     def document(self) -> dict[str, Any]:
         """As it would be written with every default filled in. Parsing it gives the same scenario, but for a profile's

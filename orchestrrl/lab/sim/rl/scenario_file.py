@@ -1,24 +1,18 @@
 """Read a scenario of the cluster simulator from YAML, or say every fault in it at once, with its path and value."""
 
 from collections.abc import Callable, Iterable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from orchestrrl.core.documents import parse_yaml, read_text
-from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
-from orchestrrl.engines.profiles.store import read_profile
+from orchestrrl.core.documents import parse_yaml
+from orchestrrl.core.errors import shorten
 from orchestrrl.lab.sim.net.fabrics.base import NOTHING, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, options_of
-from orchestrrl.lab.sim.rl.faults import FaultyPart
-from orchestrrl.lab.sim.rl.scenario import SIZES, ClusterFaultSection, ClusterScenario, layout_named
-from orchestrrl.lab.sim.scenario import daemon_faults
+from orchestrrl.lab.sim.rl.faults import ClusterFaultSection, FaultyPart
+from orchestrrl.lab.sim.rl.scenario import SIZES, ClusterScenario, layout_named
+from orchestrrl.lab.sim.scenario import scenario_text, validated
 from orchestrrl.lab.sim.train.memory import fault_of
 from orchestrrl.lab.sim.workload import mean_tokens
-from planner.cost.paper import PROFILES, named_profile
-from planner.cost.profile import Profile
 from planner.fabric.shape import ImpossibleSite
 
 FOLDER = "clusters"  # of the built-in ones, in orchestrrl/lab/sim/
@@ -27,71 +21,22 @@ SMALLEST = "cluster64"
 
 def load_cluster_scenario(source: str) -> ClusterScenario:
     """The scenario in a file, or the built-in one of that name. Raises ProblemFaults with every fault."""
-    text, folder = cluster_text(source)
-    return parse_cluster_scenario(text, folder)
-
-
-def cluster_text(source: str) -> tuple[str, Path]:
-    """Of a file, or of the built-in one of that name, and the folder that its files are found from."""
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
-        return read_text(path), path.parent
-    built_in = files("orchestrrl.lab.sim").joinpath(FOLDER, f"{source}.yaml")
-    if not built_in.is_file():
-        known = ", ".join(cluster_names())
-        raise ProblemFaults([f"(scenario): is neither a .yaml file nor one of {known}, got {source!r}"])
-    return built_in.read_text(encoding="utf-8"), Path()
-
-
-def cluster_names() -> list[str]:
-    folder = files("orchestrrl.lab.sim").joinpath(FOLDER)
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return parse_cluster_scenario(*scenario_text(source, FOLDER))
 
 
 def parse_cluster_scenario(text: str, folder: Path = Path()) -> ClusterScenario:
     """As load_cluster_scenario, from text; a profile's file is found from `folder`."""
-    document = parse_yaml(text)
-    if not isinstance(document, dict):
-        raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
-    return scenario_of(document, folder)
+    return scenario_of(parse_yaml(text), folder)
 
 
-def scenario_of(document: dict[Any, Any], folder: Path = Path()) -> ClusterScenario:
+def scenario_of(document: Any, folder: Path = Path()) -> ClusterScenario:
     """As parse_cluster_scenario, from a document that was read already."""
-    faults: list[str] = []
-    scenario: ClusterScenario | None = None
-    try:
-        scenario = ClusterScenario.model_validate(document)
-    except ValidationError as error:
-        faults += faults_of(error, ClusterScenario)
-    profile, profile_faults = _read_profile(document.get("generation"), folder)
-    faults += profile_faults + daemon_faults(document.get("daemon"))
-    if scenario is not None:
-        scenario.generation._profile = profile
-        faults += faults_between_sections(scenario)
-    if scenario is None or faults:
-        raise ProblemFaults(faults)
-    return scenario
+    return validated(document, folder, ClusterScenario, "generation", _CHECKS)
 
 
 def faults_between_sections(scenario: ClusterScenario) -> list[str]:
     """Of one whose sections are sound each by itself."""
     return [fault for check in _CHECKS for fault in check(scenario)]
-
-
-def _read_profile(generation: Any, folder: Path) -> tuple[Profile | None, list[str]]:
-    name = generation.get("profile") if isinstance(generation, dict) else None
-    if not isinstance(name, str) or not name:
-        return None, []
-    if name in PROFILES:
-        return named_profile(name), []
-    if Path(name).suffix not in (".yaml", ".yml", ".json"):
-        known = ", ".join(sorted(PROFILES))
-        return None, [f"generation.profile: is neither a .yaml or .json file nor one of {known}, got {name!r}"]
-    try:
-        return read_profile(folder / name), []
-    except ProblemFaults as error:
-        return None, [f"generation.profile: {fault}" for fault in error.faults]
 
 
 def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:

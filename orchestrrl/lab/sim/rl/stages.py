@@ -52,19 +52,12 @@ class FabricStages:
 
     @cached_property
     def job(self) -> GenJob:
-        scenario, part = self.scenario, self.scenario.generation
+        scenario = self.scenario
         return GenJob(
             hardware=Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value),
             where=GenGpus(scenario.cluster.first_generating, scenario.cluster.generating),
-            workload=part.workload,
+            section=scenario.generation,
             layouts=scenario.engine_layouts,
-            profile=part.profile_value,
-            initial=part.initial,
-            kv_transfer=part.kv_transfer,
-            partial_share=part.partial_share,
-            prefix_caching=part.prefix_caching,
-            control=part.control,
-            gateway=part.gateway,
             daemon=scenario.daemon,
         )
 

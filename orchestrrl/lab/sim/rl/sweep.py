@@ -18,8 +18,8 @@ from pydantic import Field, ValidationError
 from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 from orchestrrl.lab.sim.rl.results import complete, digest_of
-from orchestrrl.lab.sim.rl.scenario_file import cluster_text, scenario_of
-from orchestrrl.lab.sim.scenario import ScenarioSection
+from orchestrrl.lab.sim.rl.scenario_file import FOLDER, scenario_of
+from orchestrrl.lab.sim.scenario import ScenarioSection, scenario_text
 
 MOST_POINTS = 100_000  # what is more is a slip
 _PART = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)((?:\[\d+\])*)")
@@ -116,7 +116,7 @@ def _base(source: str, folder: Path) -> tuple[dict[Any, Any], Path]:
     if Path(source).suffix in (".yaml", ".yml"):
         source = str(folder / source)
     try:
-        text, home = cluster_text(source)
+        text, home = scenario_text(source, FOLDER)
         document = parse_yaml(text)
     except ProblemFaults as error:
         raise ProblemFaults([f"base: {fault}" for fault in error.faults]) from None

@@ -46,9 +46,6 @@ def _of_rank(
     done_s = float(schedule.end_s[1, ops[-1].stage, ops[-1].micro])
     if not reduce_s:
         return done_s, done_s
-    if not given.constants.overlap_gradients:
-        begin_s = max(done_s, from_s)
-        return begin_s, begin_s + reduce_s
     last = {op.stage: op for op in ops if op.backward}
     share_s, at_s, first_s = reduce_s / len(last), from_s, None
     for op in last.values():
@@ -97,12 +94,8 @@ def shortest(
 
 
 def _passes(given: StageLoad, gather_s: float) -> tuple[PipelineSchedule, float]:
-    """And the seconds before it begins: parameters that are not gathered beside it."""
-    if gather_s == float("inf"):
-        return given.schedule(), gather_s
-    if given.constants.overlap_parameters:
-        return given.schedule(gather_s), 0.0
-    return given.schedule(), gather_s
+    """Return the schedule and the seconds before it begins, infinite where parameters have no way."""
+    return (given.schedule(), gather_s) if gather_s == float("inf") else (given.schedule(gather_s), 0.0)
 
 
 def _kept(given: StageLoad, kept: Gradients, optimizer_s: float) -> Taken:

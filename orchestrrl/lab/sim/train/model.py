@@ -44,17 +44,14 @@ class TrainConstants:
     gradient_bytes: float = 4.0
     parameter_bytes: float = 2.0
     optimizer_bytes: float = 30.0  # of each parameter of the shard: gradient 4, master and moments 3 x 8, 16-bit copy 2
-    bucket_parameters: float = 40e6  # a bucket is sent once it is complete (Megatron: the larger of this and 1e6 * dp)
-    overlap_gradients: bool = True  # --overlap-grad-reduce: with the last micro-batch's backward
-    overlap_parameters: bool = True  # --overlap-param-gather: with the first micro-batch's forward
+    # A bucket of gradients is sent once it is complete, with the last micro-batch's backward (--overlap-grad-reduce);
+    # parameters are gathered with the first micro-batch's forward (--overlap-param-gather).
+    bucket_parameters: float = 40e6  # Megatron: the larger of this and 1e6 * dp
     # Of tensor parallelism's collectives in a backward pass. Megatron reduces beside the product for weights'
     # gradients, half of them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; a forward pass has nothing to
     # hide them behind. (--tp-comm-overlap, which cuts products into pieces, is not modelled.)
     tp_hidden_share: float = 0.0
     ep_hidden_share: float = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
-    within_layers: bool = (
-        False  # circuits follow attention and experts of each layer, where every window is long enough
-    )
 
     def __post_init__(self) -> None:
         found = [
@@ -207,4 +204,3 @@ class TrainingIteration:
     windows: tuple[OverlapWindow, ...]
     waits_s: float = 0.0  # of parts_s: for circuits that were not there in time
     circuits: str = "keep"  # how they were used: see circuits.Course
-    within_layers: bool = False  # circuits followed attention and experts

@@ -180,14 +180,6 @@ def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple
     )
 
 
-def layer_periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:
-    """Attention, with what passes between stages, and experts: the parts of a layer that circuits may follow."""
-    return (
-        _period(job, "attention", exchanges, ("tp", "cp", "pp")),
-        _period(job, "experts", exchanges, ("ep",)),
-    )
-
-
 def _period(job: TrainJob, name: str, exchanges: Mapping[str, GroupCollective], kinds: tuple[str, ...]) -> Period:
     """What stays within a server asks nothing of the fabric."""
     found = [exchanges[kind] for kind in kinds if kind in exchanges and exchanges[kind].crosses]

@@ -15,7 +15,7 @@ from orchestrrl.cli.main import application
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.lab.sim.engines import fleet_section, kinds_of
-from orchestrrl.lab.sim.scenario import EXAMPLE, built_in_names, load_scenario, parse_scenario
+from orchestrrl.lab.sim.scenario import EXAMPLE, FOLDER, load_scenario, parse_scenario, scenario_names
 from orchestrrl.lab.sim.workload import requests_of_step
 from planner.cost.paper import named_profile
 from planner.cost.profile import Curve, MoveCosts
@@ -24,7 +24,7 @@ from tests.orchestrrl.lab.sim.gen_scenarios import TEXT
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("source", [*map(str, SCENARIOS), *built_in_names()])
+@pytest.mark.parametrize("source", [*map(str, SCENARIOS), *scenario_names(FOLDER)])
 def test_the_shipped_ones_are_sound(source: str) -> None:
     assert load_scenario(source).name
 

@@ -4,14 +4,15 @@ import pytest
 import yaml
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart
+from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.rl.scenario_file import (
-    cluster_names,
+    FOLDER,
     load_cluster_scenario,
     parse_cluster_scenario,
     scenario_of,
 )
+from orchestrrl.lab.sim.scenario import scenario_names
 from planner.cost.predict import identifier
 from planner.cost.profile import Parallelism
 from tests.orchestrrl.lab.sim.rl.cluster_builders import TEXT, document
@@ -27,7 +28,7 @@ def paths(changed: dict[str, object]) -> set[str]:
     return {fault.split(":")[0] for fault in faults_of(changed)}
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", scenario_names(FOLDER))
 def test_the_shipped_ones_are_sound(name: str) -> None:
     scenario = load_cluster_scenario(name)
     assert scenario.name.startswith(name)
@@ -46,7 +47,7 @@ def test_what_follows_from_a_scenario() -> None:
 def test_its_document_reads_as_itself() -> None:
     scenario = scenario_of(document(faults=[{"at_s": 1, "fail": "nic", "of": 3}]))
     assert scenario_of(yaml.safe_load(yaml.safe_dump(scenario.document()))) == scenario
-    assert scenario.schedule == ClusterFaultSchedule().at(1.0).fail_nic(3)
+    assert scenario.schedule == ClusterFaultSchedule((ClusterFaultSection(at_s=1.0, fail=FaultyPart.NIC, of=(3,)),))
     assert scenario.faults[0].fail is FaultyPart.NIC
 
 

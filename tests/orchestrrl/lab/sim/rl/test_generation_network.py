@@ -10,6 +10,7 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, prepared
 from orchestrrl.lab.sim.rl.generation_fleet import SENT_BYTES, GenGpus, deployed, exchange, left_idle, pattern
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.scenario import WorkloadSection
 from planner.cost.engines import engine_named
 from planner.cost.hardware import gpu_named
@@ -87,7 +88,7 @@ def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
 def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
     """Sixteen servers in PoDs of four: four engines of three servers, where five would go without PoDs."""
     wide = Parallelism(tp=1, dp=24, ep=8)
-    job = GenJob(MOE, WHERE, WORKLOAD, layouts=(Parallelism(tp=8), wide))
+    job = GenJob(MOE, WHERE, GenerationSection(workload=WORKLOAD), (Parallelism(tp=8), wide))
     counts = {}
     for kind in ("rfabric", "fat_tree"):
         ready = prepared(job, build(kind, SERVERS, servers_per_pod=4))

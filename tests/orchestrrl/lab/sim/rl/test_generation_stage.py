@@ -7,11 +7,12 @@ import pytest
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.generation import GenJob, generation_stage, generation_stages, prepared
+from orchestrrl.lab.sim.rl.generation import GenJob, generation_stages, prepared
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_profiles import Hardware
 from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
+from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
 from orchestrrl.lab.sim.workload import requests_of_step
 from planner.cost.hardware import gpu_named
@@ -33,15 +34,18 @@ AFD = Parallelism(attention_gpus=8, ffn_gpus=8, micro_batches=2)
 JOB = GenJob(
     Hardware(DENSE, gpu_named("h800"), paper_engine(DENSE)),
     GenGpus(32, 16),
-    WORKLOAD,
+    GenerationSection(workload=WORKLOAD, initial="tp2"),
     (Parallelism(tp=2), Parallelism(tp=8)),
-    initial="tp2",
-    daemon={"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}},
+    {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}},
 )
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
     return build(kind, servers, servers_per_pod=4, **options)
+
+
+def generation_stage(job: GenJob, fabric: SimulatedFabric, arm: str, seed: int = 1) -> GenStage:
+    return generation_stages(prepared(job, fabric), arm, seed, 1)[0]
 
 
 def check(stage: GenStage, samples: int) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.rl.faults import (
-    ClusterFault,
     ClusterFaultSchedule,
+    ClusterFaultSection,
     FaultyPart,
     NeverEnds,
     stretched_s,
@@ -17,15 +17,16 @@ from orchestrrl.lab.sim.rl.faults import (
 )
 
 
+def schedule(*faults: tuple[float, FaultyPart, int | tuple[int, ...], dict[str, float]]) -> ClusterFaultSchedule:
+    rows = [{"at_s": at_s, "fail": fail, "of": of, **more} for at_s, fail, of, more in faults]
+    return ClusterFaultSchedule(tuple(ClusterFaultSection.model_validate(row) for row in rows))
+
+
 def test_a_schedule_reads_as_it_is_meant() -> None:
-    faults = (
-        ClusterFaultSchedule()
-        .at(12.0)
-        .fail_nic(7, back_after_s=60.0)
-        .at(30.0)
-        .fail_tor_uplinks(3, 0.25)
-        .at(40.0)
-        .fail_tor_switch(range(2, 4), 0.5, back_after_s=10.0)
+    faults = schedule(
+        (12.0, FaultyPart.NIC, 7, {"back_after_s": 60.0}),
+        (30.0, FaultyPart.TOR_UPLINKS, 3, {"share": 0.25}),
+        (40.0, FaultyPart.TOR_UPLINKS, (2, 3), {"share": 0.5, "back_after_s": 10.0}),
     )
     assert faults.changes_s() == (12.0, 30.0, 40.0, 50.0, 72.0)
     assert faults.network(0.0) == SimulatedFailures()
@@ -35,23 +36,25 @@ def test_a_schedule_reads_as_it_is_meant() -> None:
 
 
 def test_of_a_bundle_no_more_than_all_is_lost() -> None:
-    faults = ClusterFaultSchedule().at(0.0).fail_pod_uplinks(1, 0.75).at(1.0).fail_core_switch([0, 1], 0.5)
+    faults = schedule(
+        (0.0, FaultyPart.POD_UPLINKS, 1, {"share": 0.75}), (1.0, FaultyPart.POD_UPLINKS, (0, 1), {"share": 0.5})
+    )
     assert faults.network(2.0).pod_uplinks == {0: 0.5, 1: 1.0}
 
 
 def test_what_is_done_stays_done() -> None:
-    slow = ClusterFaultSchedule().at(10.0).fail_nic(0, back_after_s=10.0)
+    slow = schedule((10.0, FaultyPart.NIC, 0, {"back_after_s": 10.0}))
     # Half of it at full speed, ten seconds at half the speed, the rest at full speed again.
     assert stretched_s(slow, 0.0, lambda now_s: 40.0 if slow.holding(now_s, FaultyPart.NIC) else 20.0) == pytest.approx(
         25.0
     )
     assert stretched_s(slow, 0.0, lambda now_s: math.inf if slow.holding(now_s, FaultyPart.NIC) else 20.0) == 30.0
     with pytest.raises(NeverEnds, match="never ends: nic 0 does not come back"):
-        stretched_s(ClusterFaultSchedule().at(5.0).fail_nic(0), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
+        stretched_s(schedule((5.0, FaultyPart.NIC, 0, {})), 0.0, lambda now_s: math.inf if now_s >= 5 else 20.0)
 
 
 def test_an_iteration_is_lost_with_its_server() -> None:
-    faults = ClusterFaultSchedule().at(8.0).fail_server(1).at(12.0).fail_server(9).at(35.0).fail_server(0)
+    faults = schedule(*((at_s, FaultyPart.SERVER, server, {}) for at_s, server in ((8.0, 1), (12.0, 9), (35.0, 0))))
     # Begun at 0, lost at 8, begun again at 18, done at 28: server 9 is not among its own, and 0 fails too late.
     assert with_lost_work_s(faults, 0.0, lambda _: 10.0, range(4), 10.0) == 28.0
     assert with_lost_work_s(faults, 30.0, lambda _: 10.0, range(4), 10.0) == 25.0
@@ -63,12 +66,12 @@ def test_an_iteration_is_lost_with_its_server() -> None:
 )
 def test_a_fault_checks_itself(fields: dict[str, float], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
-        ClusterFault(**{"at_s": 1.0, "part": FaultyPart.NIC, "of": (0,), **fields})  # type: ignore[arg-type]
+        ClusterFaultSection.model_validate({"at_s": 1.0, "fail": FaultyPart.NIC, "of": 0, **fields})
 
 
 FAULTS = st.lists(
     st.tuples(st.floats(0, 50), st.floats(0.1, 50)).map(
-        lambda each: ClusterFault(each[0], FaultyPart.NIC, (0,), back_after_s=each[1])
+        lambda each: ClusterFaultSection(at_s=each[0], fail=FaultyPart.NIC, of=(0,), back_after_s=each[1])
     ),
     max_size=5,
 ).map(lambda faults: ClusterFaultSchedule(tuple(faults)))

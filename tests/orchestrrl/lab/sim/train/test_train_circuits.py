@@ -1,7 +1,5 @@
 """Circuits for gradients: changed where a window covers it, else kept or waited for, whatever is shorter."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.train.iteration import iteration
-from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, Circuits, for_gradients, job, star
 
 FOUR = Servers(4)
@@ -62,16 +60,3 @@ def test_a_longer_change_never_helps(reconfigures_s: float, share: float, moe: b
 def test_fabrics_without_circuits_never_wait() -> None:
     for kind in ("fat_tree", "rail_optimized", "oversubscribed"):
         assert iteration(pipelined(), build(kind, FOUR)).waits_s == 0.0
-
-
-@pytest.mark.parametrize(("reconfigures_s", "followed"), [(1e-6, True), (1.0, False)])
-def test_circuits_follow_attention_and_experts_where_windows_are_long_enough(
-    reconfigures_s: float, followed: bool
-) -> None:
-    of = job(TrainLayout(tp=4, cp=4, dp=2, ep=16), model=MOE, sequences=8, tokens=65536)
-    by_name = {"forward_backward": star(FOUR, 0.5), "attention": star(FOUR), "experts": star(FOUR)}
-    fabric = Circuits(FOUR, by_name, reconfigures_s)
-    found = iteration(of, fabric, constants=replace(MEGATRON, within_layers=True))
-    kept = iteration(of, fabric)
-    assert found.within_layers is followed
-    assert (found.parts_s["ep"] < kept.parts_s["ep"]) is followed

@@ -90,12 +90,6 @@ def gradients_s(of: TrainJob) -> tuple[float, float]:
     return reduce_s, gather_s
 
 
-def test_gradients_that_are_not_overlapped_are_waited_for() -> None:
-    of = job(TrainLayout(tp=8, dp=2))
-    found = on(TWO, of, overlap_gradients=False, overlap_parameters=False)
-    assert found.parts_s["dp"] == pytest.approx(sum(gradients_s(of)))
-
-
 def test_gradients_hide_behind_the_last_backward_pass_but_for_a_bucket() -> None:
     of = job(TrainLayout(tp=8, dp=2), tokens=65536)  # long passes
     buckets = 4

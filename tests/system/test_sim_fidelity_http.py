@@ -81,7 +81,7 @@ def same_requests() -> list[SimRequest]:
     for each in prompts(pinned=False):
         length = min(MAX_TOKENS, model.begin(each.prompt_ids, 0).answer_tokens)
         place = int(each.group[1:])
-        requests.append(SimRequest(RequestId(each.id), each.group, place, PROMPT_TOKENS, length, MAX_TOKENS))
+        requests.append(SimRequest(RequestId(each.id), each.group, PROMPT_TOKENS, length, place, MAX_TOKENS))
     return requests
 
 

@@ -80,7 +80,7 @@ async def profile_of(server: LocalEngine) -> EngineProfile:
 
 def requests() -> list[SimRequest]:
     return [
-        SimRequest(RequestId(f"r{place:02d}"), f"p{place:02d}", place, PROMPT_TOKENS, tokens, tokens)
+        SimRequest(RequestId(f"r{place:02d}"), f"p{place:02d}", PROMPT_TOKENS, tokens, place, tokens)
         for place, tokens in enumerate(OUTPUT_TOKENS)
     ]
 

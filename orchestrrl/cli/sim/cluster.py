@@ -161,8 +161,8 @@ def daemon_config(
 def _ran(
     source: str, fabrics: str, arms: str, seeds: str, out: Path | None
 ) -> "tuple[list[ClusterResult], ClusterScenario]":
-    from orchestrrl.lab.sim.rl.run import chosen
     from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
+    from orchestrrl.lab.sim.run import chosen
     from orchestrrl.lab.sim.scenario import ARMS
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)

@@ -17,7 +17,8 @@ from orchestrrl.lab.bench.policies import (
     forecast_from,
     shape_of,
 )
-from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, StepResult, run_step
+from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepResult, run_step
+from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import RequestId
 
 SEEDS = (1, 2, 3, 4)
@@ -66,7 +67,7 @@ def _without_futures(setting: Setting) -> Expect:
     return lambda state, snapshot: (expect(state, snapshot)[0], None)
 
 
-def _run(setting: Setting, requests: Sequence[StepRequest], policy: Policy, *, caching: bool = False) -> StepResult:
+def _run(setting: Setting, requests: Sequence[SimRequest], policy: Policy, *, caching: bool = False) -> StepResult:
     ids = [request.id for request in requests]
     shape = replace(shape_of(setting.configuration), prefix_caching=caching)
     return run_step(shape, requests, [ids[k::ENGINES] for k in range(ENGINES)], policy, INTERVAL_S)

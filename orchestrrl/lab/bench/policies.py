@@ -15,7 +15,8 @@ from balancer.balance import BalanceSituation, decide_balance
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, StepRequest, run_step
+from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, run_step
+from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import (
     Configuration,
@@ -57,7 +58,7 @@ class Setting:
     kv_capacity_tokens: int
     correlation: float = 0.6
 
-    def requests(self, seed: int) -> list[StepRequest]:
+    def requests(self, seed: int) -> list[SimRequest]:
         rng = random.Random(seed)
         made = []
         for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
@@ -65,7 +66,7 @@ class Setting:
             for sample in range(SAMPLES):
                 score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
                 length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
-                made.append(StepRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
+                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
         return made
 
     @property
@@ -105,7 +106,7 @@ def policies(settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEED
     return figures
 
 
-def _arms(setting: Setting, requests: Sequence[StepRequest]) -> dict[str, float]:
+def _arms(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
     """Makespan by arm."""
     shape = shape_of(setting.configuration)
     ids = [request.id for request in requests]
@@ -238,7 +239,7 @@ def shape_of(configuration: Configuration) -> EngineShape:
     )
 
 
-def descending(configuration: Configuration, requests: Sequence[StepRequest], engines: int) -> list[list[RequestId]]:
+def descending(configuration: Configuration, requests: Sequence[SimRequest], engines: int) -> list[list[RequestId]]:
     """Engines filled one after the other with the longest that are left, each for as long as the first one takes."""
     longest_first = sorted(requests, key=lambda request: (-request.output_tokens, request.id))
     low_s, high_s = 0.0, 1e6
@@ -254,7 +255,7 @@ def descending(configuration: Configuration, requests: Sequence[StepRequest], en
 
 
 def _filled(
-    configuration: Configuration, longest_first: Sequence[StepRequest], within_s: float
+    configuration: Configuration, longest_first: Sequence[SimRequest], within_s: float
 ) -> list[list[RequestId]]:
     filled: list[list[RequestId]] = []
     left_s, left_area = -1.0, 0.0

@@ -21,7 +21,6 @@ from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, Rou
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of
-from orchestrrl.lab.sim.step import StepRequest
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler
 from planner.model import EngineId, RequestId
@@ -83,7 +82,7 @@ class _Step:
     engines: dict[EngineId, Scheduler] = field(default_factory=dict)
     records: dict[RequestId, CountedRecord] = field(default_factory=dict)
 
-    def run(self, arrivals: Sequence[tuple[float, StepRequest]]) -> RoutingOutcome:
+    def run(self, arrivals: Sequence[tuple[float, SimRequest]]) -> RoutingOutcome:
         """`arrivals` in order of their time, seconds."""
         slowdowns = [self.load.slowdown if index % 2 else 1.0 for index in range(ENGINES)]
         self.engines = {
@@ -121,9 +120,8 @@ class _Step:
             max_sequences=shape.max_num_seqs,
         )
 
-    def _arrive(self, fleet: EngineBackends, request: StepRequest, now_s: float) -> None:
-        asked = SimRequest(request.id, request.group, 0, request.prompt_tokens, request.output_tokens, 1 << 20)
-        record = record_of(asked, now_s)
+    def _arrive(self, fleet: EngineBackends, request: SimRequest, now_s: float) -> None:
+        record = record_of(request, now_s)
         self.records[record.id] = record
         fleet.enqueue(record, partial(self._placed, record))
 

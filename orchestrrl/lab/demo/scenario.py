@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import ProblemFaults, faults_of
-from orchestrrl.lab.sim.step import StepRequest
+from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import EOS, FIRST_WORD, LengthModel, TokenModel
 from planner.model import RequestId
@@ -146,8 +146,8 @@ class Sample:
     dealt_to: int  # the engine that the framework would deal its prompt to
 
     @property
-    def request(self) -> StepRequest:
-        return StepRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
+    def request(self) -> SimRequest:
+        return SimRequest(self.id, self.group, len(self.prompt_ids), self.output_tokens)
 
 
 def load_scenario(name: str) -> DemoScenario:

@@ -141,7 +141,7 @@ class ControlledRun:
                 before = _Counts.of(world)
                 label = f"{self.arm}, seed {self.seed}, step {index + 1} of {len(self.steps)}"
                 step = await world.run_step(requests, self._dealt(world, requests), _named(report, label))
-                _check(step, requests)
+                check_answers(step.finish_s, step.output_tokens, requests)
                 if index >= scenario.workload.warmup_steps:
                     busy_gpu_s += _Counts.of(world).take(before, run)
                     run.makespan_s.append(step.makespan_s)
@@ -168,13 +168,11 @@ def _named(report: Report, label: str) -> Callable[[int, int], None]:
     return lambda done, total: report(label, done, total)
 
 
-def _check(step: StepRecord, requests: Sequence[SimRequest]) -> None:
-    """Every request has its whole answer, once."""
+def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Sequence[SimRequest]) -> None:
+    """Raise AssertionError unless every request has its whole answer, once."""
     wanted = sum(request.output_tokens for request in requests)
-    if len(step.finish_s) != len(requests) or step.output_tokens != wanted:
-        raise AssertionError(
-            f"{len(step.finish_s)} of {len(requests)} answers, {step.output_tokens} of {wanted} tokens"
-        )
+    if len(finish_s) != len(requests) or output_tokens != wanted:
+        raise AssertionError(f"{len(finish_s)} of {len(requests)} answers, {output_tokens} of {wanted} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,23 +61,14 @@ TRANSCEIVER_W: Mapping[int, float] = {100: 3.5, 200: 5.0, 400: 9.0, 800: 17.0}
 PASSIVE = frozenset({"fibers", "patch_panel_ports"})
 
 
-@dataclass(frozen=True, slots=True)
-class Power:
-    parts_w: Mapping[str, float]  # by the field of an Inventory
-    unknown: tuple[str, ...]  # parts that there are some of, and that draw what nobody here knows
-
-    @property
-    def known_w(self) -> float:
-        return sum(self.parts_w.values())
-
-
-def network_power_w(inventory: Inventory, nic_gbps: float) -> Power:
+def optics_power_w(inventory: Inventory, nic_gbps: float) -> float:
     """Raises ValueError for a link rate that no data sheet is known of."""
     if nic_gbps not in TRANSCEIVER_W:
         rates = ", ".join(str(rate) for rate in TRANSCEIVER_W)
         raise ValueError(f"nic_gbps must be one of {rates}, whose data sheets are known, got {nic_gbps:g}")
-    parts = {part: count for part, count in asdict(inventory).items() if count}
-    return Power(
-        {"transceivers": parts.get("transceivers", 0) * TRANSCEIVER_W[int(nic_gbps)]},
-        tuple(part for part in parts if part != "transceivers" and part not in PASSIVE),
-    )
+    return inventory.transceivers * TRANSCEIVER_W[int(nic_gbps)]
+
+
+def parts_of_unknown_power(inventory: Inventory) -> tuple[str, ...]:
+    """Return the active parts in it, beside transceivers."""
+    return tuple(part for part, count in asdict(inventory).items() if count and part not in {"transceivers", *PASSIVE})

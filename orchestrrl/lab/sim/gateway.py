@@ -24,7 +24,7 @@ from orchestrrl.core.operations import (
     status_of,
 )
 from orchestrrl.engines.base import CompletionEndpoint, Engine
-from orchestrrl.fleet.reports import FinishedRequest, GatewayReport
+from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
@@ -32,7 +32,7 @@ from orchestrrl.gateway.routing.strategies import BackendLoad, RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
-from planner.model import EngineId, NodeId, RequestId, RequestState, RequestView
+from planner.model import EngineId, NodeId, RequestId, RequestState
 
 
 @dataclass(slots=True)
@@ -43,12 +43,12 @@ class CountedRecord(RequestRecord):
     output_tokens: int = 1  # how long its answer will be
 
     @property
-    def context_tokens(self) -> int:
-        return self.prompt_tokens_estimate + self.generated
+    def generated_tokens(self) -> int:
+        return self.generated
 
     @property
-    def movable_now(self) -> bool:
-        return True
+    def context_tokens(self) -> int:
+        return self.prompt_tokens_estimate + self.generated
 
     @property
     def left_tokens(self) -> int:
@@ -60,35 +60,6 @@ class CountedRecord(RequestRecord):
         self.state = RequestState.RUNNING
         if self.started_s is None:
             self.started_s = now_s
-
-    def view(self, now_s: float) -> RequestView:
-        return RequestView(
-            self.id,
-            self.engine,
-            self.state,
-            self.prompt_tokens_estimate,
-            self.generated,
-            self.max_tokens,
-            self.group,
-            self.tag,
-            True,
-            self.moves,
-            now_s - self.arrived_s,
-            now_s - self.progressed_s,
-        )
-
-    def summary(self) -> FinishedRequest:
-        finished_s = self.finished_s or self.arrived_s
-        return FinishedRequest(
-            self.id,
-            self.engine,
-            self.prompt_tokens_estimate,
-            self.generated,
-            self.finish_reason or "error",
-            self.moves,
-            self.tag,
-            finished_s - self.arrived_s,
-        )
 
 
 def record_of(request: SimRequest, now_s: float, generated: int = 0) -> CountedRecord:

@@ -103,16 +103,21 @@ class ScenarioOutcome:
         return None if gain is None else min(gain, GEN_BY_TRAIN)
 
 
-def chosen_arms(names: Sequence[str]) -> list[str]:
-    """In the order in which they are reported. Raises ProblemFaults."""
+def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
+    """As they are named, each once; all that are known where none is. Raises ProblemFaults."""
     faults = [
-        f"--arms[{i}]: must be one of {', '.join(ARMS)}, got {name!r}"
+        f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
         for i, name in enumerate(names)
-        if name not in ARMS
+        if name not in known
     ]
     if faults:
         raise ProblemFaults(faults)
-    return [arm for arm in ARMS if arm in names]
+    return list(dict.fromkeys(names or known))
+
+
+def chosen_arms(names: Sequence[str]) -> list[str]:
+    """In the order in which they are reported. Raises ProblemFaults."""
+    return sorted(chosen(names, ARMS, "--arms"), key=ARMS.index) if names else []
 
 
 def run_scenario(

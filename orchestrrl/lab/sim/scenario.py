@@ -40,19 +40,25 @@ ARMS = (
 # Of a 14B model in bf16: 48 layers, 8 KV heads of 128.
 KV_BYTES_PER_TOKEN = 196608.0
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1)]
-_Name = Annotated[str, Field(min_length=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
 
 
-def _known_arm(name: str) -> str:
-    if name not in ARMS:
-        raise ValueError(f"must be one of {', '.join(ARMS)}")
-    return name
+def one_of(names: Iterable[str]) -> AfterValidator:
+    """Return the check that a text is one of these."""
+    known = list(names)
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
 
 
-_Arm = Annotated[str, AfterValidator(_known_arm)]
+Arm = Annotated[str, one_of(ARMS)]
 
 
 class ScenarioSection(BaseModel):
@@ -64,14 +70,14 @@ Checked = TypeVar("Checked", bound=ScenarioSection)
 
 class LognormalLengths(ScenarioSection):
     kind: Literal["lognormal"]
-    median_tokens: _Positive
-    sigma: _NotNegative
+    median_tokens: Positive
+    sigma: NotNegative
 
 
 class ParetoLengths(ScenarioSection):
     kind: Literal["pareto"]
-    minimum_tokens: _Positive
-    exponent: _Positive
+    minimum_tokens: Positive
+    exponent: Positive
 
 
 class HistogramLengths(ScenarioSection):
@@ -79,7 +85,7 @@ class HistogramLengths(ScenarioSection):
 
     kind: Literal["histogram"]
     quantiles: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=2)]
-    tokens: Annotated[tuple[_Positive, ...], Field(min_length=2)]
+    tokens: Annotated[tuple[Positive, ...], Field(min_length=2)]
 
     @model_validator(mode="after")
     def _ascending(self) -> "HistogramLengths":
@@ -96,7 +102,7 @@ class EmpiricalLengths(ScenarioSection):
     """Lengths as they were seen, each as likely as the other."""
 
     kind: Literal["empirical"]
-    tokens: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    tokens: Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | EmpiricalLengths, Field(discriminator="kind")]
@@ -105,16 +111,16 @@ Lengths = Annotated[LognormalLengths | ParetoLengths | HistogramLengths | Empiri
 class WorkloadSection(ScenarioSection):
     """What each step asks for. The first `warmup_steps` teach the forecast and are not measured."""
 
-    prompts: _Count
-    samples: _Count = 8
-    prompt_tokens: tuple[_Count, _Count] = (64, 256)
-    max_tokens: _Count
+    prompts: Count
+    samples: Count = 8
+    prompt_tokens: tuple[Count, Count] = (64, 256)
+    max_tokens: Count
     lengths: Lengths
     correlation: Annotated[float, Field(ge=0, le=1)] = 0.0
     drift_per_step: Annotated[float, Field(gt=-1, lt=10)] = 0.0
-    steps: _Count = 1
+    steps: Count = 1
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    gap_s: _NotNegative = 0.0  # between two steps: the fleet waits for weights
+    gap_s: NotNegative = 0.0  # between two steps: the fleet waits for weights
 
     @model_validator(mode="after")
     def _sane(self) -> "WorkloadSection":
@@ -126,8 +132,8 @@ class WorkloadSection(ScenarioSection):
 class CurveSection(ScenarioSection):
     """Seconds of a decode step over sequences, KV aside."""
 
-    sequences: Annotated[tuple[_NotNegative, ...], Field(min_length=2)]
-    seconds: Annotated[tuple[_NotNegative, ...], Field(min_length=2)]
+    sequences: Annotated[tuple[NotNegative, ...], Field(min_length=2)]
+    seconds: Annotated[tuple[NotNegative, ...], Field(min_length=2)]
 
     @model_validator(mode="after")
     def _sane(self) -> "CurveSection":
@@ -142,19 +148,19 @@ class EngineConfiguration(ScenarioSection):
     """One way to run an engine. Its step time: `base_s` (a curve over sequences), or alpha_s + beta_s * sequences; and
     gamma_s for each KV token."""
 
-    id: _Name
-    gpus: _Count
-    alpha_s: _NotNegative | None = None
-    beta_s: _NotNegative = 0.0
+    id: Name
+    gpus: Count
+    alpha_s: NotNegative | None = None
+    beta_s: NotNegative = 0.0
     base_s: CurveSection | None = None
-    gamma_s: _NotNegative
-    kv_capacity_tokens: _Count
-    max_sequences: _Count
-    prefill_tokens_per_s: _Positive
-    switch_s: _NotNegative
+    gamma_s: NotNegative
+    kv_capacity_tokens: Count
+    max_sequences: Count
+    prefill_tokens_per_s: Positive
+    switch_s: NotNegative
     spill_capacity_tokens: Annotated[int, Field(ge=0)] = 0
-    spill_s_per_token: _NotNegative = 0.0
-    nic_gbps: _NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
+    spill_s_per_token: NotNegative = 0.0
+    nic_gbps: NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
 
     @model_validator(mode="after")
     def _one_step_time(self) -> "EngineConfiguration":
@@ -168,10 +174,10 @@ class EngineConfiguration(ScenarioSection):
 class EnginesSection(ScenarioSection):
     """The ways to run engines: inline, or from a profile (a built-in name, or a file; from the scenario's folder)."""
 
-    profile: _Name | None = None
+    profile: Name | None = None
     configurations: tuple[EngineConfiguration, ...] = ()
     initial: str | None = None  # configuration that our arms begin with; by default the tuned static baseline's
-    kv_bytes_per_token: _Positive | None = None  # by default the profile's
+    kv_bytes_per_token: Positive | None = None  # by default the profile's
     prefix_caching: bool = False  # samples of one prompt that run on one engine have its KV in common
     _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
 
@@ -208,49 +214,43 @@ class EnginesSection(ScenarioSection):
 class NetworkSection(ScenarioSection):
     """What a node's NICs carry together: moved KV, new weights, traffic of EP and AFD."""
 
-    nic_gbps_per_node: _Positive = 1600.0
-    nvlink_gbps_per_gpu: _Positive = 1600.0
+    nic_gbps_per_node: Positive = 1600.0
+    nvlink_gbps_per_gpu: Positive = 1600.0
     kv_transfer: bool = False  # engines can hand KV over; otherwise a moved request is recomputed
-    latency_s: _NotNegative = 0.002
-    weight_gbytes: _NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
+    latency_s: NotNegative = 0.002
+    weight_gbytes: NotNegative = 0.0  # of new weights for each engine, from a step's start on, while it generates
 
 
 class GenerationControlSection(ScenarioSection):
     """How often agents and gateways speak, in virtual seconds."""
 
-    scrape_interval_s: _Positive = 1.0
-    rate_window_s: _Positive = 4.0
-    report_interval_s: _Positive = 1.0
-
-
-def _known_policy(name: str) -> str:
-    if name not in STRATEGIES:
-        raise ValueError(f"must be one of {', '.join(STRATEGIES)}")
-    return name
+    scrape_interval_s: Positive = 1.0
+    rate_window_s: Positive = 4.0
+    report_interval_s: Positive = 1.0
 
 
 class GatewaySection(ScenarioSection):
     """How our arms route, where requests are not dealt; `queue_depth` 0: none wait in the gateway."""
 
-    policy: Annotated[str, AfterValidator(_known_policy)] = DEFAULT_POLICY
+    policy: Annotated[str, one_of(STRATEGIES)] = DEFAULT_POLICY
     queue_depth: Annotated[int, Field(ge=0)] = 0
 
 
 class GenerationFaultSection(ScenarioSection):
     """Something that goes wrong, at a time of the whole run."""
 
-    at_s: _NotNegative
-    kill_engine: _Name  # an engine of our arms, by its id (e0, e1, ...)
-    back_after_s: _NotNegative | None = None  # None: it stays away
+    at_s: NotNegative
+    kill_engine: Name  # an engine of our arms, by its id (e0, e1, ...)
+    back_after_s: NotNegative | None = None  # None: it stays away
 
 
 class GenerationScenario(ScenarioSection):
-    name: _Name
+    name: Name
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1, 2, 3)
-    arms: Annotated[tuple[_Arm, ...], Field(min_length=1)] = ARMS
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ARMS
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a step's requests that partial rollout waits for
-    gpus: _Count
-    gpus_per_node: _Count = 8
+    gpus: Count
+    gpus_per_node: Count = 8
     workload: WorkloadSection
     engines: EnginesSection
     network: NetworkSection = NetworkSection()

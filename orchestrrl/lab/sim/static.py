@@ -110,14 +110,7 @@ def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int
 def _loaded(kind: EngineKind, held: Sequence[tuple[SimRequest, int]]) -> Scheduler:
     engine = Scheduler(kind.shape)
     for request, tokens in held:
-        engine.submit(
-            0.0,
-            request.id,
-            request.prompt_tokens + tokens,
-            request.output_tokens - tokens,
-            group=request.group,
-            prompt_tokens=request.prompt_tokens,
-        )
+        request.submit(engine, 0.0, tokens)
     return engine
 
 

@@ -11,18 +11,9 @@ packed together and the rest spread) and takes the best; it is not proven optima
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, decode_alone_s
 from planner.model import RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    """One request of a step. `output_tokens` is how long its answer will be: only an oracle may look at it."""
-
-    id: RequestId
-    group: str
-    prompt_tokens: int
-    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class IntervalState:
     engines: list[Scheduler]
     generated: dict[RequestId, int]  # tokens of the answer so far, by request in flight
     engine_of: dict[RequestId, int]
-    requests: dict[RequestId, StepRequest]
+    requests: dict[RequestId, SimRequest]
 
 
 Policy = Callable[[IntervalState], Sequence[StepMove]]
@@ -60,7 +51,7 @@ class StepResult:
 
 def run_step(
     shape: EngineShape,
-    requests: Sequence[StepRequest],
+    requests: Sequence[SimRequest],
     placement: Sequence[Sequence[RequestId]],
     policy: Policy | None = None,
     interval_s: float = 1.0,
@@ -78,15 +69,7 @@ def run_step(
     state = IntervalState(0.0, engines, dict.fromkeys(by_id, 0), {}, by_id)
     for index, ids in enumerate(placement):
         for request_id in ids:
-            request = by_id[request_id]
-            engines[index].submit(
-                0.0,
-                request_id,
-                request.prompt_tokens,
-                request.output_tokens,
-                group=request.group,
-                prompt_tokens=request.prompt_tokens,
-            )
+            by_id[request_id].submit(engines[index], 0.0)
             state.engine_of[request_id] = index
     finish_s: dict[RequestId, float] = {}
     remaining = [(0.0, len(by_id))]
@@ -126,17 +109,10 @@ def _move(state: IntervalState, move: StepMove) -> int:
     if state.engine_of.get(move.request) != move.source or move.source == move.destination:
         raise ValueError(f"cannot move {move.request} from engine {move.source} to {move.destination}")
     (sequence,) = state.engines[move.source].abort([move.request])
-    request = state.requests[move.request]
-    state.engines[move.destination].submit(
-        state.now_s,
-        move.request,
-        sequence.context_tokens,
-        sequence.to_generate,
-        group=request.group,
-        prompt_tokens=request.prompt_tokens,
-    )
+    generated = state.generated[move.request]
+    state.requests[move.request].submit(state.engines[move.destination], state.now_s, generated)
     state.engine_of[move.request] = move.destination
-    return sequence.context_tokens if state.generated[move.request] else 0
+    return sequence.context_tokens if generated else 0
 
 
 # Requests on the engine that takes the longest, and on the next one.
@@ -147,7 +123,7 @@ WORTH_S = 0.1  # a move must shorten the predicted step by this much
 
 
 def best_step(
-    shape: EngineShape, engines: int, requests: Sequence[StepRequest], routed: Sequence[Sequence[RequestId]]
+    shape: EngineShape, engines: int, requests: Sequence[SimRequest], routed: Sequence[Sequence[RequestId]]
 ) -> StepResult:
     """The shortest step found. `routed`: the placement that OrchestrRL's gateway would begin with."""
     candidates = [run_step(shape, requests, placement) for placement in (routed, *_placements(engines, requests))]
@@ -155,12 +131,12 @@ def best_step(
     return min(candidates, key=lambda result: result.makespan_s)
 
 
-def lower_bound_s(shape: EngineShape, requests: Sequence[StepRequest]) -> float:
+def lower_bound_s(shape: EngineShape, requests: Sequence[SimRequest]) -> float:
     """No schedule is shorter: the longest single request on an engine of its own."""
     return max(decode_alone_s(shape, request.prompt_tokens, request.output_tokens) for request in requests)
 
 
-def _placements(engines: int, requests: Sequence[StepRequest]) -> Iterator[list[list[RequestId]]]:
+def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[RequestId]]]:
     longest_first = sorted(requests, key=lambda request: (-request.output_tokens, request.id))
     loads, placement = [0] * engines, [[] for _ in range(engines)]  # type: tuple[list[int], list[list[RequestId]]]
     for request in longest_first:

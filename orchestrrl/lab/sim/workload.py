@@ -18,6 +18,7 @@ from orchestrrl.lab.sim.scenario import (
     ParetoLengths,
     WorkloadSection,
 )
+from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.model import RequestId
 
 Floats = NDArray[np.float64]
@@ -26,14 +27,26 @@ MEAN_OF = 4096  # quantiles
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request. `output_tokens` is how long its answer will be: nobody but the engines and an oracle may look."""
+    """One request. Only engines and an oracle may read `output_tokens`, the length of its answer."""
 
     id: RequestId
     group: str
-    group_index: int  # of its prompt within the step
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int
+    group_index: int = 0  # of its prompt within the step
+    max_tokens: int = 1 << 20
+
+    def submit(self, engine: Scheduler, at_s: float, generated: int = 0, *, prefilled: bool = False) -> None:
+        """Queue it on an engine, with so many tokens of its answer there already."""
+        engine.submit(
+            at_s,
+            self.id,
+            self.prompt_tokens + generated,
+            self.output_tokens - generated,
+            prefilled,
+            group=self.group,
+            prompt_tokens=self.prompt_tokens,
+        )
 
 
 def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[SimRequest]:
@@ -46,9 +59,9 @@ def requests_of_step(workload: WorkloadSection, seed: int, step: int) -> list[Si
         SimRequest(
             RequestId(f"s{step}-p{prompt:05d}-{sample:02d}"),
             f"s{step}-p{prompt:05d}",
-            prompt,
             int(prompt_tokens[prompt]),
             int(output_tokens[prompt, sample]),
+            prompt,
             workload.max_tokens,
         )
         for prompt in range(prompts)

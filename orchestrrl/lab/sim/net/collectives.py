@@ -7,7 +7,6 @@ rank, as in NCCL's and torch.distributed's calls:
     all_gather      what each rank gives (input)        bus bandwidth = bytes / s * (n - 1)
     reduce_scatter  what each rank keeps (output)       bus bandwidth = bytes / s * (n - 1)
     all_to_all      all that a rank gives, 1/n of it to each, itself included: bytes / s * (n - 1) / n
-    broadcast       the tensor, rank 0 has it           bus bandwidth = bytes / s
 
 Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md there, whose size of the middle two is n times ours): what the
 slowest link must carry, whatever the number of ranks.
@@ -18,14 +17,14 @@ network there is a whole one, through a switch; the switch's part is taken off h
 it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, MessageTransfer, Servers
-from orchestrrl.lab.sim.net.shapes import Pattern, RankShape, chain, pairs, ring, shaped, tree_depth, trees
+from orchestrrl.lab.sim.net.shapes import RankShape, pairs, ring, shaped, tree_depth, trees
 
 NET_OVERHEAD_S = 1e-6  # per message; three times with Simple in a ring inside servers
 ONE_SWITCH_S = 2 * 1e-6 + 0.8e-6  # two links and a switch, as `Servers` has them
@@ -157,55 +156,33 @@ def all_reduce(
         else:
             lap = 2 * (shape.ranks - 1) / shape.ranks * bytes
             parts.append((choice, ring(shape).over(alike, lap * choice.wire)))
-    return _together(parts, "all_reduce")
+    return _together(parts)
 
 
-def all_gather(groups: Groups, bytes: float, servers: Servers, *, protocol: Protocol | None = None) -> MessageTransfer:
-    return _once_around(groups, bytes, servers, protocol, "all_gather")
+def all_gather(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
+    return _once_around(groups, bytes, servers)
 
 
-def reduce_scatter(
-    groups: Groups, bytes: float, servers: Servers, *, protocol: Protocol | None = None
-) -> MessageTransfer:
-    return _once_around(groups, bytes, servers, protocol, "reduce_scatter")
+def reduce_scatter(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
+    return _once_around(groups, bytes, servers)
 
 
-def broadcast(groups: Groups, bytes: float, servers: Servers, *, protocol: Protocol | None = None) -> MessageTransfer:
-    """From rank 0 along the ring, in chunks that follow each other."""
-    return _rings(groups, bytes, servers, protocol, chain, "broadcast")
-
-
-def _once_around(
-    groups: Groups, bytes: float, servers: Servers, protocol: Protocol | None, label: str
-) -> MessageTransfer:
-    ranks = np.atleast_2d(np.asarray(groups)).shape[1]
-    return _rings(groups, bytes * (ranks - 1), servers, protocol, ring, label)
-
-
-def _rings(
-    groups: Groups,
-    lap_bytes: float,
-    servers: Servers,
-    protocol: Protocol | None,
-    way: Callable[[RankShape], Pattern],
-    label: str,
-) -> MessageTransfer:
+def _once_around(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
+    """Along rings, in chunks that follow each other."""
     parts = []
     for shape, alike in _several(groups, servers):
-        size = lap_bytes * shape.ranks / (shape.ranks - 1)
-        choice = ring_choice(shape, protocol, 1) if protocol else best(shape, size, 1, servers, tree=False)
-        parts.append((choice, way(shape).over(alike, lap_bytes * choice.wire)))
-    return _together(parts, label)
+        lap_bytes = bytes * (shape.ranks - 1)
+        choice = best(shape, lap_bytes * shape.ranks / (shape.ranks - 1), 1, servers, tree=False)
+        parts.append((choice, ring(shape).over(alike, lap_bytes * choice.wire)))
+    return _together(parts)
 
 
-def all_to_all(groups: Groups, bytes: float, servers: Servers, *, by_rail: bool = True) -> MessageTransfer:
-    """`by_rail`: with a first hop over NVLink to the GPU on the receiver's rail (PXN, NCCL's default since 2.12)."""
+def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
+    """With a first hop over NVLink to the GPU on the receiver's rail (PXN, NCCL's default since 2.12)."""
     found = list(_several(groups, servers))
-    flows = [pairs(shape, by_rail).over(alike, bytes / shape.ranks) for shape, alike in found]
+    flows = [pairs(shape).over(alike, bytes / shape.ranks) for shape, alike in found]
     across = any(shape.servers > 1 for shape, _ in found)
-    return MessageTransfer(
-        GpuFlows.joined(flows), 1 if across else 0, "all_to_all", p2p_overhead_s(across) if found else 0.0
-    )
+    return MessageTransfer(GpuFlows.joined(flows), 1 if across else 0, p2p_overhead_s(across) if found else 0.0)
 
 
 def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
@@ -214,7 +191,7 @@ def p2p(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
     if each.shape[1] != 2:
         raise ValueError(f"p2p is between two ranks, got groups of {each.shape[1]}")
     flows = GpuFlows(each[:, 0], each[:, 1], np.full(len(each), float(bytes)))
-    return _sent(flows, servers, "p2p")
+    return _sent(flows, servers)
 
 
 def m2n(
@@ -224,12 +201,12 @@ def m2n(
     (AFD). `bytes` goes from one sender to one receiver: one figure, or [sender, receiver]."""
     src, dst = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
     size = np.broadcast_to(np.asarray(bytes, np.float64), (len(src), len(dst)))
-    return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers, "m2n")
+    return _sent(GpuFlows(np.repeat(src, len(dst)), np.tile(dst, len(src)), size.ravel().copy()), servers)
 
 
-def _sent(flows: GpuFlows, servers: Servers, label: str) -> MessageTransfer:
+def _sent(flows: GpuFlows, servers: Servers) -> MessageTransfer:
     across = bool(np.any(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server))
-    return MessageTransfer(flows, 1 if across else 0, label, p2p_overhead_s(across) if len(flows) else 0.0)
+    return MessageTransfer(flows, 1 if across else 0, p2p_overhead_s(across) if len(flows) else 0.0)
 
 
 def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints]]:
@@ -238,11 +215,10 @@ def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints
     return shaped(each, servers) if each.shape[0] and each.shape[1] > 1 else iter(())
 
 
-def _together(parts: list[tuple[Choice, GpuFlows]], label: str) -> MessageTransfer:
+def _together(parts: list[tuple[Choice, GpuFlows]]) -> MessageTransfer:
     """Groups that lie differently end together: the latency of the slowest is everyone's."""
     return MessageTransfer(
         GpuFlows.joined([flows for _, flows in parts]),
         max((choice.rounds for choice, _ in parts), default=0),
-        label,
         max((choice.overhead_s for choice, _ in parts), default=0.0),
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, MessageTransfer
 from orchestrrl.lab.sim.net.problem import FlowProblem, problem_of, reduced, routes_of
@@ -108,7 +110,7 @@ def finish_routed_s(
         return np.empty(0)
     small = reduced(problem_of(network, routes), flows.bytes)
     each, size = small.problem, flows.bytes[small.first]
-    end_s, _ = _finish(each.capacity, each.begin, each.link, each.load, size, np.zeros_like(size), tolerance)
+    end_s, _ = _finish(each, size, np.zeros_like(size), tolerance)
     return np.asarray(end_s[small.of])
 
 
@@ -123,7 +125,7 @@ def finish_beside(
     alone = np.concatenate((np.zeros(count), rates(network, steady, cap=steady.bytes)))
     small = reduced(problem_of(network, _joined(routes, routes_of(network, steady)), cap=cap), size)
     each, of = small.problem, small.first
-    end_s, missed = _finish(each.capacity, each.begin, each.link, each.load, size[of], alone[of], tolerance)
+    end_s, missed = _finish(each, size[of], alone[of], tolerance)
     behind, alone = missed[small.of][count:], alone[count:]
     behind_s = np.divide(behind, alone, out=np.zeros_like(alone), where=alone > 0)
     return Shared(np.asarray(end_s[small.of][:count]), np.maximum(behind_s, 0.0))
@@ -138,59 +140,38 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
     )
 
 
-@njit(cache=True)
-def _finish(
-    capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float
-) -> tuple[Floats, Floats]:
+def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
     """[row], when it ends, and the bytes that it is behind `alone` [row], bytes/s, when the last one near it does."""
+    capacity, begin, link, load = problem.capacity, problem.begin, problem.link, problem.load
+    length = np.diff(begin)
+    first = np.repeat(link[begin[:-1][length > 0]], length[length > 0])
+    joins = coo_array((np.ones(len(link)), (first, link)), (len(capacity), len(capacity)))
+    part = np.full(problem.rows, -1, np.int64)  # of rows that share no link with those of others
+    part[length > 0] = connected_components(joins, directed=False)[1][link[begin[:-1][length > 0]]]
+    return _finish_parts(capacity, begin, link, load, size, alone, tolerance, part)
+
+
+@njit(cache=True)
+def _finish_parts(
+    capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float, part: Ints
+) -> tuple[Floats, Floats]:
+    """`part` [row]; -1: it passes no link, and takes no time."""
     end_s, behind = np.zeros(len(size)), np.zeros(len(size))
-    part, parts = _parts(len(capacity), begin, link)
     order = np.argsort(part, kind="mergesort")
     name = np.full(len(capacity), -1, np.int64)
     at = 0
-    for p in range(parts):
-        first = at
-        while at < len(order) and part[order[at]] == p:
+    while at < len(order):
+        first, mine = at, part[order[at]]
+        while at < len(order) and part[order[at]] == mine:
             at += 1
+        if mine < 0:
+            continue
         rows = order[first:at]
         my_begin, my_link, my_load, links = _alone(begin, link, load, rows, name)
         end_s[rows], behind[rows] = _drained(
             capacity[links], my_begin, my_link, my_load, size[rows], alone[rows], tolerance
         )
     return end_s, behind
-
-
-@njit(cache=True)
-def _parts(links: int, begin: Ints, link: Ints) -> tuple[Ints, int]:
-    """[row], its part: those of different parts share no link, neither do those between them."""
-    up = np.arange(links)
-    for r in range(len(begin) - 1):
-        for e in range(begin[r] + 1, begin[r + 1]):
-            a, b = _root(up, link[begin[r]]), _root(up, link[e])
-            up[max(a, b)] = min(a, b)
-    number = np.full(links, -1, np.int64)
-    part, parts = np.empty(len(begin) - 1, np.int64), 0
-    for r in range(len(begin) - 1):
-        if begin[r] == begin[r + 1]:
-            part[r] = -1
-            continue
-        root = _root(up, link[begin[r]])
-        if number[root] < 0:
-            number[root] = parts
-            parts += 1
-        part[r] = number[root]
-    for r in range(len(begin) - 1):
-        if part[r] < 0:
-            part[r] = parts  # behind all: they take no time
-    return part, parts
-
-
-@njit(cache=True)
-def _root(up: Ints, i: int) -> int:
-    while up[i] != i:
-        up[i] = up[up[i]]
-        i = up[i]
-    return i
 
 
 @njit(cache=True)

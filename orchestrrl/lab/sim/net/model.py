@@ -7,10 +7,12 @@ switches: packets are sprayed over all of them, so that a bundle behaves as one 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -29,37 +31,29 @@ class LinkTier(StrEnum):
     DIRECT = "direct"  # circuits that end at NICs
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, slots=True)
 class Servers:
     """The machines that a fabric joins. Defaults as section 7.2 of the OrchestrRL paper has them (arXiv 2601.01209)."""
 
-    count: int
-    gpus_per_server: int = 8
-    nics_per_server: int = 8
-    nic_gbps: float = 200.0
-    nvlink_bytes_per_s: float = 200e9  # one way, of each GPU: half of what is quoted for both ways together
-    propagation_s: float = 1e-6  # of each link
-    processing_s: float = 0.8e-6  # of each switch that is passed
-    mtu_bytes: float = 9216.0  # of an IP packet, of which RoCEv2 takes IPv4 20, UDP 8, BTH 12, ICRC 4
-    frame_bytes: float = 38.0  # around it, of Ethernet: header 14, FCS 4, preamble and gap 20
+    count: Annotated[int, Field(ge=1)]
+    gpus_per_server: Annotated[int, Field(ge=1)] = 8
+    nics_per_server: Annotated[int, Field(ge=1)] = 8
+    nic_gbps: Annotated[float, Field(gt=0)] = 200.0
+    # One way, of each GPU: half of what is quoted for both ways together.
+    nvlink_bytes_per_s: Annotated[float, Field(gt=0)] = 200e9
+    propagation_s: Annotated[float, Field(ge=0)] = 1e-6  # of each link
+    processing_s: Annotated[float, Field(ge=0)] = 0.8e-6  # of each switch that is passed
+    # Of an IP packet, of which RoCEv2 takes IPv4 20, UDP 8, BTH 12, ICRC 4.
+    mtu_bytes: Annotated[float, Field(gt=ROCE_BYTES)] = 9216.0
+    # Around it, of Ethernet: header 14, FCS 4, preamble and gap 20.
+    frame_bytes: Annotated[float, Field(ge=0)] = 38.0
 
     def __post_init__(self) -> None:
-        for name in ("count", "gpus_per_server", "nics_per_server"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.gpus_per_server % self.nics_per_server:
             raise ValueError(
                 f"gpus_per_server ({self.gpus_per_server}) must be a multiple of nics_per_server,"
                 f" got {self.nics_per_server}"
             )
-        for name in ("nic_gbps", "nvlink_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("propagation_s", "processing_s", "frame_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not self.mtu_bytes > ROCE_BYTES:
-            raise ValueError(f"mtu_bytes must be > {ROCE_BYTES:g}, the headers in it, got {self.mtu_bytes}")
 
     @property
     def gpus(self) -> int:
@@ -171,7 +165,6 @@ class MessageTransfer:
 
     flows: GpuFlows
     rounds: int = 1
-    label: str = ""
     overhead_s: float = 0.0
 
     def __post_init__(self) -> None:

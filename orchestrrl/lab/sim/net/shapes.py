@@ -113,14 +113,6 @@ def ring(shape: RankShape) -> Pattern:
 
 
 @lru_cache(maxsize=512)
-def chain(shape: RankShape) -> Pattern:
-    """From rank 0 once around to the rank before it."""
-    channels = rings(shape)
-    hops = [hop for each in channels for hop in each if hop[-1][1] != 0]
-    return _summed([(pair, 1 / len(channels)) for hop in hops for pair in hop])
-
-
-@lru_cache(maxsize=512)
 def trees(shape: RankShape) -> Pattern:
     """Up and down two binary trees over servers, each with half of a channel's message, so that the inner servers of
     one are leaves of the other (Sanders, Speck and Traff 2009); in a server along a chain from the channel's leader."""
@@ -164,16 +156,16 @@ def tree_depth(count: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def pairs(shape: RankShape, by_rail: bool) -> Pattern:
-    """From every rank to every other, part 1 each. `by_rail`: to another server it goes over the NIC of the rail that
-    the receiver is on, by way of the GPU beside it, if that is in the group (PXN)."""
+def pairs(shape: RankShape) -> Pattern:
+    """From every rank to every other, part 1 each. To another server it goes over the NIC of the rail that the receiver
+    is on, by way of the GPU beside it, if that is in the group (PXN)."""
     server, nic = np.unique(shape.server, return_inverse=True)[1], np.array(shape.nic)
     beside = np.full((server.max() + 1, nic.max() + 1), -1)
     beside[server[::-1], nic[::-1]] = np.arange(shape.ranks - 1, -1, -1)
     a, b = (each.ravel() for each in np.indices((shape.ranks, shape.ranks)))
     a, b = a[a != b], b[a != b]
     by = beside[server[a], nic[b]]
-    hands = (server[a] != server[b]) & (nic[a] != nic[b]) & (by >= 0) & by_rail
+    hands = (server[a] != server[b]) & (nic[a] != nic[b]) & (by >= 0)
     src, dst = np.concatenate((a, by[hands])), np.concatenate((np.where(hands, by, b), b[hands]))
     both, where = np.unique(src * shape.ranks + dst, return_inverse=True)
     return Pattern(both // shape.ranks, both % shape.ranks, np.bincount(where).astype(np.float64))

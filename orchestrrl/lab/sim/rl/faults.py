@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
-from orchestrrl.lab.sim.scenario import ScenarioSection
+from orchestrrl.lab.sim.scenario import NotNegative, Positive, ScenarioSection
 
 
 class FaultyPart(StrEnum):
@@ -38,11 +38,11 @@ class ClusterFaultSection(ScenarioSection):
     their GPUs. A link or port is a share of one ToR's uplinks; a switch is a share of those of all ToRs, or PoDs, that
     it joins."""
 
-    at_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    at_s: NotNegative
     fail: FaultyPart
     of: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_one_or_many), AfterValidator(_some)]
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the uplinks
-    back_after_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # None: it stays away
+    back_after_s: Positive | None = None  # None: it stays away
 
     @property
     def back_s(self) -> float:

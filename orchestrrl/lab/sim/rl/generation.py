@@ -11,13 +11,20 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun
+from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun, check_answers
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.known import best_known_steps, best_prompts_known_steps
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.rl.generation_fast import FastStep, run_fast
-from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, TokenExchange, UniformFleet, deployed, summed
-from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.generation_fleet import (
+    Exchanged,
+    GenGpus,
+    Hardware,
+    UniformFleet,
+    deployed,
+    on_fabric,
+    summed,
+)
 from orchestrrl.lab.sim.rl.kv_moves import OverFabric
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
@@ -48,7 +55,6 @@ class Prepared:
     job: GenJob
     fabric: SimulatedFabric
     profile: Profile
-    exchanges: Mapping[ConfigurationId, TokenExchange]
 
     @cached_property
     def exchanged(self) -> Exchanged:
@@ -96,10 +102,8 @@ class Prepared:
 
 def prepared(job: GenJob, fabric: SimulatedFabric) -> Prepared:
     """Raises ValueError where no configuration fits."""
-    if job.section.profile_value is not None:
-        return Prepared(job, fabric, job.section.profile_value, {})
-    found = on_fabric(job.hardware, job.layouts, job.where, fabric)
-    return Prepared(job, fabric, found.profile, found.exchanges)
+    known = job.section.profile_value
+    return Prepared(job, fabric, known or on_fabric(job.hardware, job.layouts, job.where, fabric))
 
 
 def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
@@ -182,11 +186,7 @@ def _theirs(kind: EngineKind, step: StaticStep, requests: Sequence[SimRequest], 
 
 
 def _ours(step: FastStep, requests: Sequence[SimRequest], gpus: int) -> GenStage:
-    wanted = sum(request.output_tokens for request in requests)
-    if len(step.finish_s) != len(requests) or step.output_tokens != wanted:
-        raise AssertionError(
-            f"{len(step.finish_s)} of {len(requests)} answers, {step.output_tokens} of {wanted} tokens"
-        )
+    check_answers(step.finish_s, step.output_tokens, requests)
     return GenStage(
         seconds=step.makespan_s,
         samples=len(step.finish_s),

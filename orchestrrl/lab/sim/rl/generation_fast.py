@@ -3,9 +3,9 @@
 What stays: the planner with its forecast, admission and costs as the daemon asks it, the balancer's packing, the
 engines' schedulers, redeployments and their seconds. What is left out, against `sim gen`: agents, gateway, journal and
 operations. Telemetry is never late or old, moves and stops are carried out in no time, requests are first routed by KV
-room instead of one by one, plans are not corrected by how earlier ones came out, and nothing fails. With a `KvNetwork`,
-KV goes over the fabric when engines change, and is there at once where single requests move between engines that stay;
-without one it is computed again.
+room instead of one by one, plans are not corrected by how earlier ones came out, and nothing fails.
+With a `kv_network` KV goes over the fabric when engines change, and is there at once where single requests move between
+engines that stay; without one it is computed again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,6 @@ from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.rl.generation_records import (
-    KvNetwork,
     KvOutcome,
     Leaving,
     LiveEngine,
@@ -26,6 +25,7 @@ from orchestrrl.lab.sim.rl.generation_records import (
     leaving_of,
     snapshot_of,
 )
+from orchestrrl.lab.sim.rl.kv_moves import OverFabric
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.admission import FREE, ControlState, OperatorControl
 from planner.model import (
@@ -70,8 +70,6 @@ class FastStep:
     redeployments: list[FleetChange] = field(default_factory=list)
     busy_gpu_s: float = 0.0
     tokens_recomputed: int = 0
-    preemptions: int = 0
-    plans: int = 0
     fleet: str = ""  # at its end, in words
     tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # that passed engines, generated and prefilled
     kv_tier_bytes: dict[str, float] = field(default_factory=dict)
@@ -82,14 +80,14 @@ class FastStep:
         return max(self.finish_s)
 
 
-def run_fast(run: ControlledRun, kv_network: KvNetwork | None = None) -> list[FastStep]:
+def run_fast(run: ControlledRun, kv_network: OverFabric | None = None) -> list[FastStep]:
     """The run's steps one after another; its warm-up included."""
     fleet = _FastFleet(run, kv_network)
     return [fleet.step(requests) for requests in run.steps]
 
 
 class _FastFleet:
-    def __init__(self, run: ControlledRun, kv_network: KvNetwork | None) -> None:
+    def __init__(self, run: ControlledRun, kv_network: OverFabric | None) -> None:
         self._run, self._kv_network = run, kv_network
         self._config = _quick(run)
         self._planning = Planning(self._config, lambda _id, _facts: None, lambda: "")
@@ -123,25 +121,21 @@ class _FastFleet:
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
         step.fleet = _configurations_text(self._engines.values())
-        busy_gpu_s, preemptions, tokens = self._counts()
-        step.busy_gpu_s, step.preemptions = busy_gpu_s - before[0], preemptions - before[1]
-        step.tokens = {name: count - before[2].get(name, 0) for name, count in tokens.items()}
+        busy_gpu_s, tokens = self._counts()
+        step.busy_gpu_s = busy_gpu_s - before[0]
+        step.tokens = {name: count - before[1].get(name, 0) for name, count in tokens.items()}
         if step.passed and self._kv_network is not None:
             _add(step.kv_tier_bytes, self._kv_network.sent(step.passed))
         self._planning.lengths.step_ended(tuple(self._finished))
         return step
 
-    def _counts(self) -> tuple[float, int, dict[ConfigurationId, int]]:
+    def _counts(self) -> tuple[float, dict[ConfigurationId, int]]:
         engines = [*self._engines.values(), *self._past]
         tokens: dict[ConfigurationId, int] = {}
         for engine in engines:
             passed = engine.scheduler.generated_tokens_total + engine.scheduler.prefilled_tokens_total
             tokens[engine.kind.id] = tokens.get(engine.kind.id, 0) + passed
-        return (
-            sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
-            sum(engine.scheduler.preemptions_total for engine in engines),
-            tokens,
-        )
+        return sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines), tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
         """Dealt as the arm does, or by KV room: fewest first, as the gateway's load index has it of idle engines."""
@@ -179,7 +173,6 @@ class _FastFleet:
         snapshot = snapshot_of(self._now_s, started_s, self._engines, self._live.values(), tuple(self._finished))
         if slow:
             plan = self._plan(snapshot)
-            step.plans += 1
             if isinstance(plan.verdict, Act) and plan.instances:
                 self._carry_out(plan, step, started_s)
                 return

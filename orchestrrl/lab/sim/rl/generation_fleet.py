@@ -12,8 +12,8 @@ each token sent to its experts and back, and so have the FFN GPUs under AFD. Of 
 have the whole fleet to itself.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,8 +22,11 @@ from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, Simul
 from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
+from planner.cost.engines import EngineModel
+from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
-from planner.cost.profile import Parallelism
+from planner.cost.predict import DoesNotFit, identifier, move_costs, predict
+from planner.cost.profile import Parallelism, Profile
 from planner.cost.roofline import ACTIVATION_BYTES
 from planner.model import ConfigurationId
 
@@ -233,3 +236,39 @@ def summed(parts: "list[TierBytes]") -> dict[str, float]:
         for tier, size in part.items():
             found[tier] = found.get(tier, 0.0) + size
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Model, GPU and engine of generation, in the checkpoint's own precision."""
+
+    model: Model
+    gpu: GpuModel
+    engine: EngineModel
+
+
+def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus, fabric: SimulatedFabric) -> Profile:
+    """Of all `layouts` that fit the GPUs' memory and of which there is room for one. Raises ValueError where none."""
+    configurations = []
+    nominal = replace(hardware.gpu, nic_bytes_per_s=fabric.servers.nic_bytes_per_s)
+    for parallelism in layouts:
+        fleet = deployed(parallelism, where, fabric.servers, fabric.pods)
+        if not len(fleet):
+            continue
+        gpu = nominal
+        if leaves_servers(fleet, fabric.servers):
+            gpu = with_exchange(nominal, exchange(fleet, fabric, identifier(parallelism)))
+        try:
+            configurations.append(predict(hardware.model, gpu, parallelism, hardware.engine))
+        except DoesNotFit:
+            continue
+    if not configurations:
+        raise ValueError(f"no configuration of {hardware.model.name} fits {where.count} GPUs of {hardware.gpu.name}")
+    moves = move_costs(hardware.model, nominal, hardware.engine)
+    return Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
+
+
+def with_exchange(gpu: GpuModel, got: TokenExchange) -> GpuModel:
+    return replace(
+        gpu, nic_bytes_per_s=got.bytes_per_s, inter_node_latency_s=gpu.inter_node_latency_s + got.extra_hop_s
+    )

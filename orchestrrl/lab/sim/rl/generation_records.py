@@ -4,9 +4,8 @@ the snapshot that planner and balancer get.
 What agents and a gateway would tell, without their delays: every age is 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.workload import SimRequest
@@ -37,10 +36,6 @@ class LiveRequest:
     def context_tokens(self) -> int:
         return self.request.prompt_tokens + self.generated
 
-    @property
-    def left_tokens(self) -> int:
-        return self.request.output_tokens - self.generated
-
 
 @dataclass(slots=True)
 class LiveEngine:
@@ -59,15 +54,7 @@ class LiveEngine:
         return cls(id, kind, gpus, ready_s, Scheduler(kind.shape, ready_s), (ready_s, 0))
 
     def submit(self, live: LiveRequest, at_s: float, *, prefilled: bool) -> None:
-        self.scheduler.submit(
-            max(at_s, self.ready_s),
-            live.request.id,
-            live.context_tokens,
-            live.left_tokens,
-            prefilled,
-            group=live.request.group,
-            prompt_tokens=live.request.prompt_tokens,
-        )
+        live.request.submit(self.scheduler, max(at_s, self.ready_s), live.generated, prefilled=prefilled)
 
     def update_rate(self, now_s: float, window_s: float) -> None:
         """Take its rate over the last window."""
@@ -98,14 +85,6 @@ class KvOutcome:
     transferred: frozenset[RequestId]
     bytes: float
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
-
-
-class KvNetwork(Protocol):
-    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome: ...
-
-    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
-        """Bytes by tier of KV that nobody waits for."""
-        ...
 
 
 def leaving_of(live: LiveRequest, source: LiveEngine, kind: EngineKind, gpus: tuple[GpuId, ...]) -> Leaving:

@@ -13,8 +13,7 @@ import numpy as np
 
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed, on_fabric
 from orchestrrl.lab.sim.rl.kv_moves import Home, KvMoved, KvWish, move_kv
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.static import countdown
@@ -59,7 +58,7 @@ class _Left:
 
 def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStage:
     """Phases: by the names of the two configurations, `redeploying` and `moving KV`."""
-    profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric).profile
+    profile = on_fabric(case.hardware, (case.first, case.then), case.where, fabric)
     if len(profile.configurations) < 2:
         raise ValueError(f"one of {case.first} and {case.then} does not fit")
     one, other = (EngineKind(each) for each in profile.configurations)
@@ -112,7 +111,7 @@ def _run(
 ) -> tuple[list[tuple[float, RequestId]], list[Scheduler]]:
     engines = [Scheduler(kind.shape) for _ in range(instances)]
     for place, request in enumerate(requests):
-        engines[place % instances].submit(0.0, request.id, request.prompt_tokens, request.output_tokens)
+        request.submit(engines[place % instances], 0.0)
     finished = [
         (progress.finished_s, progress.id)
         for engine in engines
@@ -162,9 +161,7 @@ def _decoded(
     """When each of them ends, from when all KV is there."""
     engines = [Scheduler(kind.shape) for _ in range(instances)]
     for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
-        request, prefilled = each.request, comes.get(each.request.id, False)
-        to_generate = request.output_tokens - each.generated
-        engines[target].submit(0.0, request.id, each.context_tokens, to_generate, prefilled)
+        each.request.submit(engines[target], 0.0, each.generated, prefilled=comes.get(each.request.id, False))
     return [
         progress.finished_s
         for engine in engines

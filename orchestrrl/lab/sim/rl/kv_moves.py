@@ -19,7 +19,6 @@ from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.generation_records import KvOutcome, Leaving
 from planner.model import GpuId, Parallelism
-from planner.solver.problem import KvTransferCost
 
 # In which instances may leave the network to the others: each works out circuits and times. After the last, those that
 # stay have what they got beside the others.
@@ -81,11 +80,10 @@ def move_kv(
     kv_bytes_per_token: float,
     prefill_tokens_per_s: Floats,  # [home]
     fabric: SimulatedFabric,
-    transfer: KvTransferCost | None = None,
 ) -> KvMoved:
     """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves the
-    network to the others. `transfer` says what computing a long context again takes; None: by the rate alone."""
-    again_s = _recompute_s(len(homes), wishes, prefill_tokens_per_s, transfer)
+    network to the others."""
+    again_s = _recompute_s(len(homes), wishes, prefill_tokens_per_s)
     by_network = np.ones(len(homes), dtype=np.bool_)
     shares = _shares(homes, wishes, kv_bytes_per_token)
     destination = np.array([wish.destination for wish in wishes], np.int64)
@@ -132,15 +130,11 @@ def kv_tier_bytes(
     return _tier_bytes(fabric.network(None), shares) if len(shares.src) else {}
 
 
-def _recompute_s(
-    homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats, transfer: KvTransferCost | None
-) -> Floats:
+def _recompute_s(homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats) -> Floats:
     """[home]"""
     at = np.array([wish.destination for wish in wishes], np.int64)
     tokens = np.array([wish.context_tokens for wish in wishes], np.float64)
-    rates = prefill_tokens_per_s[at]
-    seconds = tokens / rates if transfer is None else transfer.recompute_s(tokens, rates)
-    return np.bincount(at, seconds, homes).astype(np.float64)
+    return np.bincount(at, tokens / prefill_tokens_per_s[at], homes).astype(np.float64)
 
 
 def _shares(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> _Shares:
@@ -223,6 +217,7 @@ class OverFabric:
         return KvOutcome(ready_s, by_network, moved.bytes, moved.tier_bytes)
 
     def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
+        """Return bytes by tier of KV that nothing waits for."""
         _, homes, wishes = self._wishes_of(leaving)
         return kv_tier_bytes(homes, wishes, self.kv_bytes_per_token, self.fabric)
 

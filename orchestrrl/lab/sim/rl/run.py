@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.sim.controlled import CONTROLS
-from orchestrrl.lab.sim.cost import PRICES_USD, TRANSCEIVER_W, network_cost_usd, network_power_w
+from orchestrrl.lab.sim.cost import PRICES_USD, network_cost_usd, optics_power_w, parts_of_unknown_power
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.generation_fleet import left_idle
 from orchestrrl.lab.sim.rl.loop import run_loop
@@ -21,18 +21,6 @@ Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 NAMES = {FabricStage.TRAIN: "training", FabricStage.GEN: "generation"}
 MOST_POINTS = 1000  # of a curve that is kept for pictures
-
-
-def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    """As they are named, each once; all that are known where none is. Raises ProblemFaults."""
-    faults = [
-        f"{option}[{i}]: must be one of {', '.join(known)}, got {name!r}"
-        for i, name in enumerate(names)
-        if name not in known
-    ]
-    if faults:
-        raise ProblemFaults(faults)
-    return list(dict.fromkeys(names or known))
 
 
 def run_cluster(
@@ -116,11 +104,9 @@ def _bill(stages: FabricStages) -> Bill:
     priced = network_cost_usd(inventory, cluster.nic_gbps)
     parts_usd = {part: float(usd) for part, usd in priced.parts_usd.items()}
     total_usd = float(priced.total_usd)
-    if cluster.nic_gbps not in TRANSCEIVER_W:
-        return Bill(total_usd, parts_usd, gpus_usd)
-    power = network_power_w(inventory, cluster.nic_gbps)
-    whole_w = None if power.unknown else power.known_w
-    return Bill(total_usd, parts_usd, gpus_usd, whole_w, power.known_w)
+    optics_w = optics_power_w(inventory, cluster.nic_gbps)
+    whole_w = None if parts_of_unknown_power(inventory) else optics_w
+    return Bill(total_usd, parts_usd, gpus_usd, whole_w, optics_w)
 
 
 def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan]:

@@ -5,7 +5,6 @@ simulated can be deployed, see deployable.py. GPUs are numbered through: those t
 """
 
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,18 @@ from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSecti
 from orchestrrl.lab.sim.rl.loop_rules import LoopRules
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 from orchestrrl.lab.sim.rl.training import Recipe
-from orchestrrl.lab.sim.scenario import ARMS, GatewaySection, GenerationControlSection, ScenarioSection, WorkloadSection
+from orchestrrl.lab.sim.scenario import (
+    Arm,
+    Count,
+    GatewaySection,
+    GenerationControlSection,
+    Name,
+    NotNegative,
+    Positive,
+    ScenarioSection,
+    WorkloadSection,
+    one_of,
+)
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.engines import ENGINES, EngineModel
 from planner.cost.hardware import GPUS, GpuModel, gpu_named
@@ -31,22 +41,7 @@ PAPER_ENGINE = "paper"
 SIZES = ("servers_per_tor", "servers_per_pod")  # of the cluster, that are options of fabrics
 _OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # that a workload of `sim gen` has, and this one's loop says
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1)]
-_Number = Annotated[int, Field(ge=0)]
-_Name = Annotated[str, Field(min_length=1)]
-
-
-def _one_of(names: Iterable[str]) -> Callable[[str], str]:
-    known = list(names)
-
-    def check(name: str) -> str:
-        if name not in known:
-            raise ValueError(f"must be one of {', '.join(known)}")
-        return name
-
-    return check
+Number = Annotated[int, Field(ge=0)]
 
 
 _LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
@@ -73,16 +68,16 @@ def _is_layout(name: str) -> str:
 class ClusterSection(ScenarioSection):
     """The machines. `shared`: the same GPUs train and generate, in turn, and gen_gpus is left out."""
 
-    train_gpus: _Count
-    gen_gpus: _Count | None = None
+    train_gpus: Count
+    gen_gpus: Count | None = None
     shared: bool = False
-    gpus_per_server: _Count = 8
-    nics_per_server: _Count = 8
-    nic_gbps: _Positive = 200.0
-    nvlink_gbytes_per_s: _Positive | None = None  # one way, of each GPU; by default the GPU's
-    servers_per_tor: _Count | None = None  # of fabrics that say nothing else in their options
-    servers_per_pod: _Count | None = None
-    gpu_usd: _Positive | None = None  # price of one, for throughput per dollar of all
+    gpus_per_server: Count = 8
+    nics_per_server: Count = 8
+    nic_gbps: Positive = 200.0
+    nvlink_gbytes_per_s: Positive | None = None  # one way, of each GPU; by default the GPU's
+    servers_per_tor: Count | None = None  # of fabrics that say nothing else in their options
+    servers_per_pod: Count | None = None
+    gpu_usd: Positive | None = None  # price of one, for throughput per dollar of all
 
     @model_validator(mode="after")
     def _whole_servers(self) -> "ClusterSection":
@@ -112,8 +107,8 @@ class ClusterSection(ScenarioSection):
 class ClusterFabricSection(ScenarioSection):
     """`options` are those of its kind, e.g. servers of a ToR and of a PoD."""
 
-    kind: _Name
-    name: _Name | None = None  # by default its kind
+    kind: Name
+    name: Name | None = None  # by default its kind
     options: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -124,18 +119,18 @@ class ClusterFabricSection(ScenarioSection):
 class TrainingSection(ScenarioSection):
     """What a training step does with its samples. dp follows from the GPUs, where it is left out."""
 
-    tp: _Count = 1
-    cp: _Count = 1
-    pp: _Count = 1
-    dp: _Count | None = None
-    ep: _Count = 1
-    vpp: _Count = 1  # stages of each pipeline rank, interleaved
-    micro_sequences: _Count = 1
+    tp: Count = 1
+    cp: Count = 1
+    pp: Count = 1
+    dp: Count | None = None
+    ep: Count = 1
+    vpp: Count = 1  # stages of each pipeline rank, interleaved
+    micro_sequences: Count = 1
     recompute: bool = False
-    log_prob_passes: _Number = 1  # forward passes before: under the policy, and one more under a reference (KL)
-    updates: _Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
-    epochs: _Count = 1  # over the batch
-    recovery_s: _NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
+    log_prob_passes: Number = 1  # forward passes before: under the policy, and one more under a reference (KL)
+    updates: Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
+    epochs: Count = 1  # over the batch
+    recovery_s: NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
 
 
 class GenerationSection(ScenarioSection):
@@ -144,11 +139,11 @@ class GenerationSection(ScenarioSection):
 
     workload: WorkloadSection
     layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()
-    profile: _Name | None = None  # instead: a built-in one, or a file from the scenario's folder
-    engine: Annotated[str, AfterValidator(_one_of([*ENGINES, PAPER_ENGINE]))] = "vllm"
-    start_s: _NotNegative | None = None  # of an engine, before its weights are loaded; by default the engine's
+    profile: Name | None = None  # instead: a built-in one, or a file from the scenario's folder
+    engine: Annotated[str, one_of([*ENGINES, PAPER_ENGINE])] = "vllm"
+    start_s: NotNegative | None = None  # of an engine, before its weights are loaded; by default the engine's
     initial: str | None = None  # layout that our arms begin with; by default the tuned static baseline's
-    arms: Annotated[tuple[Annotated[str, AfterValidator(_one_of(ARMS))], ...], Field(min_length=1)] = ("both",)
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ("both",)
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
     prefix_caching: bool = False
@@ -173,7 +168,7 @@ class GenerationSection(ScenarioSection):
 class WeightSyncSection(ScenarioSection):
     """How new weights reach engines. `holds`: who waits for it."""
 
-    scheme: _Name = "tree"
+    scheme: Name = "tree"
     holds: Holds = Holds.ENGINES
     bits: Literal[8, 16] = 16  # of a weight, on the way
 
@@ -182,11 +177,11 @@ class LoopSection(ScenarioSection):
     """`warmup_steps` fill the pipeline and teach the forecast: rates leave them out."""
 
     mode: LoopMode = LoopMode.ONE_STEP_ASYNC
-    staleness: _Number | None = None  # versions, of bounded_staleness
-    steps: _Count = 4
-    warmup_steps: _Number = 1
-    batch_samples: _Count | None = None  # of a training step; by default all of a generation step
-    buffer_samples: _Count | None = None  # that wait for training, those being generated among them; by default any
+    staleness: Number | None = None  # versions, of bounded_staleness
+    steps: Count = 4
+    warmup_steps: Number = 1
+    batch_samples: Count | None = None  # of a training step; by default all of a generation step
+    buffer_samples: Count | None = None  # that wait for training, those being generated among them; by default any
 
     @model_validator(mode="after")
     def _sane(self) -> "LoopSection":
@@ -201,10 +196,10 @@ class LoopSection(ScenarioSection):
 
 
 class ClusterScenario(ScenarioSection):
-    name: _Name
-    seeds: Annotated[tuple[_Number, ...], Field(min_length=1)] = (1,)
-    model: Annotated[str, AfterValidator(_one_of(MODELS))]
-    gpu: Annotated[str, AfterValidator(_one_of(GPUS))] = "h800"
+    name: Name
+    seeds: Annotated[tuple[Number, ...], Field(min_length=1)] = (1,)
+    model: Annotated[str, one_of(MODELS)]
+    gpu: Annotated[str, one_of(GPUS)] = "h800"
     cluster: ClusterSection
     fabrics: Annotated[tuple[ClusterFabricSection, ...], Field(min_length=1)]
     training: TrainingSection = TrainingSection()

@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
+from typing import Any, TypeVar
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.rl.demand import fabric_for
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
 from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.generation_profiles import Hardware
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.loop import GenTime
 from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
@@ -29,6 +29,8 @@ from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
 from planner.cost.profile import EngineProfile
 
+Made = TypeVar("Made")
+
 TUNED = "verl_to"  # the arm that is the static baseline with the shortest steps
 
 
@@ -39,12 +41,7 @@ class FabricStages:
     scenario: ClusterScenario
     section: ClusterFabricSection
     constants: TrainConstants = MEGATRON
-    _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _gen: dict[Hashable, tuple[GenStage, ...]] = field(default_factory=dict)
-    _train: dict[Hashable, TrainingIteration] = field(default_factory=dict)
-    _training: dict[Hashable, TrainStage] = field(default_factory=dict)
-    _sync: dict[Hashable, SyncStage] = field(default_factory=dict)
-    _beside: dict[Hashable, Beside] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)  # by what and of what
 
     @cached_property
     def fabric(self) -> SimulatedFabric:
@@ -64,60 +61,54 @@ class FabricStages:
     def without(self, failed: SimulatedFailures) -> SimulatedFabric:
         return self.fabric.without(failed) if _key(failed) != _key(SimulatedFailures()) else self.fabric
 
+    def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
     def ready(self, failed: SimulatedFailures) -> Prepared:
-        key = _key(failed)
-        if key not in self._prepared:
-            self._prepared[key] = prepared(self.job, self.without(failed))
-        return self._prepared[key]
+        return self._once(("ready", _key(failed)), lambda: prepared(self.job, self.without(failed)))
 
     def gen(self, failed: SimulatedFailures, arm: str, seed: int) -> tuple[GenStage, ...]:
         """[step]. Raises ValueError where engines have no way to each other."""
-        key = (_key(failed), arm, seed)
-        if key not in self._gen:
-            self._gen[key] = generation_stages(self.ready(failed), arm, seed, self.scenario.loop.steps)
-        return self._gen[key]
+        key, steps = ("gen", _key(failed), arm, seed), self.scenario.loop.steps
+        return self._once(key, lambda: generation_stages(self.ready(failed), arm, seed, steps))
 
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
         """An optimiser step on the job's samples."""
-        key = (_key(failed), job)
-        if key not in self._train:
-            self._train[key] = iteration(job, self.without(failed), constants=self.constants)
-        return self._train[key]
+        key = ("train", _key(failed), job)
+        return self._once(key, lambda: iteration(job, self.without(failed), constants=self.constants))
 
     def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
         """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
         steps."""
-        key, recipe = (_key(failed), job), self.scenario.recipe
-        if key not in self._training:
+        recipe = self.scenario.recipe
+
+        def make() -> TrainStage:
             passes_s = forward_s(job, self.without(failed), constants=self.constants) if recipe.log_prob_passes else 0.0
-            self._training[key] = training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
-        return self._training[key]
+            return training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
+
+        return self._once(("training", _key(failed), job), make)
 
     def sync(
         self, failed: SimulatedFailures, fleet: UniformFleet, job: TrainJob, beside: tuple[Beside, ...] = ()
     ) -> SyncStage:
-        part = self.scenario.weight_sync
-        key = (_key(failed), fleet.parallelism, job, beside)
-        if key not in self._sync:
-            fabric = self.without(failed)
-            self._sync[key] = sync_stage(job, [fleet], fabric, part.scheme, bits=part.bits, beside=beside)
-        return self._sync[key]
+        part, key = self.scenario.weight_sync, ("sync", _key(failed), fleet.parallelism, job, beside)
+        return self._once(
+            key, lambda: sync_stage(job, [fleet], self.without(failed), part.scheme, bits=part.bits, beside=beside)
+        )
 
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
-        if job not in self._beside:
-            seconds = self.training(SimulatedFailures(), job).seconds
-            servers = self.fabric.servers
-            self._beside[job] = training_beside(job, self.scenario.recipe, seconds, servers, self.constants)
-        return self._beside[job]
+        seconds = self.training(SimulatedFailures(), job).seconds
+        recipe, servers = self.scenario.recipe, self.fabric.servers
+        return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers, self.constants))
 
     def generation_sends(self, fleet: UniformFleet, tokens_per_s: float) -> Beside:
         """A second, in the mean."""
-        key = (fleet.parallelism, tokens_per_s)
-        if key not in self._beside:
-            model = self.scenario.model_value
-            self._beside[key] = generation_beside(fleet, model, tokens_per_s, self.fabric.servers)
-        return self._beside[key]
+        key, model = ("beside", fleet.parallelism, tokens_per_s), self.scenario.model_value
+        return self._once(key, lambda: generation_beside(fleet, model, tokens_per_s, self.fabric.servers))
 
     def tuned(self, seed: int) -> EngineProfile:
         """What the static baseline runs."""

@@ -12,8 +12,11 @@ and take no time of the loop: answers go while others are generated.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
@@ -28,19 +31,14 @@ from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, 
 LOG_PROBS = "log probs"  # of a stage's parts
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, slots=True)
 class Recipe:
     """What a training step does with its samples: passes over all of them for log-probabilities, then `epochs` times
     `updates` optimiser steps, each on as many of them."""
 
-    log_prob_passes: int = 1
-    updates: int = 1
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        for name, least in (("log_prob_passes", 0), ("updates", 1), ("epochs", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+    log_prob_passes: Annotated[int, Field(ge=0)] = 1
+    updates: Annotated[int, Field(ge=1)] = 1
+    epochs: Annotated[int, Field(ge=1)] = 1
 
     def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
         """(samples of an optimiser step, such steps): as even as they can be, the larger ones first. Fewer samples than

@@ -61,10 +61,9 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """What steps run on. `before`: what circuits are set for when they begin; `meanwhile_s`: no sync is shorter."""
+    """The fabric of steps, its circuits at rest, and who sends beside them. `meanwhile_s`: no sync is shorter."""
 
     fabric: SimulatedFabric
-    before: Period | None
     beside: Sequence[Beside]
     meanwhile_s: float
 
@@ -81,12 +80,10 @@ def sync_stage(
     scheme: str = "tree",
     *,
     bits: int = 16,
-    before: Period | None = None,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """To the engines of all `fleets`. `before`: what circuits are set for when it begins; None: as they are at rest.
-    `beside`: what others send all the while. Raises ValueError for a scheme that is not known, and where a layout
-    cannot divide the model."""
+    """To the engines of all `fleets`. `beside`: what others send all the while. Raises ValueError for a scheme that is
+    not known, and where a layout cannot divide the model."""
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     servers = fabric.servers
@@ -94,7 +91,7 @@ def sync_stage(
     site = site_of(fabric.network(None))
     least_s = bound_s(shards, site)
     sending = [each for each in beside if len(each.flows)]
-    found = list(_courses(scheme, shards, site, _Ground(fabric, before, sending, least_s)))
+    found = list(_courses(scheme, shards, site, _Ground(fabric, sending, least_s)))
     timed, steps = min(found, key=lambda each: each[0].cost_s)  # of those that are alike, the one that changes least
     return SyncStage(
         seconds=timed.seconds,
@@ -176,7 +173,7 @@ def _courses(
 
 
 def _kept(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
-    network = ground.fabric.network(ground.before)
+    network = ground.fabric.network(None)
     try:
         return _timed(SyncCourse.KEEP, 0.0, [_step_s(network, step, ground.beside) for step in steps])
     except ValueError:  # circuits of another period may leave servers apart
@@ -189,12 +186,13 @@ def _at_once(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
     fabric = ground.fabric
     period = ground.period(GpuFlows.joined([step.flows for step in steps]))
     network = fabric.network(period)
-    circuits_s = fabric.reconfigures_s if fabric.changes(ground.before, period) else 0.0
+    circuits_s = fabric.reconfigures_s if fabric.changes(None, period) else 0.0
     return _timed(SyncCourse.CHANGE, circuits_s, [_step_s(network, step, ground.beside) for step in steps])
 
 
 def _step_by_step(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
-    fabric, before = ground.fabric, ground.before
+    fabric: SimulatedFabric = ground.fabric
+    before: Period | None = None
     circuits_s, times = 0.0, []
     for step in steps:
         if not _outside(step.flows, fabric.servers).any():

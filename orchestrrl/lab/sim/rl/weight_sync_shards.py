@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from orchestrrl.lab.sim.net.model import Floats, Ints, LinkNetwork, LinkTier
 from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
@@ -158,7 +160,8 @@ def site_of(network: LinkNetwork) -> SyncSite:
     owner = _owners(network, nodes)
     hosts = owner[tail] >= 0
     leaves = hosts & (owner[head] != owner[tail])
-    piece = _components(nodes, tail[~core], head[~core])
+    inner = coo_array((np.ones(int((~core).sum())), (tail[~core], head[~core])), (nodes, nodes))
+    piece = connected_components(inner, directed=False)[1]
     pods, pod = np.unique(piece[: servers.nics : servers.nics_per_server], return_inverse=True)
     tors, tor = _tors(owner[tail], head, leaves & (owner[head] < 0), servers.count)
     upwards = np.bincount(tail, np.where(owner[head] < 0, capacity, 0.0), minlength=nodes)
@@ -203,16 +206,3 @@ def _tors(server: Ints, node: Ints, links: NDArray[np.bool_], servers: int) -> t
             tors.append(tuple(sorted(switches)))
         tor[place] = number[key]
     return tors, tor
-
-
-def _components(nodes: int, one: Ints, other: Ints) -> Ints:
-    """[node], the least node that hangs together with it."""
-    least = np.arange(nodes)
-    while True:
-        before = least.copy()
-        low = np.minimum(least[one], least[other])
-        np.minimum.at(least, one, low)
-        np.minimum.at(least, other, low)
-        least = least[least]
-        if (least == before).all():
-            return least

@@ -73,18 +73,12 @@ def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) ->
 Sent = tuple[str, float, float]  # group, from, to
 
 
-def boundaries(
-    given: StageLoad, taken: Taken, rank: int, bytes_of: Mapping[str, float]
-) -> tuple[CollectiveBoundary, ...]:
-    """Of a rank of the pipeline, ascending by their begin. `bytes_of`: what it gives in one of each kind."""
-    sent = [each for op in taken.schedule.ops[rank] for each in _of_op(given, taken, op)]
-    found = [CollectiveBoundary(group, begin_s, end_s, bytes_of.get(group, 0.0)) for group, begin_s, end_s in sent]
+def boundaries(given: StageLoad, taken: Taken, rank: int) -> tuple[CollectiveBoundary, ...]:
+    """Of a rank of the pipeline, ascending by their begin."""
+    found = [CollectiveBoundary(*each) for op in taken.schedule.ops[rank] for each in _of_op(given, taken, op)]
     if "dp" in given.crossing:
         begin_s, end_s = taken.reduced.begin_s[rank] + taken.shift_s, taken.reduced.end_s[rank] + taken.shift_s
-        found += [
-            CollectiveBoundary("dp", 0.0, taken.gather_s, bytes_of.get("dp_gather", 0.0)),
-            CollectiveBoundary("dp", begin_s, end_s, bytes_of.get("dp_reduce", 0.0)),
-        ]
+        found += [CollectiveBoundary("dp", 0.0, taken.gather_s), CollectiveBoundary("dp", begin_s, end_s)]
     return tuple(sorted((each for each in found if each.end_s > each.begin_s), key=lambda each: each.begin_s))
 
 
@@ -154,7 +148,7 @@ def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstan
         raise ValueError(
             f"{fabric.name}: there is no way for gradients of {job.model.name}, on either period's circuits"
         )
-    return _iteration_of(found, taken, free, step_s, exchanges)
+    return _iteration_of(found, taken, free, step_s)
 
 
 def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> float:
@@ -163,9 +157,7 @@ def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstan
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
-def _iteration_of(
-    found: TrainingOnFabric, taken: Taken, free: Taken, step_s: float, exchanges: Mapping[str, GroupCollective]
-) -> TrainingIteration:
+def _iteration_of(found: TrainingOnFabric, taken: Taken, free: Taken, step_s: float) -> TrainingIteration:
     given, job = found.given, found.given.job
     busy_s = without_network(given)
     rank = int(np.argmax(busy_s))
@@ -173,7 +165,7 @@ def _iteration_of(
     total_s = math.fsum(parts.values())
     flops = step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
     flops_per_s = flops / (job.layout.gpus * total_s)
-    sent = boundaries(given, taken, rank, _given_bytes(exchanges))
+    sent = boundaries(given, taken, rank)
     return TrainingIteration(
         seconds=total_s,
         mfu=flops_per_s / job.gpu.bf16_flops,
@@ -183,13 +175,6 @@ def _iteration_of(
         waits_s=parts["circuits"],
         circuits=str(taken.course),
     )
-
-
-def _given_bytes(exchanges: Mapping[str, GroupCollective]) -> dict[str, float]:
-    found = {kind: exchanges[kind].bytes for kind in FORWARD_BACKWARD if kind in exchanges}
-    for way in ("reduce", "gather"):
-        found[f"dp_{way}"] = sum(exchanges[kind].bytes for kind in exchanges if kind.endswith(f"_{way}"))
-    return found
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:

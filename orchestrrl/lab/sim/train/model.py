@@ -5,6 +5,10 @@ Nothing here is fitted to a training throughput: kernels were measured by themse
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
@@ -15,7 +19,11 @@ SMS = {"a100": 108, "h20": 78, "h100": 132, "h200": 132, "h800": 132, "b200": 14
 SMS_OF_OTHERS = 132
 
 
-@dataclass(frozen=True, slots=True)
+Share = Annotated[float, Field(ge=0, le=1)]
+Efficiency = Annotated[float, Field(gt=0)]
+
+
+@checked(frozen=True, slots=True)
 class TrainConstants:
     """Efficiencies are shares of the data sheet's rate.
 
@@ -31,13 +39,14 @@ class TrainConstants:
     hbm: 3.0 of 3.35 TB/s copying on an H100 SXM; kernels that change what they copy reach a little less.
     """
 
-    gemm_efficiency: float = 0.74
+    gemm_efficiency: Efficiency = 0.74
     kernel_s: float = 4e-6
-    attention_forward_efficiency: float = 0.55
-    attention_backward_efficiency: float = 0.46
+    attention_forward_efficiency: Efficiency = 0.55
+    attention_backward_efficiency: Efficiency = 0.46
     attention_half_tokens: float = 340.0
-    hbm_efficiency: float = 0.85
-    expert_imbalance: float = 1.0  # tokens of the busiest rank over the mean; 1: balanced, as benchmarks force it
+    hbm_efficiency: Efficiency = 0.85
+    # Tokens of the busiest rank over the mean; 1: balanced, as benchmarks force it.
+    expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
 
     # Megatron's mixed precision: gradients are summed and reduced in 32 bits, parameters gathered in 16. Its optimizer
     # keeps a master copy and two moments of 32 bits each, split over data parallel ranks ("distributed optimizer").
@@ -46,34 +55,12 @@ class TrainConstants:
     optimizer_bytes: float = 30.0  # of each parameter of the shard: gradient 4, master and moments 3 x 8, 16-bit copy 2
     # A bucket of gradients is sent once it is complete, with the last micro-batch's backward (--overlap-grad-reduce);
     # parameters are gathered with the first micro-batch's forward (--overlap-param-gather).
-    bucket_parameters: float = 40e6  # Megatron: the larger of this and 1e6 * dp
+    bucket_parameters: Annotated[float, Field(gt=0)] = 40e6  # Megatron: the larger of this and 1e6 * dp
     # Of tensor parallelism's collectives in a backward pass. Megatron reduces beside the product for weights'
     # gradients, half of them, where CUDA_DEVICE_MAX_CONNECTIONS=1 keeps their order; a forward pass has nothing to
     # hide them behind. (--tp-comm-overlap, which cuts products into pieces, is not modelled.)
-    tp_hidden_share: float = 0.0
-    ep_hidden_share: float = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
-
-    def __post_init__(self) -> None:
-        found = [
-            f"{name} must be within 0..1, got {getattr(self, name)}"
-            for name in ("tp_hidden_share", "ep_hidden_share")
-            if not 0 <= getattr(self, name) <= 1
-        ]
-        found += [
-            f"{name} must be > 0, got {getattr(self, name)}"
-            for name in (
-                "gemm_efficiency",
-                "attention_forward_efficiency",
-                "attention_backward_efficiency",
-                "hbm_efficiency",
-                "bucket_parameters",
-            )
-            if not getattr(self, name) > 0
-        ]
-        if self.expert_imbalance < 1:
-            found.append(f"expert_imbalance must be >= 1, got {self.expert_imbalance}")
-        if found:
-            raise ValueError("; ".join(found))
+    tp_hidden_share: Share = 0.0
+    ep_hidden_share: Share = 0.0  # of the experts' all-to-all (--overlap-moe-expert-parallel-comm)
 
 
 MEGATRON = TrainConstants()
@@ -176,7 +163,6 @@ class CollectiveBoundary:
     group: str  # e.g. "dp", "ep", "pp", "cp"
     begin_s: float
     end_s: float
-    bytes: float  # that the rank gives
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,6 @@ class GroupCollective:
     """One collective of one kind, in all its groups at once."""
 
     transfer: MessageTransfer
-    bytes: float  # that a rank gives
     times: float  # in an iteration, each rank
     crosses: bool  # between servers
 
@@ -79,12 +78,11 @@ def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
     for kind, degree in degrees.items():
         if degree > 1:
             members = groups(job, kind)
-            transfer, given, times = of[kind](job, members, servers)
-            found[kind] = GroupCollective(transfer, given, times, crosses(members, servers))
+            found[kind] = GroupCollective(*of[kind](job, members, servers), crosses(members, servers))
     return found
 
 
-Counted = tuple[MessageTransfer, float, float]  # bytes that a rank gives, times in an iteration
+Counted = tuple[MessageTransfer, float]  # times in an iteration
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
@@ -105,7 +103,7 @@ def _tokens_bytes(job: TrainJob) -> float:
 def _tensor(job: TrainJob, members: Ints, servers: Servers) -> Counted:
     layers, passes = _layer_passes(job)
     shard = _tokens_bytes(job) / job.layout.tp
-    return collectives.all_gather(members, shard, servers), shard * (job.layout.tp - 1), layers * passes * tp_count(job)
+    return collectives.all_gather(members, shard, servers), layers * passes * tp_count(job)
 
 
 def _context(job: TrainJob, members: Ints, servers: Servers) -> Counted:
@@ -113,20 +111,19 @@ def _context(job: TrainJob, members: Ints, servers: Servers) -> Counted:
     layers, passes = _layer_passes(job)
     block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
     given = (layout.cp - 1) * block
-    return _ring(members, given, servers), given, layers * (passes + 1)
+    return _ring(members, given, servers), layers * (passes + 1)
 
 
 def _experts(job: TrainJob, members: Ints, servers: Servers) -> Counted:
     layers, passes = _layer_passes(job)
     whole = _tokens_bytes(job) / job.layout.tp * job.model.experts_per_token
-    given = whole / job.layout.ep * (job.layout.ep - 1)
-    return collectives.all_to_all(members, whole, servers), given, layers * passes * 2
+    return collectives.all_to_all(members, whole, servers), layers * passes * 2
 
 
 def _pipeline(job: TrainJob, members: Ints, servers: Servers) -> Counted:
     layout, given = job.layout, _tokens_bytes(job) / job.layout.tp
     times = 2 * job.micro_batches * (layout.stages - 1) / layout.pp
-    return _down(members, given, servers, around=layout.vpp > 1), given, times
+    return _down(members, given, servers, around=layout.vpp > 1), times
 
 
 def tp_count(job: TrainJob) -> int:
@@ -144,12 +141,10 @@ def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) ->
         if size < 2 or not parameters:
             continue
         far = crosses(members, servers)
-        shard = parameters * constants.gradient_bytes / size
-        transfer = collectives.reduce_scatter(members, shard, servers)
-        found[f"{kind}_reduce"] = GroupCollective(transfer, shard * (size - 1), 1.0, far)
-        shard = parameters * constants.parameter_bytes / size
-        transfer = collectives.all_gather(members, shard, servers)
-        found[f"{kind}_gather"] = GroupCollective(transfer, shard * (size - 1), 1.0, far)
+        transfer = collectives.reduce_scatter(members, parameters * constants.gradient_bytes / size, servers)
+        found[f"{kind}_reduce"] = GroupCollective(transfer, 1.0, far)
+        transfer = collectives.all_gather(members, parameters * constants.parameter_bytes / size, servers)
+        found[f"{kind}_gather"] = GroupCollective(transfer, 1.0, far)
     return found
 
 
@@ -158,7 +153,7 @@ def _ring(members: Ints, given: float, servers: Servers) -> MessageTransfer:
     steps = members.shape[1] - 1
     pairs = np.stack([members.ravel(), np.roll(members, -1, axis=1).ravel()], axis=1)
     once = collectives.p2p(pairs, given, servers)
-    return replace(once, rounds=once.rounds * steps, overhead_s=once.overhead_s * steps, label="cp")
+    return replace(once, rounds=once.rounds * steps, overhead_s=once.overhead_s * steps)
 
 
 def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> MessageTransfer:

@@ -18,7 +18,7 @@ TP1, _, _, TP8 = named_profile("paper-32b-h800").configurations
 NARROW, WIDE = kinds(scenario()).values()
 
 workloads = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=12).map(
-    lambda pairs: [SimRequest(RequestId(f"r{i}"), "g", 0, p, o, 40) for i, (p, o) in enumerate(pairs)]
+    lambda pairs: [SimRequest(RequestId(f"r{i}"), "g", p, o, 0, 40) for i, (p, o) in enumerate(pairs)]
 )
 
 
@@ -56,6 +56,6 @@ def test_free_redeployments_are_no_slower_than_any_fleet_that_stays(requests: li
 
 
 def test_one_configuration_leaves_nothing_to_redeploy() -> None:
-    requests = [SimRequest(RequestId(f"r{i}"), "g", 0, 50, 10 + i, 100) for i in range(64)]
+    requests = [SimRequest(RequestId(f"r{i}"), "g", 50, 10 + i, 0, 100) for i in range(64)]
     for kind in (NARROW, EngineKind(TP1), EngineKind(TP8)):
         assert ceiling(scenario(), [kind], [requests]).gain == pytest.approx(1.0)

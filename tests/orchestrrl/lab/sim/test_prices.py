@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd, network_power_w
+from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd, optics_power_w, parts_of_unknown_power
 from orchestrrl.lab.sim.net.fabrics.base import Inventory
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fabrics.rfabric import RFabric
@@ -102,9 +102,9 @@ def test_what_has_no_price_is_refused() -> None:
 
 
 def test_power_of_optics_names_what_it_does_not_know() -> None:
-    power = network_power_w(build("rfabric", Servers(256)).inventory(), 200)
-    assert power.known_w == 3 * 2048 * 5.0
-    assert power.unknown == ("nics", "electrical_ports", "ocs_ports")
-    assert network_power_w(build("topoopt", Servers(8)).inventory(), 400).unknown == ("nics",)
+    inventory = build("rfabric", Servers(256)).inventory()
+    assert optics_power_w(inventory, 200) == 3 * 2048 * 5.0
+    assert parts_of_unknown_power(inventory) == ("nics", "electrical_ports", "ocs_ports")
+    assert parts_of_unknown_power(build("topoopt", Servers(8)).inventory()) == ("nics",)
     with pytest.raises(ValueError, match="data sheets"):
-        network_power_w(Inventory(), 123)
+        optics_power_w(Inventory(), 123)

@@ -154,7 +154,7 @@ async def through_the_simulated_gateway() -> tuple[dict[str, str], dict[str, int
     gateway = VirtualGateway(NodeId("gateway"), clock, engines.__getitem__, arrive, finished)
     gateway.perform(Operation(OperationId("1"), 1, 10.0, SetRoutes(routes(list(engines.values())))))
     gateway.submit(
-        [SimRequest(RequestId(name), "", 0, PROMPT_TOKENS, length, 2000) for name, length in LENGTHS.items()]
+        [SimRequest(RequestId(name), "", PROMPT_TOKENS, length, 0, 2000) for name, length in LENGTHS.items()]
     )
     began = {record.id: str(record.engine) for record in gateway.records.values()}
     while gateway.records:

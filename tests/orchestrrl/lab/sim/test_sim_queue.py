@@ -36,7 +36,7 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
     # Nobody tells of seats: no engine has more waiting than the depth.
     unknown = tuple(EngineRoute(engine.id, engine.url) for engine in engines.values())
     gateway.perform(Operation(OperationId("1"), 1, 10.0, SetRoutes(unknown)))
-    gateway.submit([SimRequest(RequestId(n), "", 0, PROMPT_TOKENS, length, 2000) for n, length in LENGTHS.items()])
+    gateway.submit([SimRequest(RequestId(n), "", PROMPT_TOKENS, length, 0, 2000) for n, length in LENGTHS.items()])
     assert len(gateway.fleet.queue) == len(LENGTHS) - 3
     assert sum(view.engine is None for view in gateway.report().in_flight) == len(LENGTHS) - 3
     died = False

@@ -6,18 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.step import IntervalState, StepMove, StepRequest, best_step, lower_bound_s, run_step
+from orchestrrl.lab.sim.step import IntervalState, StepMove, best_step, lower_bound_s, run_step
+from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import RequestId
 
 SHAPE = EngineShape(0.01, 1e-4, 1e-6, max_num_seqs=3, kv_capacity_tokens=400, prefill_s_per_token=1e-4)
 
 
-def step_of(lengths: list[tuple[int, int]]) -> list[StepRequest]:
-    return [StepRequest(RequestId(f"r{i:02d}"), "g", *length) for i, length in enumerate(lengths)]
+def step_of(lengths: list[tuple[int, int]]) -> list[SimRequest]:
+    return [SimRequest(RequestId(f"r{i:02d}"), "g", *length) for i, length in enumerate(lengths)]
 
 
-def dealt(requests: list[StepRequest], engines: int) -> list[list[RequestId]]:
+def dealt(requests: list[SimRequest], engines: int) -> list[list[RequestId]]:
     return [[request.id for request in requests[k::engines]] for k in range(engines)]
 
 
@@ -25,7 +26,7 @@ steps = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=2,
 
 
 @given(steps, st.integers(0, 1000))
-def test_random_moves_lose_nothing(requests: list[StepRequest], seed: int):
+def test_random_moves_lose_nothing(requests: list[SimRequest], seed: int):
     rng = random.Random(seed)
 
     def restless(state: IntervalState) -> list[StepMove]:
@@ -40,7 +41,7 @@ def test_random_moves_lose_nothing(requests: list[StepRequest], seed: int):
 
 
 @given(steps, st.integers(2, 4))
-def test_the_oracle_lies_between_the_bound_and_what_it_began_with(requests: list[StepRequest], engines: int):
+def test_the_oracle_lies_between_the_bound_and_what_it_began_with(requests: list[SimRequest], engines: int):
     placement = dealt(requests, engines)
     oracle_s = best_step(SHAPE, engines, requests, placement).makespan_s
     assert lower_bound_s(SHAPE, requests) - 1e-9 <= oracle_s <= run_step(SHAPE, requests, placement).makespan_s

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import shortest_path
 
 from orchestrrl.lab.sim.net.fabrics.hosts import LinkRows, Wiring, expand
 from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier
@@ -74,15 +76,9 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints, most: int = 0) -> Pai
 def distances(edges: DirectedLinks) -> Ints:
     """[from, to], hops; NO_WAY where there is none."""
     nodes = len(edges.begin) - 1
-    back = edges.reversed()
-    found = np.empty((nodes, nodes), np.int64)
-    onward, order = np.empty(nodes), np.empty(nodes, np.int64)
-    for target in range(nodes):
-        row = np.empty(nodes, np.int64)
-        _lead_to(target, edges.begin, edges.head, edges.width, back.begin, back.head, row, onward, order)
-        found[:, target] = row
-    found[found < 0] = NO_WAY
-    return found
+    graph = coo_array((np.ones(len(edges.head)), (edges.tail, edges.head)), (nodes, nodes)).tocsr()
+    hops = shortest_path(graph, unweighted=True)
+    return np.where(np.isinf(hops), NO_WAY, hops).astype(np.int64)
 
 
 @numba.njit(cache=True)

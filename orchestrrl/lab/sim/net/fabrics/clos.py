@@ -13,8 +13,7 @@ radix^2 / 2 NICs where ToRs are full; None: as few as the radix allows.
 section 7.2 of the OrchestrRL paper, which does not say where: it is the ToRs' uplinks where it saves most.
 
 `rail_optimized`: GPUs in one place of the servers of a PoD are on one ToR, above which it is a fat tree. A message for
-a GPU in another place goes over NVLink to the GPU of that place first (`cross_rail: nvlink`, NCCL's PXN), or up to the
-spine and down again (`spine`).
+a GPU in another place goes over NVLink to the GPU of that place first (NCCL's PXN).
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ from orchestrrl.lab.sim.net.fabrics.base import (
     SimulatedFailures,
     at_least,
     number,
-    one_of,
     refuse,
 )
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, joined, left
@@ -267,19 +265,15 @@ def rail_optimized(
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
-    cross_rail: str = "nvlink",
 ) -> Clos:
-    refuse(
-        *tree_faults(radix, servers_per_pod, servers_per_tor, None),
-        *one_of("cross_rail", cross_rail, ("nvlink", "spine")),
-    )
+    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor, None))
     down = radix // 2
     if servers_per_tor is not None and servers_per_tor > down:
         refuse(
             ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
         )
     tree = _tree(servers, servers_per_tor or down, servers_per_pod)
-    return Clos("rail_optimized", servers, tree, rails=cross_rail == "nvlink")
+    return Clos("rail_optimized", servers, tree, rails=True)
 
 
 def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> ClosCabling:

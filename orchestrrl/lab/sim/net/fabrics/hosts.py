@@ -5,7 +5,7 @@ known but that it is under that of a NIC; one link's propagation stands for all 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -117,6 +117,19 @@ class Legs:
     def __len__(self) -> int:
         return len(self.flow)
 
+    def spread(self, counts: Ints) -> tuple["Legs", Ints]:
+        """Return each leg `counts` times, with an even share of its bytes, and the leg that each of them was."""
+        was = np.repeat(np.arange(len(self)), counts)
+        found = Legs(
+            self.flow[was],
+            self.share[was] / counts[was],
+            self.src[was],
+            self.dst[was],
+            self.src_nic[was],
+            self.dst_nic[was],
+        )
+        return found, was
+
 
 NO_NIC = -1
 
@@ -201,12 +214,14 @@ class HostNetwork:
         legs = Legs(flow, np.ones(len(src)), src, dst, src_nic, dst_nic)
         if self.nic_works.all():
             return legs
-        legs = self._spread(legs, legs.src_nic)
+        legs, src_nic = self._spread(legs, legs.src_nic)
+        legs = replace(legs, src_nic=src_nic)
         if self.rails:
             level = legs.dst_nic - legs.dst_nic % servers.nics_per_server + legs.src_nic % servers.nics_per_server
             stays = (legs.src_nic == NO_NIC) | ~self.nic_works[level]
-            legs = Legs(legs.flow, legs.share, legs.src, legs.dst, legs.src_nic, np.where(stays, legs.dst_nic, level))
-        return self._spread(legs, legs.dst_nic)
+            legs = replace(legs, dst_nic=np.where(stays, legs.dst_nic, level))
+        legs, dst_nic = self._spread(legs, legs.dst_nic)
+        return replace(legs, dst_nic=dst_nic)
 
     def _nic(self, gpus: Ints) -> Ints:
         if self.place is None:
@@ -214,24 +229,16 @@ class HostNetwork:
         server, place = np.divmod(gpus, self.servers.gpus_per_server)
         return np.asarray(server * self.servers.nics_per_server + np.array(self.place)[place])
 
-    def _spread(self, legs: Legs, nics: Ints) -> Legs:
-        """Over the NICs that stand in for those of one side. Raises ValueError where none is left."""
+    def _spread(self, legs: Legs, nics: Ints) -> tuple[Legs, Ints]:
+        """Over the NICs that stand in for those of one side, and these NICs. Raises ValueError where none is left."""
         begin, stand_ins = self._stand_ins
         counts = np.where(nics == NO_NIC, 1, np.diff(begin)[nics])
         if not counts.all():
             raise ValueError(f"no NIC works any more beside NIC {nics[counts == 0][0]}")
-        owner = np.repeat(np.arange(len(legs)), counts)
-        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        inside = nics[owner] == NO_NIC
-        chosen = np.where(inside, NO_NIC, stand_ins[np.where(inside, 0, begin[nics[owner]] + within)])
-        return Legs(
-            legs.flow[owner],
-            legs.share[owner] / counts[owner],
-            legs.src[owner],
-            legs.dst[owner],
-            chosen if nics is legs.src_nic else legs.src_nic[owner],
-            chosen if nics is legs.dst_nic else legs.dst_nic[owner],
-        )
+        found, was = legs.spread(counts)
+        within = np.arange(len(was)) - np.repeat(np.cumsum(counts) - counts, counts)
+        inside = nics[was] == NO_NIC
+        return found, np.where(inside, NO_NIC, stand_ins[np.where(inside, 0, begin[nics[was]] + within)])
 
     def routes(self, legs: Legs, first_up: int, between: Between, direct: Between | None = None) -> FlowRoutes:
         """`between`: from NICs' links up to NICs' links down, without the propagation of the NICs' own. `direct`: from

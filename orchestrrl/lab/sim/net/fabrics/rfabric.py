@@ -67,12 +67,10 @@ class Rails:
         chosen = (apart == fewest[:, None]) & (fewest < own[far])[:, None]
         counts = np.ones(len(legs), np.int64)
         counts[far] = np.maximum(1, chosen.sum(axis=1))
-        leg = np.repeat(np.arange(len(legs)), counts)
+        found, leg = legs.spread(counts)
         moved = np.isin(leg, far[chosen.any(axis=1)])
-        src_nic, dst_nic = legs.src_nic[leg], legs.dst_nic[leg]
-        src_nic[moved], dst_nic[moved] = start[chosen], end[chosen]
-        share = legs.share[leg] / counts[leg]
-        return Legs(legs.flow[leg], share, legs.src[leg], legs.dst[leg], src_nic, dst_nic)
+        found.src_nic[moved], found.dst_nic[moved] = start[chosen], end[chosen]
+        return found
 
 
 ALLOCATIONS = ("traffic", "uniform", "fixed")

@@ -5,9 +5,9 @@ all servers makes a permutation of them. The first `ring_nics` are rings at stri
 their AllReduce permutations; each other serves the most of the job's demand at once (an assignment), and what it serves
 counts half for those that follow, as their matchings. They divide NICs by how much of the traffic is AllReduce, and
 run it in the order of their rings; bytes from GPU to GPU do not tell it apart, and go in NCCL's order. So NICs are
-divided as serves the demand best. Traffic takes as few hops as there are, spread over up to `ways` of them (they route
+divided as serves the demand best. Traffic takes as few hops as there are, spread over up to `WAYS` of them (they route
 MP traffic over k shortest paths), and loads each link on the way. What forwarding takes of a host is not modelled but
-for `forward_s`.
+for `FORWARD_S`.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,6 @@ from orchestrrl.lab.sim.net.fabrics.base import (
     Pods,
     SimulatedFailures,
     at_least,
-    number,
     refuse,
 )
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
@@ -34,28 +33,23 @@ from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, 
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.shape import ShapeFault
 
+WAYS = 4  # shortest paths that traffic between two servers is spread over
+FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes
+
 
 def topoopt(
     servers: Servers,
     *,
     demand: GpuFlows | None = None,
     ring_nics: int | None = None,
-    ways: int = 4,
-    forward_s: float = 0.8e-6,
 ) -> "TopoOpt":
     """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
-    fullest link the least to carry, two at least, so that a NIC may fail. `forward_s`: of a host that forwards, by
-    default what a switch takes."""
+    fullest link the least to carry, two at least, so that a NIC may fail."""
     nics = servers.nics_per_server
-    refuse(
-        *_ring_faults(ring_nics, nics),
-        *at_least("ways", ways, 1),
-        *number("forward_s", forward_s, 0.0),
-        *_demand_faults(demand, servers),
-    )
+    refuse(*_ring_faults(ring_nics, nics), *_demand_faults(demand, servers))
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
     wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
-    found = [TopoOpt(servers, _permutations(sent, nics, rings), ways, forward_s) for rings in wanted]
+    found = [TopoOpt(servers, _permutations(sent, nics, rings)) for rings in wanted]
     return min(found, key=lambda each: each.strain(sent))
 
 
@@ -113,8 +107,6 @@ def _strides(count: int, rings: int) -> list[int]:
 class TopoOpt:
     servers: Servers
     sends_to: Ints  # [nic of a server, server]
-    ways: int
-    forward_s: float
     failed: SimulatedFailures = NOTHING
     name: str = "topoopt"
     reconfigures_s: float = 0.0  # it is patched before the job begins
@@ -154,7 +146,7 @@ class TopoOpt:
         """Bytes over each NIC of the fullest link, to a thousandth, and over all NICs; `demand` [server, server]."""
         edges = DirectedLinks.of(self.joins.astype(np.float64))
         one, other = np.nonzero(demand)
-        owner, edge, share = shortest_ways(edges, one, other, self.ways).rows(np.arange(len(one)))
+        owner, edge, share = shortest_ways(edges, one, other, WAYS).rows(np.arange(len(one)))
         carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
         return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
 
@@ -168,7 +160,7 @@ class TopoOpt:
             np.full(self.joins.shape, LinkTier.DIRECT),
             np.full(self.joins.shape, 2 * servers.propagation_s),
             servers.nics,
-            self.ways,
+            WAYS,
         )
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
@@ -176,8 +168,8 @@ class TopoOpt:
 
             def direct(rows: LinkRows, some: Ints) -> Floats:
                 one, other = hosts.server_of(src[some]), hosts.server_of(dst[some])
-                forwarded = links.add(rows, some, one, other, self.forward_s)
-                return np.asarray(forwarded - np.where(one != other, self.forward_s, 0.0))
+                forwarded = links.add(rows, some, one, other, FORWARD_S)
+                return np.asarray(forwarded - np.where(one != other, FORWARD_S, 0.0))
 
             return hosts.routes(legs, 0, lambda _rows, some: np.zeros(len(some)), direct)
 

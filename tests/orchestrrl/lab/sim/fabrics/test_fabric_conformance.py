@@ -243,11 +243,6 @@ class TestRailOptimizedOfSmallTors(FabricConformance):
     options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "servers_per_tor": 2}
 
 
-class TestRailOptimizedOverTheSpine(FabricConformance):
-    kind = "rail_optimized"
-    options: ClassVar[dict[str, object]] = {"servers_per_pod": 4, "cross_rail": "spine"}
-
-
 class TestTopoOpt(FabricConformance):
     kind = "topoopt"
     uplinks = False

@@ -32,5 +32,5 @@ def test_gpus_share_nics_in_their_order() -> None:
     ],
 )
 def test_servers_that_cannot_be(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{option}.*got"):
+    with pytest.raises(ValueError, match=option):
         Servers(**{"count": 1} | {option: value})  # type: ignore[arg-type]

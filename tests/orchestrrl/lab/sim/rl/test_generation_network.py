@@ -8,8 +8,16 @@ from orchestrrl.lab.sim.net.fabrics.base import Pods, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import GenJob, prepared
-from orchestrrl.lab.sim.rl.generation_fleet import SENT_BYTES, GenGpus, deployed, exchange, left_idle, pattern
-from orchestrrl.lab.sim.rl.generation_profiles import Hardware, on_fabric
+from orchestrrl.lab.sim.rl.generation_fleet import (
+    SENT_BYTES,
+    GenGpus,
+    Hardware,
+    deployed,
+    exchange,
+    left_idle,
+    on_fabric,
+    pattern,
+)
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.scenario import WorkloadSection
 from planner.cost.engines import engine_named
@@ -131,8 +139,8 @@ def test_afd_sends_as_fast_as_the_smaller_side_can() -> None:
 
 def test_a_profile_depends_on_the_fabric_only_where_it_leaves_servers() -> None:
     layouts = [Parallelism(tp=8), EP16, AFD]
-    fast = on_fabric(MOE, layouts, WHERE, fabric()).profile
-    slow = on_fabric(MOE, layouts, WHERE, fabric("oversubscribed", ratio=4.0)).profile
+    fast = on_fabric(MOE, layouts, WHERE, fabric())
+    slow = on_fabric(MOE, layouts, WHERE, fabric("oversubscribed", ratio=4.0))
     quick, dull = ({str(each.id): each.step for each in profile.configurations} for profile in (fast, slow))
     assert quick["tp8"] == dull["tp8"]
     for name in ("tp1dp16ep16", "afd16+8x3"):

@@ -101,7 +101,7 @@ def test_what_is_sent_adds_up(job: TrainJob) -> None:
 
 def test_a_recipe_is_sound() -> None:
     for wrong in ({"log_prob_passes": -1}, {"updates": 0}, {"epochs": 0}):
-        with pytest.raises(ValueError, match="must be >= "):
+        with pytest.raises(ValueError, match="greater than or equal to"):
             Recipe(**wrong)
 
 

@@ -45,9 +45,8 @@ def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object,
 def test_keys_and_values_go_round(recompute: bool, laps: int) -> None:
     """Once forward; backward their gradients come with them."""
     found = traffic(job(TrainLayout(tp=2, cp=4), recompute=recompute), Servers(1), MEGATRON)["cp"]
-    assert found.bytes == 3 * (4096 / 4) * 2 * (8 / 2 * 128) * 2
     assert found.times == 64 * 8 * laps
-    assert found.transfer.flows.bytes.sum() == 8 * found.bytes
+    assert found.transfer.flows.bytes.sum() == 8 * 3 * (4096 / 4) * 2 * (8 / 2 * 128) * 2
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(tp=2, dp=8, ep=16), TrainLayout(tp=2, cp=2, dp=4, ep=16)])
@@ -57,7 +56,6 @@ def test_tokens_go_to_experts_once_whatever_splits_them(layout: TrainLayout) -> 
     )
     sent = [each.transfer.flows.bytes.sum() * each.times for each in (plain, split)]
     assert sent[0] == pytest.approx(sent[1])
-    assert plain.bytes * plain.times == pytest.approx(split.bytes * split.times)
 
 
 def test_each_rank_updates_its_share_of_all_parameters() -> None:

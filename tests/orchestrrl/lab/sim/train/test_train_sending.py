@@ -54,7 +54,7 @@ def test_nothing_is_sent_after_what_is_taken_for_last() -> None:
     for of in (experts(), pipelined()):
         kept = Gradients(1e-3, 1e-3)
         taken = shortest(of, kept, None, 0.0, 0.0)
-        sent = [each for rank in range(of.job.layout.pp) for each in boundaries(of, taken, rank, {})]
+        sent = [each for rank in range(of.job.layout.pp) for each in boundaries(of, taken, rank)]
         last_s = max(each.end_s for each in sent if each.group != "dp")
         assert last_sent_s(of, taken.schedule) == pytest.approx(last_s)
 
@@ -95,8 +95,7 @@ def test_a_message_is_the_same_for_who_sends_and_who_receives() -> None:
     of = pipelined()
     taken = shortest(of, Gradients(1e-3, 1e-3), None, 0.0, 0.0)
     one, other = (
-        [(each.begin_s, each.end_s) for each in boundaries(of, taken, rank, {}) if each.group == "pp"]
-        for rank in (0, 1)
+        [(each.begin_s, each.end_s) for each in boundaries(of, taken, rank) if each.group == "pp"] for rank in (0, 1)
     )
     assert sorted(one) == sorted(other)
     assert len(one) == 2 * of.job.micro_batches
@@ -108,7 +107,7 @@ def test_layers_of_a_backward_pass_come_after_the_head_and_end_with_it() -> None
     taken = shortest(of, Gradients(0.0, 0.0), None, 0.0, 0.0)
     (op,) = (op for op in taken.schedule.ops[0] if op.backward)
     end_s = taken.schedule.end_s[1, op.stage, op.micro]
-    sent = [each for each in boundaries(of, taken, 0, {}) if each.group == "ep"]
+    sent = [each for each in boundaries(of, taken, 0) if each.group == "ep"]
     segments = of.passes.backward.segments
     last = max(place for place, each in enumerate(segments) if each.group == "ep")
     after_s = sum(each.seconds for each in segments[last + 1 :])
@@ -132,11 +131,11 @@ def test_forward_passes_of_interleaved_stages_wait_less_for_the_first() -> None:
 def test_windows_lie_behind_whatever_ends_last() -> None:
     """Of two collectives that overlap the longer one, though it began first."""
     found = (
-        CollectiveBoundary("dp", 0.0, 4.0, 1.0),
-        CollectiveBoundary("ep", 1.0, 2.0, 1.0),
-        CollectiveBoundary("pp", 3.0, 4.0, 1.0),
-        CollectiveBoundary("ep", 6.0, 7.0, 1.0),
-        CollectiveBoundary("pp", 7.0, 8.0, 1.0),
+        CollectiveBoundary("dp", 0.0, 4.0),
+        CollectiveBoundary("ep", 1.0, 2.0),
+        CollectiveBoundary("pp", 3.0, 4.0),
+        CollectiveBoundary("ep", 6.0, 7.0),
+        CollectiveBoundary("pp", 7.0, 8.0),
     )
     assert windows(found) == (OverlapWindow(4.0, 6.0, "dp", "ep"),)
     assert windows(found[:1]) == ()

@@ -1,7 +1,7 @@
 """The simulated engine: a real HTTP server with vLLM's surface, whose time and tokens are computed.
 
-`orchestrrl engine simulated` runs it. Step times come from `simulated_core`, tokens from `simulated_tokens`, the pace
-from `simulated_runtime`; here are the routes. Where it differs from vLLM, vLLM is right: see `conformance`.
+`orchestrrl engine simulated` runs it. Step times come from scheduler.py, tokens from tokens.py, the pace from
+runtime.py; here are the routes. Where it differs from vLLM, vLLM is right: see the engines' conformance suite.
 """
 
 import asyncio

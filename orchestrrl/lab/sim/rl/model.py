@@ -67,7 +67,7 @@ class SyncStage:
     bytes: float
     bound_s: float = 0.0
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
-    circuits: str = "keep"  # how they were used: see weight_sync.Course
+    circuits: str = "keep"  # how they were used: see SyncCourse
     held_s: Mapping[FabricStage, float] = field(default_factory=dict)
 
 

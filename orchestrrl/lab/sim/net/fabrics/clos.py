@@ -129,7 +129,7 @@ class Clos:
     name: str
     servers: Servers
     tree: ClosCabling
-    rails: bool = False  # see Hosts
+    rails: bool = False  # see HostNetwork
     failed: SimulatedFailures = NOTHING
     reconfigures_s: float = 0.0
 

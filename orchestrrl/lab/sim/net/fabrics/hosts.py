@@ -91,7 +91,7 @@ def _merged(begin: Ints, link: Ints, share: Floats, latency_s: Floats) -> FlowRo
 
 
 def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Of a table in rows (`begin` as in Routes), for each of `rows`: which of them an entry is for, and the entry."""
+    """Return which of `rows` each entry of a table (`begin` as in FlowRoutes) belongs to, and the entry."""
     counts = (begin[1:] - begin[:-1])[rows]
     owner = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,32 +1,19 @@
 """A small generation step on real processes: simulated engines, and OrchestrRL beside them."""
 
 import asyncio
-import subprocess
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from front import WITHIN_S, until
 
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids
-from orchestrrl.lab.demo.stack import Stack
-from orchestrrl.lab.deployers.attended import LocalEngine
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
+from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.stack import Stack
 from tests.orchestrrl.gateway.processes import operator_url
 
-WITHIN_S = 120.0
 ENGINES = 3
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for a condition of another process; the deadline is for what never happens."""
-    deadline_s = time.monotonic() + WITHIN_S
-    while not await condition():
-        assert time.monotonic() < deadline_s, f"not within {WITHIN_S:g} s"
-        await asyncio.sleep(0.05)
 
 
 @dataclass
@@ -46,10 +33,6 @@ class Fleet:
         limits = {"temperature": 0, "max_tokens": self.scenario.max_tokens}
         return {"prompt": list(sample.prompt_ids), "return_token_ids": True, **limits}
 
-    async def status(self) -> control_pb2.Status:
-        async with ControlClient(self.stack.daemon_address) as control:
-            return await control.control.GetStatus(control_pb2.GetStatusRequest())
-
     async def gateway_requests(self) -> dict[str, Any]:
         async with aiohttp.ClientSession() as session:
             operator = await operator_url(session, self.stack.gateway_url)
@@ -63,14 +46,6 @@ class Fleet:
                 lines = (await response.text()).splitlines()
         samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
         return {name: float(value) for name, _, value in samples}
-
-    async def orchestrrl(self, *words: str) -> str:
-        """What a command prints of the daemon."""
-        command = [sys.executable, "-m", "orchestrrl", *words, "--daemon", self.stack.daemon_address]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-        out, _ = await process.communicate()
-        assert process.returncode == 0
-        return out.decode()
 
     async def under_way(self, generated_tokens: int = 500) -> None:
         """Wait until the requests in flight have that many tokens: the step is in its middle."""

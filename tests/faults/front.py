@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,10 @@ from typing import Any, TypeVar
 import aiohttp
 
 from orchestrrl.engines.base import EngineMetrics
-from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
+from orchestrrl.lab.testbed.engines import LocalEngine, start_simulated
+from orchestrrl.lab.testbed.processes import flags_of
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url
 from tests.system.streams import Answer, read_stream, read_whole
 
@@ -246,22 +246,13 @@ def _memory_bytes(pid: int, name: str) -> int:
 
 async def start_engine(name: str, log_dir: Path, **flags: object) -> LocalEngine:
     """A simulated one: `kv_capacity_tokens=4096` for `--kv-capacity-tokens 4096`."""
-    arguments = [text for flag, value in flags.items() for text in (f"--{flag.replace('_', '-')}", str(value))]
-    return await start_simulated(name, log_dir=log_dir, arguments=arguments)
+    return await start_simulated(name, log_dir=log_dir, arguments=flags_of(flags))
 
 
 async def start_bad_engine(log_dir: Path) -> LocalEngine:
-    return await asyncio.to_thread(_bad_engine, log_dir / "bad-engine.log")
-
-
-def _bad_engine(log_path: Path) -> LocalEngine:
-    command = [sys.executable, str(Path(__file__).parent / "bad_engine.py")]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
-    assert process.stdout is not None
-    url = process.stdout.readline().decode().strip()
-    assert url.startswith("http://"), log_path.read_text()
-    return LocalEngine(process.pid, url, log_path, process)
+    engine = LocalEngine("bad-engine", [sys.executable, Path(__file__).with_name("bad_engine.py")], log_dir)
+    await engine.start()
+    return engine
 
 
 async def start_gateway(engines: Sequence[LocalEngine], log_dir: Path, *arguments: str) -> GatewayProcess:

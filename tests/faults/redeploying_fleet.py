@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ import aiohttp
 import psutil
 import yaml
 from front import WITHIN_S, Question, check, session, until
+from marked import MarkedProcess
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
@@ -33,6 +33,7 @@ from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
 from orchestrrl.fleet.deployers.local_processes import FoundProcess, find_processes
 from orchestrrl.fleet.deployers.local_records import EngineLogs
+from orchestrrl.lab.testbed.processes import command_of
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import free_port, operator_url
@@ -60,57 +61,6 @@ FAULTS = {
 }
 
 
-class Command:
-    """One of OrchestrRL's own as a process. The first line of its output is where it serves."""
-
-    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
-        self.log_path = folder / f"{name}.log"
-        self._words = list(words)
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-        self.address = ""
-
-    @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        assert self._process is not None
-        return self._process
-
-    async def start(self) -> None:
-        self.address = await asyncio.to_thread(self._spawn)
-        assert self.address, self.log_path.read_text()[-4000:]
-
-    def _spawn(self) -> str:
-        with self.log_path.open("ab") as log:
-            command, none, pipe = [sys.executable, *self._words], subprocess.DEVNULL, subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=log, cwd=self._folder)
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().decode().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    async def until_ended(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 60)
-
-    async def stop(self) -> int:
-        """SIGTERM; its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return await self.until_ended()
-
-    async def until_still(self) -> None:
-        """Until it has been stopped by a mark."""
-
-        async def still() -> bool:
-            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
-
-        await until(still, 0.005)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-
 class Harness:
     """`folder` is its own, and empty. Of the engines it knows what it finds."""
 
@@ -121,7 +71,7 @@ class Harness:
         document = _document(folder, self.lengths)
         config_path.write_text(yaml.safe_dump(document, sort_keys=False))
         self.daemon_address: str = document["listen"]["address"]
-        self.daemon = Command("daemon", [str(AT_MARK), "-c", str(config_path)], folder)
+        self.daemon = MarkedProcess("daemon", [sys.executable, AT_MARK, "-c", config_path], folder, cwd=folder)
         self.gateway = self.make_gateway("gateway")
         config, deployer = load_config(config_path), deployer_of(load_config(config_path), WallClock())
         assert deployer is not None
@@ -133,10 +83,11 @@ class Harness:
         self._numbers = itertools.count(100, 100)
         self._ports: set[int] = set()
 
-    def make_gateway(self, name: str) -> Command:
-        words = ["-m", "orchestrrl", "gateway", "--listen", f"127.0.0.1:{free_port()}", "--engine-kind", "simulated"]
+    def make_gateway(self, name: str) -> MarkedProcess:
+        words = ["--listen", f"127.0.0.1:{free_port()}", "--engine-kind", "simulated"]
         words += ["--daemon", self.daemon_address, "--id", name, "--drain-s", "0"]
-        return Command(name, [*words, "--ledger", str(self.folder / f"{name}.ledger")], self.folder)
+        command = command_of("gateway", *words, "--ledger", self.folder / f"{name}.ledger")
+        return MarkedProcess(name, command, self.folder, cwd=self.folder)
 
     async def open(self) -> None:
         self.lengths.write_text(LENGTHS)
@@ -321,12 +272,12 @@ class Harness:
             assert report.state == "done", report.detail
         await self.routed(self.gateway)
 
-    async def routed(self, gateway: Command) -> None:
+    async def routed(self, gateway: MarkedProcess) -> None:
         """Return when it would use all engines."""
         wanted = set(await self.engines())
 
         async def trusts() -> bool:
-            async with session() as http, http.get(gateway.address + "/health") as response:
+            async with session() as http, http.get(gateway.url + "/health") as response:
                 return set((await response.json())["engines"]) == wanted
 
         await until(trusts)
@@ -334,7 +285,7 @@ class Harness:
     # --- requests
 
     @contextlib.asynccontextmanager
-    async def step(self, gateway: Command | None = None, tokens: int = TOKENS) -> AsyncIterator["Step"]:
+    async def step(self, gateway: MarkedProcess | None = None, tokens: int = TOKENS) -> AsyncIterator["Step"]:
         """Under way on all engines when this is entered; all of them answered, once and rightly, when it is left."""
         async with session() as http:
             step = Step(http, gateway or self.gateway, _asked(next(self._numbers), tokens))
@@ -346,7 +297,7 @@ class Harness:
 class Step:
     """Streamed requests. Who asks comes back with the same id when the gateway breaks off, as trainers do."""
 
-    def __init__(self, http: aiohttp.ClientSession, gateway: Command, questions: list[Question]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, gateway: MarkedProcess, questions: list[Question]) -> None:
         self.questions = questions
         self._http = http
         self._gateway = gateway
@@ -386,7 +337,7 @@ class Step:
 
     async def shown(self) -> dict[str, Any]:
         """The gateway's ledger."""
-        operator = await operator_url(self._http, self._gateway.address)
+        operator = await operator_url(self._http, self._gateway.url)
         async with self._http.get(operator + "/orchestrrl/requests") as response:
             shown: dict[str, Any] = await response.json()
             return shown
@@ -395,7 +346,7 @@ class Step:
         headers = {"X-Request-Id": question.id}
         while True:
             try:
-                url = self._gateway.address + "/v1/completions"
+                url = self._gateway.url + "/v1/completions"
                 async with self._http.post(url, json=question.body, headers=headers) as response:
                     assert response.status == 200, await response.text()
                     return await read_stream(response)

@@ -8,17 +8,15 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import yaml
-from front import until
+from front import WITHIN_S, until
+from marked import MarkedProcess
 from versioned_requests import Clients, ask
 
 from orchestrrl.core.errors import OrchestrRLError
@@ -37,34 +35,19 @@ PROMPT = [7, 8, 9]
 ASKED_S = 10.0  # an engine, past the gateway
 
 
-class Marked:
-    """A process that can be told to die at a mark. `says`: the first line of its output tells that it serves."""
+class Marked(MarkedProcess):
+    """A process that can be told to die at a mark. `serves`: the first line of its output tells that it does."""
 
-    def __init__(self, name: str, words: Sequence[str], folder: Path, *, says: bool = True) -> None:
-        self.name = name
-        self.log_path = folder / f"{name}.log"
-        self._command = [sys.executable, str(HERE / "dying_process.py"), name, *words]
+    def __init__(self, name: str, words: Sequence[str], folder: Path, *, serves: bool = True) -> None:
+        super().__init__(name, [sys.executable, HERE / "dying_process.py", name, *words], folder, cwd=folder)
         self._folder = folder
-        self._says = says
-        self._process: subprocess.Popen[bytes] | None = None
+        self._serves = serves
 
-    @property
-    def process(self) -> "subprocess.Popen[bytes]":
-        assert self._process is not None
-        return self._process
-
-    async def start(self) -> None:
-        self._spawn()
-        if self.process.stdout is not None:
-            said = await asyncio.to_thread(self.process.stdout.readline)
-            assert said, f"{self.name}: {self.log_path.read_text()[-4000:]}"
-
-    def _spawn(self) -> None:
-        out = subprocess.PIPE if self._says else subprocess.DEVNULL
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=self._folder
-            )
+    async def start(self, within_s: float = WITHIN_S) -> str:
+        if self._serves:
+            return await super().start(within_s)
+        self.spawn()
+        return ""
 
     def mark(self, point: str, *, stop: bool = False, **where: Any) -> None:
         """It dies there, or stands still."""
@@ -79,65 +62,31 @@ class Marked:
     def _mark(self) -> Path:
         return self._folder / f"mark-{self.name}.json"
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
     async def until_killed(self) -> None:
         """By a mark."""
-        assert await asyncio.to_thread(self.process.wait, 120) == -signal.SIGKILL
-
-    async def until_still(self) -> None:
-        """By a mark."""
-
-        async def still() -> bool:
-            assert self.process.poll() is None, f"{self.name} has ended"
-            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
-
-        await until(still, 0.005)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        """Whatever it is doing."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        assert await self.until_ended() == -signal.SIGKILL
 
 
-class Trainer:
+class Trainer(MarkedProcess):
     """A process that publishes."""
 
     def __init__(self, address: str, folder: Path, weights: Path) -> None:
-        self._command = [sys.executable, str(HERE / "publishing_trainer.py"), address, "train0", str(weights)]
-        self._folder = folder
-        self._process: subprocess.Popen[str] | None = None
+        command = [sys.executable, HERE / "publishing_trainer.py", address, "train0", weights]
+        super().__init__("trainer", command, folder, cwd=folder, takes_input=True)
         self._said: list[list[Any]] = []
-
-    async def start(self) -> None:
-        self._spawn()
-        await self._word("ready")
-
-    def _spawn(self) -> None:
-        pipe = subprocess.PIPE
-        with (self._folder / "trainer.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=log, cwd=self._folder, text=True
-            )
-        self._said = []
-        threading.Thread(target=self._read, args=(self._process, self._said), daemon=True).start()
 
     async def ensure(self) -> None:
         """That it runs."""
-        if self._process is None or self._process.poll() is not None:
+        if not self.running:
             await self.start()
 
+    async def start(self, within_s: float = WITHIN_S) -> str:
+        self.spawn()
+        self._said = []
+        return str(await self._word("ready"))
+
     def publish(self, version: int, install: str = "at_once") -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"version": version, "seed": version, "install": install}) + "\n")
-        self._process.stdin.flush()
+        self.send({"version": version, "seed": version, "install": install})
 
     async def staged(self, version: int) -> None:
         await self._word("staged", version)
@@ -148,24 +97,13 @@ class Trainer:
         self._said.remove(word)
         return word[2], word[3], word[4]
 
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    @staticmethod
-    def _read(process: "subprocess.Popen[str]", said: list[list[Any]]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(json.loads(line))
-
     async def _word(self, *begins: Any) -> list[Any]:
         async def said() -> list[Any] | None:
+            while line := self.read_line():
+                self._said.append(json.loads(line))
             return next((word for word in self._said if word[: len(begins)] == list(begins)), None)
 
-        word = await until(said)
-        assert word is not None
-        return word
+        return await until(said)
 
 
 class Harness:
@@ -195,7 +133,7 @@ class Harness:
         }
         named = [word for name, url in self.urls.items() for word in ("--url", url, "--id", name)]
         self.agent = Marked(
-            "agent", ["agent", "--daemon", address, "--engine", "simulated", *named], folder, says=False
+            "agent", ["agent", "--daemon", address, "--engine", "simulated", *named], folder, serves=False
         )
         self.gateway_url = f"http://127.0.0.1:{free_port()}"
         self.clients = Clients(self.gateway_url, folder)
@@ -211,7 +149,7 @@ class Harness:
         words = ["sync", "peer", "--id", name, "--daemon", self.address, "--folder", str(self.weights(name))]
         words += ["--product", "simulated", "--transport", "tcp", "--host", "127.0.0.1", "--poll-engines-s", "0.5"]
         owns = [word for engine in engines for word in ("--engine", f"{engine}={self.urls[engine]}")]
-        return Marked(name, [*words, *owns, "--pod", name, "--tor", f"{name}-tor"], self.folder, says=False)
+        return Marked(name, [*words, *owns, "--pod", name, "--tor", f"{name}-tor"], self.folder, serves=False)
 
     def weights(self, peer: str) -> Path:
         """A peer's folder."""
@@ -237,16 +175,15 @@ class Harness:
         """All run, and the fleet has one version, whichever."""
         for process in self.processes:
             process.unmark()
-            if process.process.poll() is not None:
+            if not process.running:
                 await process.start()
             process.go_on()
         await self.trainer.ensure()
         await self.brought(*range(1, self.version + 1))
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in [*self.processes, self.trainer]:
             process.end()
-        self.trainer.kill()
 
     # --- versions
 

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from fleet import WITHIN_S, Fleet, until
+from fleet import Fleet
+from front import WITHIN_S, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.demo.stack import Process
+from orchestrrl.lab.demo.stack import gateway_flags
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import engine_flags, named
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import agent_pb2
 from orchestrrl.rpc.pb import control_pb2 as pb
@@ -54,7 +57,7 @@ class Pair:
     """The fleet with a second gateway."""
 
     fleet: Fleet
-    second: Process
+    second: LabProcess
     urls: list[str]
 
     async def barrier(self) -> pb.PauseBarrier:
@@ -166,21 +169,16 @@ def _values(text: str, name: str) -> list[float]:
 
 
 @pytest.fixture
-async def pair(fleet: Fleet, tmp_path: Path) -> AsyncIterator[Pair]:
-    flags = list(fleet.stack.gateway.arguments)
-    flags[flags.index("--listen") + 1] = "127.0.0.1:0"
-    flags[flags.index("--id") + 1] = "gateway2"
-    second = Process("gateway2", flags, tmp_path)
-    url = await second.address()
-    second.arguments[second.arguments.index("--listen") + 1] = url.removeprefix("http://")
-    made = Pair(fleet, second, [fleet.stack.gateway_url, url])
+async def pair(fleet: Fleet) -> Pair:
+    engines = engine_flags("--engine", named([engine.url for engine in fleet.engines]))
+    url = await fleet.stack.start_gateway(*gateway_flags(fleet.scenario, "simulated"), *engines, name="gateway2")
+    made = Pair(fleet, fleet.stack.processes["gateway2"], [fleet.stack.gateway_url, url])
 
     async def attached() -> bool:
         return [gateway.node_id for gateway in (await made.barrier()).gateways] == ["gateway", "gateway2"]
 
     await until(attached)
-    yield made
-    await second.stop()
+    return made
 
 
 @pytest.mark.smoke
@@ -309,7 +307,7 @@ async def test_a_killed_daemon_does_not_leave_the_fleet_frozen(pair: Pair) -> No
         pair.fleet.stack.daemon.kill()
         await pair.stands_still()
         await pair.open_again()
-        await pair.fleet.stack.daemon.restart()
+        await pair.fleet.stack.daemon.start()
         with pytest.raises(Permanent, match="requests have gone on since"):
             await pair.resume(barrier, 1)
 
@@ -321,7 +319,7 @@ async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> 
     async def update_weights() -> None:
         barrier = await pair.pause(lease_s=LONG_LEASE_S)
         pair.fleet.stack.daemon.kill()
-        await pair.fleet.stack.daemon.restart()
+        await pair.fleet.stack.daemon.start()
 
         async def attached() -> bool:
             seen = await pair.barrier()
@@ -338,7 +336,7 @@ async def test_a_daemon_that_is_back_in_time_still_has_the_lease(pair: Pair) -> 
 async def test_a_gateway_that_restarts_while_it_is_closed_closes_again(pair: Pair) -> None:
     barrier = await pair.pause(lease_s=LONG_LEASE_S)
     pair.second.kill()
-    await pair.second.restart()
+    await pair.second.start()
 
     async def closed() -> bool:
         return await pair.phase_of(pair.urls[1]) == "closed"

@@ -28,8 +28,7 @@ from front import (
 )
 
 from orchestrrl.gateway.http.server import MAX_BODY_BYTES
-from orchestrrl.lab.bench.processes import ListeningServer
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 from tests.system.streams import Answer
 
@@ -288,7 +287,7 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
     first = next(numbers) + 1_000_000
     asked = [Question(first + index, 6, BURST_TOKENS, stream) for index in range(BURST)]
     pid = front.gateway.pid
-    before_bytes, cpu_s = resident_bytes(pid), ListeningServer(front.url, pid).cpu_s()
+    before_bytes, cpu_s = resident_bytes(pid), front.gateway.cpu_s()
 
     async def one(question: Question) -> bytes:
         reader, writer = await posted(front.url, question, "Connection: keep-alive")
@@ -310,7 +309,7 @@ async def test_ten_thousand_requests_at_once(start: Start, many_files: None, str
     for question, answer in zip(asked, answers, strict=True):
         check(question, read_answer(answer, stream=stream))
     per_request_bytes = (resident_peak_bytes(pid) - before_bytes) / BURST
-    print(f"{per_request_bytes / 1024:.1f} KiB each, {ListeningServer(front.url, pid).cpu_s() - cpu_s:.1f} CPU s")
+    print(f"{per_request_bytes / 1024:.1f} KiB each, {front.gateway.cpu_s() - cpu_s:.1f} CPU s")
     assert per_request_bytes < REQUEST_BYTES
     generated = [(await front.idle(engine)).generation_tokens_total for engine in range(2)]
     assert sum(generated) == BURST * BURST_TOKENS + 2  # once each, and the engines' first probes

@@ -37,7 +37,7 @@ from front import (
 )
 
 from orchestrrl.engines.sse import MOST_LINE_BYTES
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 
 # A short patience with engines that hang. Where the good engine is slower than that for once, nothing is lost either.

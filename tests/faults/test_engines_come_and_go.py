@@ -9,11 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fleet import ENGINES, WITHIN_S, Fleet, until
+from fleet import ENGINES, Fleet
+from front import WITHIN_S, until
 
 from orchestrrl.lab.demo.scenario import Sample, load_scenario, samples
 from orchestrrl.lab.demo.stack import engines, orchestrrl
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ async def test_a_step_goes_on_while_engines_come_and_go(spare: tuple[Fleet, Loca
         assert before
         await operator(fleet, "drain", "e1", "--move", "--reason", "it is wanted elsewhere")
         fleet.stack.daemon.kill()
-        await fleet.stack.daemon.restart()
+        await fleet.stack.daemon.start()
         emptied = await operator(fleet, "drain", "e1", "--move", "--wait", "--timeout-s", str(WITHIN_S))
         assert (emptied["draining"], emptied["requests"]) == (True, 0)
         known = await fleet.gateway_requests()

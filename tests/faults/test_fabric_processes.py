@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from traced_job import DEVICE_S, RANKS, TracedJobHarness, traced_job, until
+from front import until
+from traced_job import DEVICE_S, RANKS, TracedJobHarness
 
 from orchestrrl.integrations.instrument.rings import RingReader, list_rings
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
 
 pytestmark = pytest.mark.alone  # windows are foretold from how regularly processes work
 
@@ -20,13 +19,13 @@ ENOUGH = 4  # commits
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[TracedJobHarness]:
-    async with traced_job(tmp_path) as harness:
+    async with TracedJobHarness(tmp_path) as harness:
         yield harness
 
 
 async def started(harness: TracedJobHarness) -> None:
-    await harness.start_daemon(within_s=2)
-    harness.start_agent()
+    await harness.start_fabric(within_s=2)
+    harness.start_tracing()
     for rank in range(RANKS):
         harness.start_rank(rank, announces=rank == 0)
     await committed(harness, ENOUGH)
@@ -49,14 +48,14 @@ async def goes_on(harness: TracedJobHarness, rank: int) -> None:
         return harness.iterations(rank) >= so_far + 3
 
     await until(further)
-    assert harness.ranks[rank].poll() is None
+    assert harness.ranks[rank].running
 
 
 async def kept_as(harness: TracedJobHarness, code: str) -> None:
     """Wait for a period that is given up because of that."""
 
     async def told() -> bool:
-        periods = (await harness.fabric())["periods"]
+        periods = (await harness.plain_fabric())["periods"]
         return any(
             period["state"] == "kept" and period["code"] == "no_window" and f"{code}: " in period["detail"]
             for period in periods
@@ -74,11 +73,9 @@ async def test_commits_are_made_in_windows_until_the_agent_dies_and_again_when_i
         assert commit["commanded_unix_s"] + commit["needed_s"] <= commit["window_until_unix_s"]
         assert commit["needed_s"] >= DEVICE_S
 
-    assert harness.agent is not None
     harness.agent.kill()
     so_far = len(await harness.commits())
     harness.ranks[0].kill()  # it announces; what follows is announced by hand, one at a time
-    harness.ranks[0].wait()
     for period in ("near", "far"):  # the circuits of one of them are up
         await harness.announce(period)
     await kept_as(harness, "host_gone")
@@ -86,10 +83,10 @@ async def test_commits_are_made_in_windows_until_the_agent_dies_and_again_when_i
     await goes_on(harness, 1)
 
     harness.ranks.pop(0)
-    harness.start_agent()
+    harness.start_tracing()
     harness.start_rank(0, announces=True)
     await committed(harness, ENOUGH)
-    (host,) = (await harness.fabric(0))["hosts"]
+    (host,) = (await harness.plain_fabric(0))["hosts"]
     assert host["attached"]
     assert host["jobs"] == [{"job": "small", "ranks": [0, 1]}]
 
@@ -99,7 +96,7 @@ async def test_a_process_that_is_killed_in_a_collective_has_no_windows(harness: 
     harness.kill_in_a_collective(1)
 
     async def gone() -> bool:
-        (host,) = (await harness.fabric(0))["hosts"]
+        (host,) = (await harness.plain_fabric(0))["hosts"]
         return host["jobs"] == [{"job": "small", "ranks": [0]}]
 
     await until(gone)
@@ -108,27 +105,24 @@ async def test_a_process_that_is_killed_in_a_collective_has_no_windows(harness: 
     await goes_on(harness, 0)
     assert len(await harness.commits()) == so_far
     harness.ranks[0].kill()
-    harness.ranks[0].wait()
     for period in ("near", "far"):  # the circuits of one of them are up
         await harness.announce(period)
     await kept_as(harness, "untraced")
 
 
 async def test_a_daemon_that_is_killed_while_a_switch_switches_settles_it(harness: TracedJobHarness) -> None:
-    harness.start_switch(0.1)
+    await harness.start_switch(0.1)
     await started(harness)
-    assert harness.daemon is not None
     await harness.while_it_switches()
     harness.daemon.kill()
     for rank in range(RANKS):
         await goes_on(harness, rank)
-    await harness.daemon.restart()
+    await harness.daemon.start()
     await committed(harness, ENOUGH)
-    async with ControlClient(harness.address) as client:
-        generation = (await client.call(client.control.GetStatus, control_pb2.GetStatusRequest())).generation
+    generation = (await harness.status()).generation
     assert generation > 1
     assert harness.unsettled(generation) == []
-    assert all(process.poll() is None for process in harness.ranks)
+    assert all(process.running for process in harness.ranks)
 
 
 async def test_traced_processes_need_neither_agent_nor_daemon(harness: TracedJobHarness) -> None:

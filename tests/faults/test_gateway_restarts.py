@@ -20,7 +20,7 @@ from front import WITHIN_S, Front, Question, check, session, start_engine, until
 from orchestrrl.gateway.client import ClientPatience, GatewayClient
 from orchestrrl.gateway.ledger.file import AnswerFile
 from orchestrrl.gateway.ledger.pieces import AnswerPiece, key_of
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 TOKENS = 1500  # of an answer that is under way when something happens

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from front import Front, Question, check, session, start_engine, start_gateway, until
 
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 
 numbers = itertools.count(50_000)

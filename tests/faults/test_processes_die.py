@@ -7,7 +7,8 @@ import asyncio
 import time
 
 import pytest
-from fleet import ENGINES, Fleet, until
+from fleet import ENGINES, Fleet
+from front import until
 
 from orchestrrl.gateway.client import GatewayClient
 from orchestrrl.rpc.pb import telemetry_pb2
@@ -21,7 +22,7 @@ async def test_a_killed_engines_requests_are_continued_elsewhere(fleet: Fleet) -
     assert await fleet.answers_despite(kill) == fleet.expected
 
     async def known_as_gone() -> bool:
-        health = {worker.engine_id: worker.health for worker in (await fleet.status()).workers}
+        health = {worker.engine_id: worker.health for worker in (await fleet.stack.status()).workers}
         return health["e0"] == telemetry_pb2.ENGINE_HEALTH_GONE
 
     await until(known_as_gone)
@@ -37,7 +38,7 @@ async def failovers_are_counted(fleet: Fleet) -> None:
     counted = [page[f'orchestrrl_gateway_{name}_total{{engine="e0"}}'] for name in names]
 
     async def reported() -> bool:
-        status = await fleet.status()
+        status = await fleet.stack.status()
         return counted == [*(status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed)]
 
     await until(reported)
@@ -46,9 +47,9 @@ async def failovers_are_counted(fleet: Fleet) -> None:
     # Each had its prompt and at least a token, and at most its prompt and all tokens but the last.
     prompts = [len(sample.prompt_ids) for sample in fleet.step]
     assert requests * (min(prompts) + 1) <= tokens <= requests * (max(prompts) + fleet.scenario.max_tokens - 1)
-    shown = await fleet.orchestrrl("status")
+    shown = await fleet.stack.run("status")
     assert f"failovers: {failovers:,.0f} requests went on after their engine failed" in " ".join(shown.split())
-    noted = await fleet.orchestrrl("journal", "--kind", "engine.failovers")
+    noted = await fleet.stack.run("journal", "--kind", "engine.failovers")
     assert "e0" in noted
 
 
@@ -63,11 +64,11 @@ async def test_rollouts_go_on_without_the_daemon(fleet: Fleet) -> None:
 async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
     async def kill_and_restart() -> None:
         fleet.stack.daemon.kill()
-        await fleet.stack.daemon.restart()
+        await fleet.stack.daemon.start()
         started_s = time.monotonic()
 
         async def found() -> bool:
-            status = await fleet.status()
+            status = await fleet.stack.status()
             read = [w for w in status.workers if w.health == telemetry_pb2.ENGINE_HEALTH_OK and w.HasField("age_s")]
             attached = [node for node in status.nodes if node.attached]
             requests = status.requests_running + status.requests_waiting + status.requests_finished
@@ -76,9 +77,9 @@ async def test_a_restarted_daemon_finds_everything_again(fleet: Fleet) -> None:
         await until(found)
         print(f"found again {time.monotonic() - started_s:.2f} s after it listened")
 
-    first_generation = (await fleet.status()).generation
+    first_generation = (await fleet.stack.status()).generation
     assert await fleet.answers_despite(kill_and_restart) == fleet.expected
-    assert (await fleet.status()).generation > first_generation
+    assert (await fleet.stack.status()).generation > first_generation
 
 
 async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None:
@@ -88,7 +89,7 @@ async def test_without_the_agent_nothing_moves_on_old_news(fleet: Fleet) -> None
     assert await fleet.answers_despite(kill) == fleet.expected
 
     async def detached() -> bool:
-        return [node.node_id for node in (await fleet.status()).nodes if node.attached] == ["gateway"]
+        return [node.node_id for node in (await fleet.stack.status()).nodes if node.attached] == ["gateway"]
 
     await until(detached)
 
@@ -105,7 +106,7 @@ async def test_around_a_killed_gateway_and_back(fleet: Fleet) -> None:
         assert client.bypassed > 0
         assert not client.through_gateway
 
-        await fleet.stack.gateway.restart()
+        await fleet.stack.gateway.start()
 
         async def back() -> bool:
             return client.through_gateway

@@ -34,12 +34,12 @@ class Harness(Redeploying):
     def _peer(self, name: str, *more: str) -> Marked:
         words = ["sync", "peer", "--id", name, "--daemon", self.daemon_address, "--transport", "tcp"]
         words += ["--folder", str(self.folder / f"weights-{name}"), "--product", "simulated", "--host", "127.0.0.1"]
-        return Marked(name, [*words, *more], self.folder, says=False)
+        return Marked(name, [*words, *more], self.folder, serves=False)
 
     async def open(self) -> None:
         await super().open()
         await asyncio.gather(*(peer.start() for peer in self.peers), self.trainer.start())
-        self.clients = Clients(self.gateway.address, self.folder)
+        self.clients = Clients(self.gateway.url, self.folder)
 
     async def close(self) -> None:
         self.trainer.kill()

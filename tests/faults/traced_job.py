@@ -1,25 +1,23 @@
 """Two processes that write rings, an agent that reads them, and a daemon with a small optical fabric of its own."""
 
-import asyncio
 import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from front import WITHIN_S
 
 import orchestrrl.integrations.instrument
 from ocs_drivers.model import CircuitState
 from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.integrations.instrument.rings import RingReader, list_rings
-from orchestrrl.lab.demo.stack import Process
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import ANY_PORT, JOURNAL_FILE, Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.pb import fabric_pb2
@@ -32,7 +30,6 @@ SERVERS = 4
 PORTS = 2 * SERVERS
 DEVICE_S = 0.005
 SWITCH = "train0/agg"
-WITHIN_S = 120.0
 
 SITE: dict[str, Any] = {
     "link_gbps": 200,
@@ -56,59 +53,46 @@ SITE: dict[str, Any] = {
 }
 
 
-class TracedJobHarness:
+class TracedJobHarness(Stack):
     """`folder` is its own. Nothing runs before it is started."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.rings = folder / "rings"
-        self.journal = folder / "journal.sqlite"
-        self.ranks: list[subprocess.Popen[bytes]] = []
-        self.daemon: Process | None = None
-        self.agent: Process | None = None
-        self.switch: subprocess.Popen[str] | None = None
+        self.journal = folder / JOURNAL_FILE
+        self.ranks: list[LabProcess] = []
         self.target = ""
         self.address = f"unix:{folder}/d.sock"
 
-    def start_switch(self, device_s: float) -> None:
+    async def start_switch(self, device_s: float) -> None:
         """A device that outlives the daemon; without it, the daemon has one of its own."""
         options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": device_s}
-        self.switch = subprocess.Popen(
-            [sys.executable, str(VIRTUAL_PROCESS), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.switch.stdout is not None
-        self.target = f"127.0.0.1:{self.switch.stdout.readline().strip()}"
+        command = [sys.executable, VIRTUAL_PROCESS, json.dumps(options)]
+        switch = self.launch(LabProcess("switch", command, self.folder, takes_input=True))
+        self.target = f"127.0.0.1:{await switch.next_line()}"
 
-    async def start_daemon(self, **fabric: Any) -> None:
+    async def start_fabric(self, **fabric: Any) -> None:
         (self.folder / "site.yaml").write_text(yaml.safe_dump(SITE, sort_keys=False))
         options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": DEVICE_S}
         ours = {"id": SWITCH, "driver": "virtual", "options": options}
         apart = {"id": SWITCH, "driver": "grpc", "options": {"target": self.target}}
-        document = {
-            "mode": "act",
-            "listen": {"address": "127.0.0.1:0", "socket": str(self.folder / "d.sock")},
-            "journal": {"path": str(self.journal)},
-            "fabric": {"site": "site.yaml", "min_fraction": 0.0, **fabric},
-            "ocs": [apart if self.target else ours],
-        }
-        path = self.folder / "orchestrrl.yaml"
-        path.write_text(yaml.safe_dump(document, sort_keys=False))
-        self.daemon = Process("daemon", ["daemon", "-c", str(path)], self.folder)
-        await self.daemon.address()
+        await self.start_daemon(
+            {
+                "listen": {"address": ANY_PORT, "socket": str(self.folder / "d.sock")},
+                "fabric": {"site": "site.yaml", "min_fraction": 0.0, **fabric},
+                "ocs": [apart if self.target else ours],
+            }
+        )
 
-    def start_agent(self) -> None:
-        words = ["agent", "--rings", str(self.rings), "--host", "host0", "--daemon", self.address]
-        self.agent = Process("agent", words, self.folder)
+    def start_tracing(self) -> None:
+        self.start_agent("--rings", str(self.rings), "--host", "host0")
 
     def start_rank(self, rank: int, *, announces: bool = False) -> None:
-        words = [str(self.rings), str(rank), str(RANKS), str(self._progress(rank)), *["--announce"] * announces]
-        folder = Path(orchestrrl.integrations.instrument.__file__).parent
-        self.ranks.append(
-            subprocess.Popen([sys.executable, str(RANK), *words], env={**os.environ, "PYTHONPATH": str(folder)})
-        )
+        words = [str(RANKS), str(self._progress(rank)), *["--announce"] * announces]
+        environment = {"PYTHONPATH": str(Path(orchestrrl.integrations.instrument.__file__).parent)}
+        command = [sys.executable, RANK, self.rings, str(rank), *words]
+        self.ranks.append(LabProcess(f"rank-{len(self.processes)}", command, self.folder, environment=environment))
+        self.launch(self.ranks[-1])
 
     def iterations(self, rank: int) -> int:
         with contextlib.suppress(FileNotFoundError, ValueError):
@@ -125,25 +109,23 @@ class TracedJobHarness:
                 while not reader.in_flight:
                     assert time.monotonic() < deadline_s
                     time.sleep(0.002)
-                process.send_signal(signal.SIGSTOP)
+                process.signal(signal.SIGSTOP)
                 time.sleep(0.01)
                 if reader.in_flight:
                     break
-                process.send_signal(signal.SIGCONT)
+                process.signal(signal.SIGCONT)
         process.kill()
-        process.wait()
 
-    async def fabric(self, limit: int = 1000) -> dict[str, Any]:
-        async with ControlClient(self.address) as client:
-            return plain(await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit)))
+    async def plain_fabric(self, limit: int = 1000) -> dict[str, Any]:
+        return plain(await self.fabric(limit))
 
     async def counts(self) -> Counter[tuple[str, str]]:
-        seen = await self.fabric(0)
+        seen = await self.plain_fabric(0)
         return Counter({(each["state"], each["code"]): each["count"] for each in seen["counts"]})
 
     async def commits(self) -> list[dict[str, Any]]:
         """Those made in windows."""
-        seen = await self.fabric()
+        seen = await self.plain_fabric()
         made = [commit for period in seen["periods"] for commit in period["commits"]]
         return [commit for commit in made if commit["done"] and commit["window_until_unix_s"]]
 
@@ -174,32 +156,5 @@ class TracedJobHarness:
         begun = [each for each in entries if each.kind == EntryKind.CIRCUITS_INTENT and each.generation < generation]
         return [entry.subject for entry in begun if entry.subject not in ended]
 
-    async def stop(self) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.wait()
-        for ours in (self.agent, self.daemon):
-            if ours is not None:
-                await ours.stop()
-        if self.switch is not None:
-            self.switch.communicate()
-
     def _progress(self, rank: int) -> Path:
         return self.folder / f"rank{rank}"
-
-
-@contextlib.asynccontextmanager
-async def traced_job(folder: Path) -> AsyncIterator[TracedJobHarness]:
-    harness = TracedJobHarness(folder)
-    try:
-        yield harness
-    finally:
-        await harness.stop()
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for what other processes do; the deadline is for what never happens."""
-    deadline_s = time.monotonic() + WITHIN_S
-    while not await condition():
-        assert time.monotonic() < deadline_s, f"not within {WITHIN_S:g} s"
-        await asyncio.sleep(0.1)

@@ -11,8 +11,8 @@ import pytest
 from orchestrrl.core.errors import Retryable
 from orchestrrl.engines.base import RequestRefused
 from orchestrrl.gateway.client import ClientPatience, GatewayClient
-from orchestrrl.lab.deployers.attended import LocalEngine, start_simulated
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.testbed.engines import LocalEngine, start_simulated
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 
 DEADLINE_S = 120.0

@@ -7,7 +7,7 @@ import pytest
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench import ways
 from orchestrrl.lab.bench.gateway import GatewayLoad, gateway_cpu
-from orchestrrl.lab.bench.processes import serving
+from orchestrrl.lab.testbed.stack import Stack
 
 LITTLE = GatewayLoad(rounds=1, whole_requests=20, streams=2, in_flight=4, lone_requests=4, bursts=(8,))
 
@@ -31,8 +31,7 @@ def test_what_is_not_installed_is_left_out_with_the_reason(tmp_path: Path, monke
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
-    log_path = tmp_path / "log"
-    with pytest.raises(Permanent, match=str(log_path)):
-        async with serving("orchestrrl.no_such_module", log_path=log_path):
-            pass
-    assert "no_such_module" in log_path.read_text()
+    async with Stack(tmp_path) as stack:
+        with pytest.raises(Permanent, match=str(tmp_path / "missing.log")):
+            await ways.served(stack, "missing", "orchestrrl.no_such_module")
+    assert "no_such_module" in (tmp_path / "missing.log").read_text()

@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 
-from orchestrrl.lab.demo.stack import Process
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.stack import Stack, agent_flags, named
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port, operator_url, two_engines
@@ -39,7 +39,7 @@ async def start(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[Sta
     async def starting(*more: str, port: int = 0) -> GatewayProcess:
         flags = [f"--engine=e{index}={engine.url}" for index, engine in enumerate(engines)]
         flags += ["--engine-kind", "simulated", "--id", "g", "--processes", str(PROCESSES), *more]
-        processes.append(GatewayProcess(tmp_path / "gateway.log", flags, port))
+        processes.append(GatewayProcess(tmp_path / f"gateway-{len(processes)}.log", flags, port))
         await processes[-1].start()
         return processes[-1]
 
@@ -131,7 +131,7 @@ async def test_none_outlives_the_process_that_started_them(start: Start) -> None
 async def test_a_port_that_is_taken_is_told_at_once(start: Start, tmp_path: Path) -> None:
     port = free_port()
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
-    with pytest.raises(AssertionError, match=r"--listen 127.0.0.1:\d+: Address already in use"):
+    with pytest.raises(Permanent, match=r"--listen 127.0.0.1:\d+: Address already in use"):
         await start(port=port)
     server.close()
 
@@ -154,18 +154,11 @@ def command_line(pid: int) -> bytes:
 @pytest.fixture
 async def daemon_address(engines: list[LocalEngine], tmp_path: Path) -> AsyncIterator[str]:
     """A daemon that only advises, and an agent that tells it of the engines."""
-    config = tmp_path / "daemon.yaml"
-    journal = {"path": str(tmp_path / "journal.sqlite")}
-    config.write_text(yaml.safe_dump({"mode": "advise", "listen": {"address": "127.0.0.1:0"}, "journal": journal}))
-    daemon = Process("daemon", ["daemon", "-c", str(config)], tmp_path)
-    address = await daemon.address()
-    flags = ["--engine", "simulated", "--daemon", address, "--interval-s", "0.1"]
-    for index, engine in enumerate(engines):
-        flags += ["--url", engine.url, "--id", f"e{index}"]
-    agent = Process("agent", ["agent", *flags], tmp_path)
-    yield address
-    await agent.stop()
-    await daemon.stop()
+    async with Stack(tmp_path) as stack:
+        await stack.start_daemon({"mode": "advise"})
+        urls = named([engine.url for engine in engines])
+        stack.start_agent("--engine", "simulated", "--interval-s", "0.1", *agent_flags(urls))
+        yield stack.daemon_address
 
 
 @pytest.mark.smoke

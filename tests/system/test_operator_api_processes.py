@@ -8,6 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from orchestrrl.core.errors import Permanent
 from tests.orchestrrl.gateway.processes import GatewayProcess, free_port
 from tests.orchestrrl.gateway.test_server import DEADLINE_S
 
@@ -25,7 +26,7 @@ async def test_an_operator_port_that_is_taken_is_told_at_once(tmp_path: Path, pr
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", port)
     flags = ["--engine", "e0=http://127.0.0.1:1", "--operator", f"127.0.0.1:{port}", "--processes", str(processes)]
     gateway = GatewayProcess(tmp_path / "gateway.log", flags)
-    with pytest.raises(AssertionError, match=f"(?i)--operator 127.0.0.1:{port}: .*address already in use") as caught:
+    with pytest.raises(Permanent, match=f"(?i)--operator 127.0.0.1:{port}: .*address already in use") as caught:
         await gateway.start()
     assert "Traceback" not in str(caught.value)
     assert await gateway.stop() == 1
@@ -34,7 +35,7 @@ async def test_an_operator_port_that_is_taken_is_told_at_once(tmp_path: Path, pr
 
 async def test_each_process_serves_an_operator_api(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path / "gateway.log", ["--engine", "e0=http://127.0.0.1:1", "--processes", "2"])
-    lines = await gateway.start_and_read(3)
+    lines = [await gateway.start(), *[await gateway.next_line() for _ in range(2)]]
     assert lines[0] == gateway.url
     nodes = set()
     async with aiohttp.ClientSession() as http:

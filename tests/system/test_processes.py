@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess, operator_url, two_engines
 
 DEADLINE_S = 120.0

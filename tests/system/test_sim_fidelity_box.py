@@ -65,7 +65,7 @@ def _way(source: int, sink: int) -> list[int]:
     return [source, *([2 * hosts + here] if here != there else []), hosts + sink]
 
 
-async def measured() -> dict[str, Any]:
+async def measured(folder: Path) -> dict[str, Any]:
     order = {
         "per_tor": PER_TOR,
         "host_mbps": HOST_MBPS,
@@ -75,17 +75,9 @@ async def measured() -> dict[str, Any]:
         "rates": RATES,
         "transfers": TRANSFERS,
     }
-    process = await enter.start(INSIDE, json.dumps(order), log=2)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), ANSWER_WITHIN_S)
-        assert line, "the box ended without an answer"
-        found: dict[str, Any] = json.loads(line)
+    async with enter.start("flows", ("-m", INSIDE, json.dumps(order)), folder) as box:
+        found: dict[str, Any] = json.loads(await box.next_line(ANSWER_WITHIN_S))
         return found
-    finally:
-        process.stdin.close()
-        await process.wait()
 
 
 def flows_of(rows: Sequence[tuple[float, ...]]) -> GpuFlows:
@@ -109,13 +101,13 @@ def test_what_the_simulator_expects_is_what_can_be_worked_out_by_hand() -> None:
 
 
 @pytest.mark.alone  # how fast bytes go is compared
-async def test_shares_and_transfer_times_are_those_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shares_and_transfer_times_are_those_of_tcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := enter.lacking():
         pytest.skip(f"no fabric in a box here: {why}")
     monkeypatch.chdir(ROOT)
     told = expected()
     for attempt in range(TRIES):
-        found = await measured()
+        found = await measured(tmp_path)
         off = {name: max(abs(a / b - 1) for a, b in zip(found[name], told[name], strict=True)) for name in told}
         print(f"try {attempt + 1}: off by {json.dumps(off)}, measured {json.dumps(found)}")
         if max(off.values()) <= WITHIN:

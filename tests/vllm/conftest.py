@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.lab.deployers.attended import VLLM_ENVIRONMENT, LocalEngine, start_vllm
+from orchestrrl.lab.testbed.engines import VLLM_ENVIRONMENT, LocalEngine, start_vllm
 from tests import fork_server
 
 pytest.register_assert_rewrite(

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import yaml
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.fleet.deployers.base import FleetIdentity, make_deployer
 from orchestrrl.fleet.deployers.command_line import EngineLaunch
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
-from orchestrrl.lab.demo.stack import Process
-from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
+from orchestrrl.lab.testbed.engines import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
+from orchestrrl.lab.testbed.stack import Stack
 from tests.orchestrrl.gateway.processes import operator_url
 from tests.system.streams import Answer, read_stream, read_whole
 from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON
@@ -59,30 +58,33 @@ class Harness:
     gpus: int
     own: Mapping[str, Any] = field(default_factory=dict)
     deployer: Mapping[str, Any] = field(default_factory=lambda: {"product": "local", "options": {"grace_s": 5.0}})
-    address: str = "127.0.0.1:0"
-    url: str = ""
-    _processes: list[Process] = field(default_factory=list)
+    stack: Stack = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stack = Stack(self.folder)
+
+    @property
+    def address(self) -> str:
+        return self.stack.daemon_address
+
+    @property
+    def url(self) -> str:
+        return self.stack.gateway_url
 
     async def start(self) -> None:
-        self._configure()
-        daemon = self._process("daemon", "daemon", "-c", str(self.folder / "daemon.yaml"))
-        self.address = await daemon.address()
-        self._configure()  # a later daemon has the same address
-        gateway = self._process("gateway", "gateway", "--listen", "127.0.0.1:0", "--daemon", self.address, "--id", "g")
-        self.url = await gateway.address()
+        await self.stack.start_daemon(self._document())
+        await self.stack.start_gateway()
 
     async def restart_daemon(self, **deployer: Any) -> None:
         """With other settings of its deployer."""
         self.deployer = {**self.deployer, **deployer}
-        daemon = self._processes[0]
-        await daemon.stop()
-        self._configure()
-        await daemon.restart()
+        await self.stack.daemon.stop()
+        self.stack.configure({**self._document(), "listen": {"address": self.address}})
+        await self.stack.daemon.start()
 
     async def close(self) -> None:
         """No engine is left behind, whatever has failed."""
-        for process in reversed(self._processes):
-            await process.stop()
+        await self.stack.undo.aclose()
         identity = FleetIdentity("orchestrrl", str(self.folder / "engines"))
         launch = EngineLaunch(python=str(VLLM_PYTHON), model=str(self.model), device=EngineDevice.CPU)
         deployer = make_deployer(self.deployer["product"], launch, identity, self.deployer["options"], WallClock())
@@ -90,16 +92,10 @@ class Harness:
             await deployer.stop(found.engine)
         await deployer.close()
 
-    def _process(self, name: str, *arguments: str) -> Process:
-        self._processes.append(Process(name, arguments, self.folder))
-        return self._processes[-1]
-
-    def _configure(self) -> None:
+    def _document(self) -> dict[str, Any]:
         first_port = free_range()
-        document = {
+        return {
             "mode": "advise",
-            "listen": {"address": self.address},
-            "journal": {"path": str(self.folder / "journal.sqlite")},
             "slow": {"interval_s": 3600},
             "fleet": {
                 "gpus": {"count": self.gpus, "per_node": self.gpus},
@@ -130,7 +126,6 @@ class Harness:
                 },
             },
         }
-        (self.folder / "daemon.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
 
     @property
     def _slow(self) -> Path:

@@ -12,8 +12,9 @@ import pytest
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.demo.scenario import load_scenario, samples
-from orchestrrl.lab.demo.stack import Stack, engines, orchestrrl
+from orchestrrl.lab.demo.stack import engines, orchestrrl
 from orchestrrl.lab.demo.step import run_step
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 

@@ -10,7 +10,7 @@ from orchestrrl.engines.conformance import EngineConformance
 from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.managed_conformance import ManagedConformance
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 
 
 class TestVllm(EngineConformance):

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.vllm.test_gateway_vllm import Harness
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

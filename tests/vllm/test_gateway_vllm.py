@@ -17,7 +17,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from planner.model import EngineId, NodeId, RequestId, RequestState
 from tests.orchestrrl.gateway.interruptible_engine import InterruptibleEngine
 from tests.system.streams import Answer, read_stream, read_whole

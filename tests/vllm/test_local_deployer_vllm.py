@@ -13,7 +13,7 @@ from orchestrrl.fleet.deployers.base import EngineLife, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import free_range, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
-from orchestrrl.lab.deployers.attended import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
+from orchestrrl.lab.testbed.engines import VLLM_ARGUMENTS, VLLM_ENVIRONMENT
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.vllm.conftest import VLLM_PYTHON
 

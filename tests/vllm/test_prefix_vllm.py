@@ -20,7 +20,7 @@ from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
-from orchestrrl.lab.deployers.attended import start_vllm
+from orchestrrl.lab.testbed.engines import start_vllm
 from planner.model import EngineId, NodeId
 from tests.vllm.conftest import VLLM_PYTHON
 

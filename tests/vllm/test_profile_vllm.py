@@ -6,7 +6,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.profiles.measure import MeasurementInputs, measure
 from orchestrrl.engines.profiles.store import as_text, parse_profile
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 from planner.cost.profile import Parallelism, Profile
 from planner.model import ConfigurationId
 

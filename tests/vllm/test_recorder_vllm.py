@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list_rings
-from orchestrrl.lab.deployers.attended import start_vllm
+from orchestrrl.lab.testbed.engines import start_vllm
 from planner.cost.profile import Parallelism
 from planner.model import GpuId
 from tests.vllm.conftest import VLLM_PYTHON

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from orchestrrl.agent.host import HostReader, host_facts, server_arguments
 from orchestrrl.engines.serving import UNKNOWN_SERVING
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.testbed.engines import LocalEngine
 
 
 async def test_a_cpu_server_reports_its_layout_and_that_it_has_no_gpu(

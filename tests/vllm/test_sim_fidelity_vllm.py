@@ -13,10 +13,10 @@ import pytest
 from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.profiles.measure import MeasurementInputs, measure
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.static import run_static
 from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from planner.cost.profile import EngineProfile, Parallelism
 from planner.model import ConfigurationId, RequestId
 from tests.vllm.conftest import VLLM_PLUGIN, VLLM_PYTHON

@@ -14,8 +14,9 @@ import pytest
 
 from orchestrrl.lab.bench.weights_vllm import TRAINER, peer_folder, peers_beside
 from orchestrrl.lab.demo.scenario import load_scenario
-from orchestrrl.lab.demo.stack import Stack, orchestrrl
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.demo.stack import orchestrrl
+from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from tests.orchestrrl.gateway.processes import operator_url
@@ -104,8 +105,8 @@ async def test_grpo_through_the_gateway(
     ):
         if by_peers:
             way = ["--peer", TRAINER, "--folder", str(peer_folder(tmp_path, TRAINER)), "--daemon", stack.daemon_address]
-            async with peers_beside(stack, vllm_servers, tmp_path):
-                report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
+            await peers_beside(stack, vllm_servers, tmp_path)
+            report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])
         else:
             way = ["--weights-dir", str(tmp_path / "weights")]
             report = await train(stack, vllm_servers, tiny_model, tmp_path, processes, [*way, *more])

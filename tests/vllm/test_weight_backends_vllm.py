@@ -13,8 +13,9 @@ from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
 from orchestrrl.lab.bench.weights_vllm import peers_beside
 from orchestrrl.lab.demo.scenario import load_scenario
-from orchestrrl.lab.demo.stack import Stack, orchestrrl
-from orchestrrl.lab.deployers.attended import LocalEngine
+from orchestrrl.lab.demo.stack import orchestrrl
+from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
 from tests.vllm.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
 
@@ -63,8 +64,8 @@ async def test_one_broadcast_into_two_servers(
     async with (
         as_they_were(servers, tiny_model),
         orchestrrl(load_scenario("vllm"), "vllm", servers, tmp_path) as stack,
-        peers_beside(stack, servers, tmp_path),
     ):
+        await peers_beside(stack, servers, tmp_path)
         first, back = await published(stack, [other_weights, tiny_model])
         for report in (first, back):
             assert (report.state, report.code, report.backend) == (SyncState.DONE, "done", "vllm_transfer"), report

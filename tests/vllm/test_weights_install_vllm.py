@@ -13,7 +13,7 @@ from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, as_it_was, broken_of
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
-from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from tests.vllm.conftest import MAX_NUM_SEQS, SLOW_STEPS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 
 # The tiny model's layers are packed by vLLM's CPU build; this leaves them as they are on GPUs, to be read back.

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
-from orchestrrl.lab.bench.weights_vllm import Flight, WeightsStack, status_of, weights_stack
-from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
+from orchestrrl.lab.bench.weights_vllm import Flight, WeightsStack, weights_stack
+from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
@@ -103,10 +103,10 @@ async def check(harness: WeightsStack, traffic: Traffic, seeds: dict[int | None,
     assert sum(of_others) < len(of_others) / 10
 
 
-async def until_prepared(daemon: ControlClient, version: int) -> None:
+async def until_prepared(harness: WeightsStack, version: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            sync = (await status_of(daemon)).sync
+            sync = (await harness.stack.weights()).sync
             if sync is not None and sync.version == version:  # until it is published, that is the one before
                 if sync.state is SyncState.PREPARED:
                     return
@@ -144,13 +144,12 @@ async def test_a_version_waits_for_the_barrier(
     async with (
         as_they_were(vllm_servers, tiny_model),
         weights_stack(vllm_servers, tiny_model, tmp_path) as harness,
-        ControlClient(harness.stack.daemon_address) as daemon,
         aiohttp.ClientSession(harness.stack.gateway_url) as http,
     ):
         async with Traffic(harness, http) as traffic:
             await traffic.all_have(None)
             await harness.trainer.request({"publish": 1, "seed": 1, "install": "next_pause"})
-            await until_prepared(daemon, 1)
+            await until_prepared(harness, 1)
             had = [len(flight.tokens) for flight in traffic.long]
             await traffic.until(
                 lambda: all(len(f.tokens) > then + TOKENS_EACH for f, then in zip(traffic.long, had, strict=True))
@@ -161,10 +160,10 @@ async def test_a_version_waits_for_the_barrier(
             async with http.post(f"{operator}/orchestrrl/pause", json=asked) as response:
                 assert response.status == 200, await response.text()
                 lease = (await response.json())["lease_id"]
-            assert (await status_of(daemon)).committed is None
+            assert (await harness.stack.weights()).committed is None
             async with http.post(f"{operator}/orchestrrl/resume", json={"lease_id": lease}) as response:
                 assert response.status == 200, await response.text()
-            assert (await status_of(daemon)).committed == 1
+            assert (await harness.stack.weights()).committed == 1
             report = SYNC.validate_python(await harness.trainer.request({"wait": 1}))
             assert all_serve(report), report
             await traffic.all_have(1)
@@ -205,12 +204,12 @@ async def test_a_server_is_killed_as_it_takes_a_version(
                         await asyncio.sleep(0.2)
 
                 await harness.trainer.request({"publish": 2, "seed": 2, "install": "next_pause"})
-                await until_prepared(daemon, 2)
+                await until_prepared(harness, 2)
                 harness.peers["gen1"].signal(signal.SIGSTOP)  # it is ordered to install, and does not begin
                 await daemon.call(daemon.weights.InstallSync, weights_pb2.InstallSyncRequest())
-                await until_installed(daemon, "e0")
+                await until_installed(harness, "e0")
                 doomed.kill()
-                assert (await status_of(daemon)).committed == 1
+                assert (await harness.stack.weights()).committed == 1
                 harness.peers["gen1"].signal(signal.SIGCONT)
                 # e0 gets version 1 again, and then the new one without the other: the order to install it stands.
                 report = SYNC.validate_python(await harness.trainer.request({"wait": 2}))
@@ -223,10 +222,10 @@ async def test_a_server_is_killed_as_it_takes_a_version(
         await doomed.stop()
 
 
-async def until_installed(daemon: ControlClient, engine: str) -> None:
+async def until_installed(harness: WeightsStack, engine: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            sync = (await status_of(daemon)).sync
+            sync = (await harness.stack.weights()).sync
             if sync is not None and (EngineSync.INSTALLED, engine) in {(e.state, e.engine) for e in sync.engines}:
                 return
             await asyncio.sleep(0.05)

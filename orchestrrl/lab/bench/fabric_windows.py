@@ -11,8 +11,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -22,9 +21,7 @@ from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
 from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
-
-REPOSITORY = Path(__file__).parents[3]
-PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
 
 DEVICE_S, WINDOW_S = 0.025, 0.16
 TURNS, ITERATIONS = 42, 5  # the first turn of each job is not timed
@@ -77,8 +74,8 @@ class Shown:
 
 def fabric_windows(log_dir: Path) -> list[Figure]:
     """Nothing, and a word on stderr, where there is no torch. About three minutes."""
-    if not PYTHON.exists():
-        print(f"fabric_windows: left out, {PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
+    if not VLLM_PYTHON.exists():
+        print(f"fabric_windows: left out, {VLLM_PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
         return []
     log_dir.mkdir(parents=True, exist_ok=True)
     load = os.getloadavg()[0]
@@ -94,7 +91,7 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
 
 
 async def _run(folder: Path) -> tuple[Shown, WindowsRun]:
-    async with Launcher(folder, PYTHON) as launcher:
+    async with Launcher(folder, VLLM_PYTHON) as launcher:
         return await _show(launcher, folder), await _refuse(launcher, folder)
 
 
@@ -106,12 +103,13 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
         await launcher.start(JobSpec("watched", WINDOW_S, running.rings, stamps))
         await launcher.start(JobSpec("alone", WINDOW_S, None, made / "stamps-alone"))
         await running.reads("watched")
-        async with _echo(stamps) as echo_s:
+        words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(RANKS), str(POLL_S))
+        async with LabProcess("echo", words, made) as echo:
             pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
         run = await _seen(running, TURNS * ITERATIONS)
         await launcher.stop("watched")
         await launcher.stop("alone")
-    return Shown(run, pairs[1:], echo_s)
+    return Shown(run, pairs[1:], json.loads(echo.out_path.read_text()))
 
 
 async def _pair(launcher: Launcher, turn: int) -> tuple[float, float]:
@@ -141,20 +139,6 @@ async def _seen(running: FabricDemoStack, iterations: int) -> WindowsRun:
     if sorted(traces) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
     return WindowsRun(iterations, outcome, RecordedTraffic.of(traces))
-
-
-@asynccontextmanager
-async def _echo(stamps: Path) -> AsyncIterator[list[float]]:
-    """Its list is filled at the end."""
-    words = ("-m", "orchestrrl.lab.bench.echo", str(stamps), str(RANKS), str(POLL_S))
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
-    taken_s: list[float] = []
-    try:
-        yield taken_s
-    finally:
-        process.terminate()
-        said, _ = await process.communicate()
-    taken_s += json.loads(said)
 
 
 def _aim(shown: Shown, load: float) -> Figure:

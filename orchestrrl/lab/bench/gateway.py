@@ -14,8 +14,8 @@ from statistics import median, quantiles
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.plain_client import Lanes, TimedResponse, all_at_once, request
-from orchestrrl.lab.bench.processes import ListeningServer
 from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, GatewayWays, started
+from orchestrrl.lab.testbed.processes import LabProcess
 
 STREAM_TOKENS = 64
 
@@ -36,7 +36,7 @@ class GatewayLoad:
 class _Spent:
     """Of one way to the engine, by round."""
 
-    served: ListeningServer
+    served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     wall_s: list[float] = field(default_factory=list)  # seconds per 1,000 requests
     chunks_us: list[float] = field(default_factory=list)  # CPU microseconds per chunk

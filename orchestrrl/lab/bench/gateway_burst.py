@@ -14,8 +14,9 @@ from pathlib import Path
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.plain_client import all_at_once, request
-from orchestrrl.lab.bench.processes import ListeningServer, serving
-from orchestrrl.lab.bench.ways import PLAIN
+from orchestrrl.lab.bench.ways import PLAIN, PLAIN_ENGINE, PLAIN_PROXY, gateway_words, served
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import Stack
 
 REQUESTS = 10_000
 TOKENS = 64  # 5 ms each
@@ -63,24 +64,26 @@ def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
 
 async def _measure(log_dir: Path, requests: int) -> tuple[Spent, Spent]:
     """The gateway's and the proxy's, in turn in front of one engine."""
-    async with serving("orchestrrl.lab.bench.plain_engine", log_path=log_dir / "burst-engine.log") as engine:
-        flags = ("--listen", "127.0.0.1:0", "--engine", f"e0={engine.url}", "--log-level", "warning")
-        async with serving("orchestrrl", "gateway", *flags, log_path=log_dir / "burst-gateway.log") as gateway:
-            ours = await _burst(gateway, requests)
-        async with serving("orchestrrl.lab.bench.proxy", engine.url, log_path=log_dir / "burst-proxy.log") as proxy:
-            theirs = await _burst(proxy, requests)
+    async with Stack(log_dir / "burst") as stack:
+        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        spent = []
+        for name, words in (("gateway", gateway_words(engine.url)), ("proxy", (*PLAIN_PROXY, engine.url))):
+            way = await served(stack, name, *words)
+            spent.append(await _burst(way, requests))
+            await way.stop()
+    ours, theirs = spent
     return ours, theirs
 
 
-async def _burst(served: ListeningServer, requests: int) -> Spent:
-    asked = request(served.url, max_tokens=TOKENS, stream=False)
-    await all_at_once(served.url, asked, 50)
-    before_bytes, before_s = _peak_bytes(served.pid), served.cpu_s()
-    answers = await all_at_once(served.url, asked, requests, ANSWERED_WITHIN_S)
+async def _burst(way: LabProcess, requests: int) -> Spent:
+    asked = request(way.url, max_tokens=TOKENS, stream=False)
+    await all_at_once(way.url, asked, 50)
+    before_bytes, before_s = _peak_bytes(way.pid), way.cpu_s()
+    answers = await all_at_once(way.url, asked, requests, ANSWERED_WITHIN_S)
     lacking = sum(answer.tokens != TOKENS for answer in answers)
     if lacking:
-        raise Permanent(f"{lacking} of {requests} answers of {served.url} had other than {TOKENS} tokens")
-    return Spent(served.cpu_s() - before_s, _peak_bytes(served.pid) - before_bytes)
+        raise Permanent(f"{lacking} of {requests} answers of {way.url} had other than {TOKENS} tokens")
+    return Spent(way.cpu_s() - before_s, _peak_bytes(way.pid) - before_bytes)
 
 
 def _peak_bytes(pid: int) -> int:

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,9 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.gateway import STREAM_TOKENS
 from orchestrrl.lab.bench.plain_client import ClientConnection, Lanes, TimedResponse, request
-from orchestrrl.lab.bench.processes import ListeningServer, serving
+from orchestrrl.lab.bench.ways import PLAIN_ENGINE, gateway_words, served
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import Stack
 
 WITHOUT = "without --ledger"
 _WAYS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "ledger-of-all": ("--keep-from-s", "0")}
@@ -38,7 +39,7 @@ class LedgerLoad:
 class _Spent:
     """By one of the two, in each round."""
 
-    served: ListeningServer
+    served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
     rollout_s: list[float] = field(default_factory=list)  # the same of long answers that are not streamed
     chunk_us: list[float] = field(default_factory=list)  # CPU microseconds per streamed chunk
@@ -78,20 +79,13 @@ def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figur
 
 async def _measure(log_dir: Path, load: LedgerLoad) -> dict[str, _Spent]:
     names = map("request-{}".format, itertools.count())
-    async with AsyncExitStack() as stack:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=log_dir)))
-        engine = await stack.enter_async_context(
-            serving("orchestrrl.lab.bench.plain_engine", log_path=log_dir / "ledger-engine.log")
-        )
-        flags = ("gateway", "--listen", "127.0.0.1:0", "--engine", f"e0={engine.url}", "--log-level", "warning")
+    async with Stack(log_dir / "ledger") as stack:
+        folder = stack.undo.enter_context(tempfile.TemporaryDirectory(dir=stack.folder))
+        engine = await served(stack, "engine", *PLAIN_ENGINE)
         spent: dict[str, _Spent] = {}
         for name, more in _WAYS.items():
-            ledger = ("--ledger", str(folder / name), *more) if more is not None else ()
-            log_path = log_dir / f"gateway-{name}.log"
-            spent[name] = _Spent(
-                await stack.enter_async_context(serving("orchestrrl", *flags, *ledger, log_path=log_path))
-            )
+            ledger = ("--ledger", f"{folder}/{name}", *more) if more is not None else ()
+            spent[name] = _Spent(await served(stack, name, *gateway_words(engine.url, *ledger)))
         lanes = {name: Lanes(some.served.url) for name, some in spent.items()}
         for some in lanes.values():
             await some.open(load.in_flight)

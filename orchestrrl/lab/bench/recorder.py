@@ -9,10 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON
 
-REPOSITORY = Path(__file__).parents[3]
-PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
-INSTRUMENT = REPOSITORY / "orchestrrl" / "instrument"
+INSTRUMENT = REPOSITORY / "orchestrrl" / "integrations" / "instrument"
 ROUNDS = {1: 100, 2: 50}  # by the number of ranks
 CALLS = 100  # short blocks: all of a round see the same neighbours on the machine
 
@@ -64,8 +63,8 @@ os._exit(0)
 
 def recorder() -> list[Figure]:
     """Microseconds of one all-reduce at the median; nothing, and a word on stderr, where there is no torch."""
-    if not PYTHON.exists():
-        print(f"recorder: left out, {PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
+    if not VLLM_PYTHON.exists():
+        print(f"recorder: left out, {VLLM_PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
         return []
     found: list[Figure] = []
     for size, rounds in ROUNDS.items():
@@ -77,7 +76,7 @@ def recorder() -> list[Figure]:
 def _run(size: int, rounds: int) -> dict[str, Any]:
     with TemporaryDirectory(dir=_memory()) as rings:
         done = subprocess.run(
-            [PYTHON, "-c", PROGRAM, INSTRUMENT, rings, f"{rings}/store", str(size), str(rounds), str(CALLS)],
+            [VLLM_PYTHON, "-c", PROGRAM, INSTRUMENT, rings, f"{rings}/store", str(size), str(rounds), str(CALLS)],
             check=True,
             capture_output=True,
             text=True,

@@ -7,22 +7,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-import yaml
-
-from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.processes import process_cpu_s
-from orchestrrl.lab.demo.stack import Process
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2, weights_pb2
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
 
 REPETITIONS = 5
-READY_WITHIN_S = 60.0
-POLL_S = 0.05
 PROGRAM = str(Path(sys.executable).with_name("orchestrrl"))
 PYTHON = "pass"
 GRPC = "import grpc.aio, google.protobuf.json_format, typer"
@@ -54,7 +47,7 @@ def start_up(folder: Path) -> list[Figure]:
     with _bytecode_written():
         for repetition in range(-1, REPETITIONS):
             round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
-            round_s |= asyncio.run(_processes_s(folder / str(repetition)))
+            round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
             for code, times_s in alone_s.items():
                 seconds = _command_s((sys.executable, "-c", code), {})
                 if repetition >= 0:
@@ -101,82 +94,39 @@ def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
 
 async def _processes_s(folder: Path) -> dict[str, float]:
     """Of one fleet: an engine, a daemon that plans for it, an agent, a gateway and a weight peer."""
-    spent_s: dict[str, float] = {}
-    async with AsyncExitStack() as undo:
+    async with Stack(folder) as stack:
+        engine = stack.command("engine", "engine", "simulated", "--port", "0")
+        engines = {"e0": await stack.served(engine)}
+        spent_s = {"engine": engine.cpu_s()}
+        await stack.start_daemon(_config(engine.url))
 
-        def start(name: str, *words: str) -> Process:
-            process = Process(name, words, folder)
-            undo.push_async_callback(process.stop)
-            return process
+        async def ready(process: LabProcess, condition: Callable[[], Awaitable[object]]) -> None:
+            await process.until(condition)
+            spent_s[process.name] = process.cpu_s()
 
-        async def ready(process: Process, condition: Callable[[], Awaitable[bool]]) -> None:
-            async with asyncio.timeout(READY_WITHIN_S):
-                while not await condition():
-                    process.check()
-                    await asyncio.sleep(POLL_S)
-            spent_s[process.name] = process_cpu_s(process.pid)
+        async def there_is_a_node() -> bool:
+            return bool((await stack.status()).nodes)
 
-        async def announced(process: Process) -> str:
-            address = await process.address()
-            spent_s[process.name] = process_cpu_s(process.pid)
-            return address
+        async def there_is_a_plan() -> bool:
+            return bool((await stack.status()).plan_id)
 
-        engine_url = await announced(start("engine", "engine", "simulated", "--port", "0"))
-        config = folder / "daemon.yaml"
-        config.write_text(yaml.safe_dump(_config(engine_url, folder)))
-        daemon = start("daemon", "daemon", "-c", str(config))
-        address = await daemon.address()
-        agent = start("agent", "agent", "--engine", "simulated", "--url", engine_url, "--id", "e0", "--daemon", address)
-        async with ControlClient(address) as client:
+        async def there_is_a_peer() -> bool:
+            return bool((await stack.weights()).peers)
 
-            async def agent_is_listed() -> bool:
-                return bool((await client.control.GetStatus(control_pb2.GetStatusRequest())).nodes)
-
-            async def there_is_a_plan() -> bool:
-                return bool((await client.control.GetStatus(control_pb2.GetStatusRequest())).plan_id)
-
-            async def peer_is_listed() -> bool:
-                return bool((await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest())).peers)
-
-            await ready(agent, agent_is_listed)
-            await ready(daemon, there_is_a_plan)
-            await announced(
-                start(
-                    "gateway",
-                    "gateway",
-                    "--listen",
-                    "127.0.0.1:0",
-                    "--engine-kind",
-                    "simulated",
-                    "--engine",
-                    f"e0={engine_url}",
-                )
-            )
-            peer = start(
-                "peer",
-                "sync",
-                "peer",
-                "--id",
-                "p0",
-                "--daemon",
-                address,
-                "--folder",
-                str(folder.absolute() / "weights"),
-            )
-            await ready(peer, peer_is_listed)
-    if spent_s.keys() != PROCESSES.keys():
-        raise Permanent(f"no figures of {', '.join(PROCESSES.keys() - spent_s.keys())}")
+        await ready(stack.start_agent("--engine", "simulated", *agent_flags(engines)), there_is_a_node)
+        await ready(stack.daemon, there_is_a_plan)
+        await stack.start_gateway("--engine-kind", "simulated", *engine_flags("--engine", engines))
+        spent_s["gateway"] = stack.gateway.cpu_s()
+        peer = stack.command("peer", "sync", "peer", *stack.peer_words("p0", stack.folder / "weights", {}))
+        await ready(peer, there_is_a_peer)
     return spent_s
 
 
-def _config(engine_url: str, folder: Path) -> dict[str, object]:
+def _config(engine_url: str) -> dict[str, object]:
     step = {"alpha_s": 0.018, "beta_s": 8e-5, "gamma_s": 4e-8, "prefill_tokens_per_s": 18000}
     room = {"gpus": 1, "kv_capacity_tokens": 100_000, "max_sequences": 64, "switch_s": 1.0}
     engine = {"id": "e0", "url": engine_url, "configuration": "tp1", "gpus": [0], "max_sequences": 64}
     return {
-        "mode": "act",
-        "listen": {"address": "127.0.0.1:0"},
-        "journal": {"path": str(folder / "journal.sqlite")},
         "slow": {"interval_s": 0.2, "max_output_tokens": 1000},
         "fleet": {
             "gpus": {"count": 1, "per_node": 8},

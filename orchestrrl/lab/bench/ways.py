@@ -1,16 +1,17 @@
 """The ways to an engine that are compared: straight to it, through the gateway, through others' proxies and routers."""
 
-import asyncio
 import shutil
-import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.plain_client import connected, request
-from orchestrrl.lab.bench.processes import READY_WITHIN_S, ListeningServer, end, serving
+from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, flags_of, free_port
+from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 
 DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
     "direct",
@@ -21,7 +22,8 @@ DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
     "sglang-router",
 )
 # What `make venv-routers` sets up.
-ROUTERS_BIN = Path(__file__).resolve().parents[3] / ".venv-routers" / "bin"
+ROUTERS_BIN = REPOSITORY / ".venv-routers" / "bin"
+PLAIN_ENGINE, PLAIN_PROXY = ("orchestrrl.lab.bench.plain_engine",), ("orchestrrl.lab.bench.proxy",)
 
 _NGINX = """\
 daemon off; master_process off; error_log stderr error; pid {folder}/nginx.pid;
@@ -44,53 +46,67 @@ http {{
 class GatewayWays:
     """Those that are there, by name, and why the others are not."""
 
-    served: dict[str, ListeningServer]
+    served: dict[str, LabProcess]
     left_out: dict[str, str]
 
 
 @asynccontextmanager
-async def started(log_dir: Path) -> AsyncIterator[GatewayWays]:
+async def started(folder: Path) -> AsyncIterator[GatewayWays]:
     """All in front of one engine, which is the first."""
-    async with AsyncExitStack() as stack:
-
-        async def module(name: str, *arguments: str) -> ListeningServer:
-            return await stack.enter_async_context(serving(*arguments, log_path=log_dir / f"{name}.log"))
-
-        engine = await module("engine", "orchestrrl.lab.bench.plain_engine")
-        flags = ("--listen", "127.0.0.1:0", "--engine", f"e0={engine.url}", "--log-level", "warning")
-        gateway = await module("gateway", "orchestrrl", "gateway", *flags)
-        proxy = await module("proxy", "orchestrrl.lab.bench.proxy", engine.url)
+    async with Stack(folder) as stack:
+        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        gateway = await served(stack, "gateway", *gateway_words(engine.url))
+        proxy = await served(stack, "proxy", *PLAIN_PROXY, engine.url)
         ways = GatewayWays({DIRECT: engine, OURS: gateway, PLAIN: proxy}, {})
         for name, start in _OTHERS.items():
             try:
-                ways.served[name] = await start(stack, engine.url, log_dir)
+                ways.served[name] = await start(stack, engine.url)
             except Permanent as reason:
                 ways.left_out[name] = str(reason)
         yield ways
 
 
-async def _nginx(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> ListeningServer:
+async def served(stack: Stack, name: str, *words: str) -> LabProcess:
+    """`python -m WORDS`, once it has printed its URL."""
+    process = stack.launch(LabProcess(name, (sys.executable, "-m", *words), stack.folder))
+    await stack.served(process)
+    return process
+
+
+def gateway_words(engine_url: str, *flags: str) -> tuple[str, ...]:
+    return (
+        "orchestrrl",
+        "gateway",
+        "--listen",
+        ANY_PORT,
+        "--engine",
+        f"e0={engine_url}",
+        "--log-level",
+        "warning",
+        *flags,
+    )
+
+
+async def _nginx(stack: Stack, engine_url: str) -> LabProcess:
     program = shutil.which("nginx")
     if program is None:
         raise Permanent("not installed")
-    folder = (log_dir / "nginx").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    folder, port = stack.folder / NGINX, free_port()
+    folder.mkdir(exist_ok=True)
     config = folder / "nginx.conf"
     config.write_text(_NGINX.format(folder=folder, engine=engine_url.removeprefix("http://"), port=port))
-    command = (program, "-p", str(folder), "-e", "stderr", "-c", str(config))
-    return await stack.enter_async_context(_listening(port, *command, log_path=log_dir / "nginx.log"))
+    return await _answering(stack, NGINX, port, program, "-p", folder, "-e", "stderr", "-c", config)
 
 
-def _router(name: str, *subcommand: str) -> Callable[[AsyncExitStack, str, Path], Awaitable[ListeningServer]]:
-    async def start(stack: AsyncExitStack, engine_url: str, log_dir: Path) -> ListeningServer:
+def _router(name: str, *subcommand: str) -> Callable[[Stack, str], Awaitable[LabProcess]]:
+    async def start(stack: Stack, engine_url: str) -> LabProcess:
         program = ROUTERS_BIN / name
         if not program.exists():
             raise Permanent("not installed: make venv-routers")
-        port, metrics_port = _free_port(), _free_port()
-        command = (str(program), *subcommand, "--worker-urls", engine_url, "--policy", "round_robin")
-        command += ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port))
-        return await stack.enter_async_context(_listening(port, *command, log_path=log_dir / f"{name}.log"))
+        port = free_port()
+        options = {"worker_urls": engine_url, "policy": "round_robin", "host": "127.0.0.1", "port": port}
+        flags = flags_of({**options, "prometheus_port": free_port()})
+        return await _answering(stack, name, port, program, *subcommand, *flags)
 
     return start
 
@@ -98,31 +114,12 @@ def _router(name: str, *subcommand: str) -> Callable[[AsyncExitStack, str, Path]
 _OTHERS = {NGINX: _nginx, VLLM_ROUTER: _router("vllm-router"), SGLANG_ROUTER: _router("sglang-router", "launch")}
 
 
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
-
-
-@asynccontextmanager
-async def _listening(port: int, *command: str, log_path: Path) -> AsyncIterator[ListeningServer]:
-    """Run a program until it answers a completion on the port. Raises Permanent when it does not."""
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-    served = ListeningServer(f"http://127.0.0.1:{port}", process.pid)
-    try:
-        try:
-            async with asyncio.timeout(READY_WITHIN_S):
-                while not await _answers(served.url):
-                    if process.returncode is not None:
-                        raise Permanent(f"{command[0]} did not start: see {log_path}")
-                    await asyncio.sleep(0.1)
-        except TimeoutError as error:
-            raise Permanent(f"{command[0]} did not answer: see {log_path}") from error
-        yield served
-    finally:
-        await end(process)
+async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
+    """A program, once it answers a completion on the port. Raises Permanent when it does not."""
+    process = stack.launch(LabProcess(name, command, stack.folder, one_log=True))
+    process.url = f"http://127.0.0.1:{port}"
+    await process.until(partial(_answers, process.url))
+    return process
 
 
 async def _answers(url: str) -> bool:

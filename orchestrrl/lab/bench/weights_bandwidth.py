@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 
 from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON
 
-REPOSITORY = Path(__file__).parents[3]
-PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 RANKS = 8
 SIZES = {128 * 1024 * 1024: 7, 512 * 1024 * 1024: 3}  # and rounds
 CHUNK_BYTES = 4 * 1024 * 1024  # as `weights.chunk_bytes` is by default
@@ -38,8 +37,8 @@ class Moved:
 
 def weights_bandwidth(_: Path) -> list[Figure]:
     """None where there is no environment with torch."""
-    if not PYTHON.exists():
-        print(f"weights_bandwidth: left out, {PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
+    if not VLLM_PYTHON.exists():
+        print(f"weights_bandwidth: left out, {VLLM_PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
         return []
     return [figure for size, rounds in SIZES.items() for figure in _figures(size, measured(size, rounds))]
 
@@ -71,7 +70,7 @@ def measured(size: int, rounds: int) -> list[dict[str, Moved]]:
     orders = "".join(f"{way}\n" for _ in range(rounds + 1) for way in ways)
     arguments = [str(RANKS), str(size), str(CHUNK_BYTES), ",".join(map(str, PARENTS))]
     done = subprocess.run(
-        [PYTHON, "-m", "orchestrrl.lab.bench.weights_ranks", *arguments],
+        [VLLM_PYTHON, "-m", "orchestrrl.lab.bench.weights_ranks", *arguments],
         input=orders,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -8,9 +8,7 @@ by `reload_weights` behind the gateway's barrier (integrations/vllm_weights.py).
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,17 +23,14 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.vllm_weights import reload_weights
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.demo.scenario import load_scenario
-from orchestrrl.lab.demo.stack import MODEL_MAKER, Stack, orchestrrl
-from orchestrrl.lab.deployers.attended import LocalEngine, start_vllm
-from orchestrrl.rpc.codecs.weights import status_from_pb
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
+from orchestrrl.lab.demo.stack import orchestrrl
+from orchestrrl.lab.testbed.engines import LocalEngine, all_started, make_model, start_vllm
+from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON, LabProcess, until
+from orchestrrl.lab.testbed.stack import Stack, named
+from orchestrrl.rpc.pb import telemetry_pb2
 from orchestrrl.weights.controller.profile import phase_text, profile
-from orchestrrl.weights.controller.reports import SYNC, SyncReport, WeightsStatus
-from planner.model import EngineId
+from orchestrrl.weights.controller.reports import SYNC, SyncReport
 
-REPOSITORY = Path(__file__).parents[3]
-PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 PUBLISHER, PEER = "orchestrrl.lab.bench.weights_publisher", "orchestrrl.weights.peer.main"
 TRAINER = "train0"
 MEMORY = "/dev/shm"
@@ -51,38 +46,6 @@ VERSIONS = 3
 FLIGHTS, MAX_TOKENS = 4, 4000
 PLAIN = 1000  # versions that went the plain way are called by more than that
 HEALTHY = (telemetry_pb2.ENGINE_HEALTH_OK, telemetry_pb2.ENGINE_HEALTH_SLOW)  # on a busy machine they are slow
-READY_WITHIN_S = 120.0
-STOP_WITHIN_S = 15.0
-LOOK_S = 0.05
-
-
-class Program:
-    """A module of ours in vLLM's environment, which reads lines and answers with lines."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.process = process
-        self._log = log
-        self._turn = asyncio.Lock()
-
-    async def request(self, question: Mapping[str, Any]) -> Any:
-        """Raises Permanent where it has ended."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        async with self._turn:
-            self.process.stdin.write(json.dumps(question).encode() + b"\n")
-            line = await self.process.stdout.readline()
-        if not line:
-            await self.process.wait()
-            self.check()
-        return json.loads(line)
-
-    def check(self) -> None:
-        """Raises Permanent, with the end of its log, where it has ended."""
-        if self.process.returncode is not None:
-            raise Permanent(f"it ended; the end of {self._log}:\n{self._log.read_text(errors='replace')[-3000:]}")
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
 
 
 @dataclass(slots=True)
@@ -90,15 +53,11 @@ class WeightsStack:
     """OrchestrRL beside running engines, whose weights a trainer publishes."""
 
     stack: Stack
-    trainer: Program
-    peers: Mapping[str, Program]  # by name
+    trainer: LabProcess
+    peers: Mapping[str, LabProcess]  # by name
 
     async def publish(self, version: int, seed: int) -> SyncReport:
         return SYNC.validate_python(await self.trainer.request({"publish": version, "seed": seed}))
-
-
-async def status_of(daemon: ControlClient) -> WeightsStatus:
-    return status_from_pb(await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
 
 @contextlib.asynccontextmanager
@@ -111,40 +70,35 @@ async def weights_stack(
 ) -> AsyncIterator[WeightsStack]:
     """Ready for a version of `model`'s form. Engines are e0, e1, ...; `hosts` as `peers_beside` has them. Peers hold
     versions in `memory`, or else in `folder`."""
-    async with contextlib.AsyncExitStack() as undo:
-        stack = await undo.enter_async_context(orchestrrl(load_scenario("vllm"), "vllm", engines, folder))
-        arguments = (str(model), stack.daemon_address, TRAINER, str(peer_folder(memory or folder, TRAINER)))
-        trainer = await undo.enter_async_context(_running("trainer", PUBLISHER, arguments, folder))
-        peers = await undo.enter_async_context(peers_beside(stack, engines, folder, hosts, memory))
-        yield WeightsStack(stack, trainer, peers)
+    async with orchestrrl(load_scenario("vllm"), "vllm", engines, folder) as stack:
+        held = peer_folder(memory or folder, TRAINER)
+        trainer = stack.launch(publisher("trainer", folder, model, stack.daemon_address, held))
+        yield WeightsStack(stack, trainer, await peers_beside(stack, engines, folder, hosts, memory))
 
 
-@contextlib.asynccontextmanager
 async def peers_beside(
     stack: Stack,
     engines: Sequence[LocalEngine],
     folder: Path,
     hosts: Sequence[Sequence[int]] = ((0, 1),),
     memory: Path | None = None,
-) -> AsyncIterator[dict[str, Program]]:
-    """One for the trainer, and gen0, gen1, ... for each of `hosts`, the engines that are there by number; by name. They
-    are attached, and engines known."""
-    peers: dict[str, Program] = {}
-    async with contextlib.AsyncExitStack() as undo:
-        for name, own in {TRAINER: (), **{f"gen{index}": own for index, own in enumerate(hosts)}}.items():
-            arguments = [
-                "--id",
-                name,
-                "--daemon",
-                stack.daemon_address,
-                "--folder",
-                str(peer_folder(memory or folder, name)),
-            ]
-            arguments += [text for index in own for text in ("--engine", f"e{index}={engines[index].url}")]
-            arguments += ["--transport", "gloo"]
-            peers[name] = await undo.enter_async_context(_running(name, PEER, arguments, folder))
-        await _ready(stack, peers, {EngineId(f"e{index}") for index in range(len(engines))})
-        yield peers
+) -> dict[str, LabProcess]:
+    """Start one for the trainer, and gen0, gen1, ... for each of `hosts`, the engines that are there by number; by
+    name. They are attached, and engines known, when it returns; they end with the stack."""
+    urls = named([engine.url for engine in engines])
+    peers: dict[str, LabProcess] = {}
+    for name, own in {TRAINER: (), **{f"gen{index}": own for index, own in enumerate(hosts)}}.items():
+        of_host = {f"e{index}": urls[f"e{index}"] for index in own}
+        words = stack.peer_words(name, peer_folder(memory or folder, name), of_host, "--transport", "gloo")
+        peers[name] = stack.launch(in_vllm(name, folder, PEER, *words))
+
+    async def healthy() -> bool:
+        workers = (await stack.status()).workers
+        return urls.keys() <= {worker.engine_id for worker in workers if worker.health in HEALTHY}
+
+    await until(healthy, "engines are healthy", processes=peers.values())
+    await stack.until_attached(peers)
+    return peers
 
 
 def peer_folder(folder: Path, peer: str) -> Path:
@@ -152,43 +106,15 @@ def peer_folder(folder: Path, peer: str) -> Path:
     return folder / "held" / peer
 
 
-@contextlib.asynccontextmanager
-async def _running(name: str, module: str, arguments: Sequence[str], folder: Path) -> AsyncIterator[Program]:
-    log = folder / f"{name}.log"
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *(str(PYTHON), "-m", module, *arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=out,
-            limit=1 << 26,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-    try:
-        yield Program(process, log)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_WITHIN_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+def publisher(name: str, folder: Path, model: Path, daemon_address: str, held: Path) -> LabProcess:
+    return in_vllm(name, folder, PUBLISHER, model, daemon_address, TRAINER, held, takes_input=True)
 
 
-async def _ready(stack: Stack, peers: Mapping[str, Program], engines: set[EngineId]) -> None:
-    """Every engine is known as healthy, and peers are attached."""
-    async with asyncio.timeout(READY_WITHIN_S), ControlClient(stack.daemon_address) as daemon:
-        while True:
-            for peer in peers.values():
-                peer.check()
-            listed = await daemon.call(daemon.control.ListWorkers, control_pb2.ListWorkersRequest())
-            healthy = {worker.engine_id for worker in listed.workers if worker.health in HEALTHY}
-            attached = {peer.id for peer in (await status_of(daemon)).peers if peer.attached}
-            if engines <= healthy and set(peers) <= attached:
-                return
-            await asyncio.sleep(LOOK_S)
+def in_vllm(name: str, folder: Path, module: str, *words: str | Path, takes_input: bool = False) -> LabProcess:
+    """A module of ours in vLLM's environment."""
+    environment = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = (VLLM_PYTHON, "-m", module, *words)
+    return LabProcess(name, command, folder, environment=environment, takes_input=takes_input)
 
 
 @dataclass(slots=True)
@@ -237,8 +163,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 def weights_vllm(log_dir: Path) -> list[Figure]:
     """Nothing, and a word on stderr, where there is no real vLLM. About three minutes."""
-    if not PYTHON.exists():
-        print(f"weights_vllm: left out, {PYTHON} is missing: `make venv-vllm`", file=sys.stderr)  # noqa: T201
+    if not VLLM_PYTHON.exists():
+        print(f"weights_vllm: left out, {VLLM_PYTHON} is missing: `make venv-vllm`", file=sys.stderr)  # noqa: T201
         return []
     return asyncio.run(_measured((log_dir / "weights-vllm").resolve()))
 
@@ -249,12 +175,11 @@ async def _measured(folder: Path) -> list[Figure]:
     with TemporaryDirectory(dir=MEMORY, prefix="orchestrrl-bench-") as memory:
         model = folder / "model"
         await _made(model, folder)
-        async with contextlib.AsyncExitStack() as undo:
-            engines = await asyncio.gather(*(_server(name, model, folder) for name in ("vllm-0", "vllm-1")))
-            for engine in engines:
-                undo.push_async_callback(engine.stop)
-            running = await undo.enter_async_context(weights_stack(engines, model, folder, memory=Path(memory)))
-            http = await undo.enter_async_context(aiohttp.ClientSession())
+        async with (
+            all_started(_server(name, model, folder) for name in ("vllm-0", "vllm-1")) as engines,
+            weights_stack(engines, model, folder, memory=Path(memory)) as running,
+            aiohttp.ClientSession() as http,
+        ):
             flights = [Flight([40 + index, 41, 42]) for index in range(FLIGHTS)]
             flying = [
                 asyncio.create_task(flight.stream(http, running.stack.gateway_url, MAX_TOKENS)) for flight in flights
@@ -298,17 +223,13 @@ async def _version(running: WeightsStack, engines: Sequence[LocalEngine], versio
 
 async def _made(model: Path, folder: Path) -> None:
     """The tiny model's form, with more in it."""
-    made = await asyncio.create_subprocess_exec(
-        str(PYTHON), str(MODEL_MAKER), str(model), stderr=asyncio.subprocess.DEVNULL
-    )
-    if await made.wait() != 0:
-        raise Permanent(f"{MODEL_MAKER.name} failed")
+    await make_model(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **SIZES}))
-    async with _running("maker", PUBLISHER, (str(model), "127.0.0.1:1", TRAINER, str(folder)), folder) as maker:
+    async with publisher("maker", folder, model, "127.0.0.1:1", folder) as maker:
         await maker.request({"save": str(model), "seed": 0})
 
 
 async def _server(name: str, model: Path, folder: Path) -> LocalEngine:
     arguments = ("--max-model-len", "4096", "--num-gpu-blocks-override", "130")
-    return await start_vllm(name, python=PYTHON, model=model, log_dir=folder, max_num_seqs=4, arguments=arguments)
+    return await start_vllm(name, model=model, log_dir=folder, max_num_seqs=4, arguments=arguments)

@@ -14,7 +14,6 @@ from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.trainer import TestbedTrainer
-from orchestrrl.lab.demo.stack import Process
 from planner.fabric.intent import Intent, Stage
 
 # So many announcements at most, each for two iterations: a trainer announces in each of its own.
@@ -141,9 +140,9 @@ async def cycle(box: Testbed, seconds: float, iterations: int, collective_s: flo
     trainer = TestbedTrainer(
         rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s
     )
-    agent = Process("agent", ["agent", "--rings", str(rings), "--host", "box", "--daemon", box.address], box.folder)
+    agent = box.start_agent("--rings", str(rings), "--host", "box")
     try:
-        async with FabricClient(box.address) as client:
+        async with FabricClient(box.daemon_address) as client:
             made = Cycle(box, client, seconds, iterations, collective_s + pause_s)
             await made.training(training, trainer)
             await made.stage(intents.generation(site))

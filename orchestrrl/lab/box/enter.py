@@ -5,15 +5,16 @@ of the process namespace is gone. That one ends with its standard input (`end_wi
 even after a SIGKILL of whoever started it.
 """
 
-import asyncio
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.testbed.processes import LabProcess
 
 TOOLS = ("unshare", "ip", "tc", "mount")
 SEARCHED = ("/usr/sbin", "/sbin")  # where `ip` and `tc` are, and an unprivileged user's PATH often is not
@@ -52,22 +53,14 @@ def lacking() -> str:
     return f"it needs root, or user namespaces that are permitted, and veth, bridge and tbf in the kernel: {said}"
 
 
-async def start(module: str, *arguments: str, log: int) -> asyncio.subprocess.Process:
-    """`python -m module` inside, with pipes for input and output. Raises Permanent where that cannot be."""
+def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
+    """`python WORDS` inside, as a process that takes input and ends with it. Raises Permanent where that cannot be."""
     if why := lacking():
         raise Permanent(why)
-    return await asyncio.create_subprocess_exec(
-        *_prefix(),
-        sys.executable,
-        "-m",
-        module,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=log,
-        env=environment(),
-        limit=1 << 26,
-    )
+    command = [*_prefix(), sys.executable, *words]
+    process = LabProcess(name, command, folder, environment=environment(), takes_input=True)
+    process.spawn()
+    return process
 
 
 def end_with_input(stop: Callable[[], None]) -> None:

@@ -82,8 +82,8 @@ async def main(order: dict[str, Any]) -> None:
         }
         for name in order["shows"]:
             report(at=name)
-            if name != "circuits" and box.daemon is None:
-                await box.start_daemon()
+            if name != "circuits" and not box.daemon_address:
+                await box.drive()
             results[name] = await SHOWS[name](box, order)
     report(results=results)
 

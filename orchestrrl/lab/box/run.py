@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.box import enter
 
-LOG_TAIL_LINES = 15
 # In the order in which they are shown: from the second on, the daemon drives the switches.
 SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
 # Ways of bringing weights to engines that "weights" compares, see weights_schemes.py.
@@ -41,26 +41,17 @@ class TestbedOrder:
 
 async def run_box(order: TestbedOrder, warn: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What each show returned. Raises Permanent where no box can be had, or something in it went wrong."""
-    log = Path(order.folder) / "box.log"
-    with log.open("wb") as errors:
-        process = await enter.start("orchestrrl.lab.box.inside", json.dumps(asdict(order)), log=errors.fileno())
-    assert process.stdout is not None
-    last: dict[str, Any] = {}
-    try:
-        async for line in process.stdout:
-            last = json.loads(line)
-            if "at" in last:
-                warn(last["at"])
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
-    if "results" in last:
-        results: dict[str, Any] = last["results"]
-        return results
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-    why = last.get("failed") or f"exit status {process.returncode}"
-    raise Permanent(f"the box fell: {why}; the end of {log}:\n{tail}")
+    words = ("-m", "orchestrrl.lab.box.inside", json.dumps(asdict(order)))
+    async with enter.start("box", words, Path(order.folder)) as box:
+        while True:
+            said: dict[str, Any] = json.loads(await box.next_line(math.inf))
+            if "at" in said:
+                warn(said["at"])
+            elif "failed" in said:
+                raise Permanent(box.obituary(f"fell: {said['failed']}"))
+            else:
+                results: dict[str, Any] = said["results"]
+                return results
 
 
 def run(order: TestbedOrder, warn: Callable[[str], None]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ocs_drivers.faults import DeviceFaultKind
-from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.testbed import TOOK_WITHIN_S, Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
+from orchestrrl.lab.testbed.processes import until
 from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
 from planner.fabric.topology import PodRole, Tier
@@ -104,7 +104,7 @@ async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]
     flow = Flow(nics_at(box, one)[0], nics_at(box, other)[0], window_bytes=TRANSFER_WINDOW_BYTES)
     delay_s = max(switch.device.reconfiguration_s for switch in box.site.switches)
     rows: list[dict[str, Any]] = []
-    async with FabricClient(box.address) as client:
+    async with FabricClient(box.daemon_address) as client:
         await client.announce("generation", intents.generation(box.site), boundary=True)
         async with running([flow]):
             await asyncio.sleep(SETTLING_S)
@@ -139,7 +139,7 @@ async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
     intent = intents.generation(box.site)
     # So many that their hashes spread them over all circuits.
     flows = [Flow(source, sink) for source in nics_at(box, one) for sink in nics_at(box, other)]
-    async with FabricClient(box.address) as client:
+    async with FabricClient(box.daemon_address) as client:
         await client.announce("generation", intent, boundary=True)
         up = circuits_of(box, one, other)
         port = (up[0].switch, up[0].ports[0])
@@ -187,11 +187,11 @@ async def _rate(flows: Sequence[Flow], seconds: float) -> float:
 
 async def _until_left_out(box: Testbed) -> None:
     """Packets do not take some link any more. Raises Permanent where that takes too long."""
-    until_s = time.monotonic() + TOOK_WITHIN_S
-    while not (await box.fabric()).routes.left_out:
-        if time.monotonic() > until_s:
-            raise Permanent(f"packets still go over the failed port after {TOOK_WITHIN_S:g} s")
-        await asyncio.sleep(0.02)
+
+    async def left_out() -> bool:
+        return bool((await box.fabric()).routes.left_out)
+
+    await until(left_out, "packets leave the failed port out", TOOK_WITHIN_S, 0.02)
 
 
 async def wrong_cable(box: Testbed) -> dict[str, Any]:
@@ -200,10 +200,10 @@ async def wrong_cable(box: Testbed) -> dict[str, Any]:
     one, other = tor_pair(box, PodRole.GEN)
     most = circuits_between(box, one, other)[-1]
     spare = [f"port:{most.switch}:{port}" for port in most.ports]  # a fibre of either ToR that nothing uses
-    await box.command("fabric", "mask", *spare, "--reason", "spare")
-    async with FabricClient(box.address) as client:
+    await box.run("fabric", "mask", *spare, "--reason", "spare")
+    async with FabricClient(box.daemon_address) as client:
         await client.announce("generation", intents.generation(box.site), boundary=True)
-    await box.command("fabric", "mask")
+    await box.run("fabric", "mask")
     cabling = interfaces_at(box.site, box.plan.interfaces)
     used = {(pair.switch, port) for pair in circuits_of(box, one, other) for port in pair.ports}
     first = min(port for port in used if port[0] == most.switch and cabling[port][0] == one)
@@ -212,11 +212,11 @@ async def wrong_cable(box: Testbed) -> dict[str, Any]:
     box.panel.swap(first, second)
     await asyncio.sleep(SETTLING_S)
     looked = await _verify(box)
-    await box.command("fabric", "pause", "--reason", "checking cables")
+    await box.run("fabric", "pause", "--reason", "checking cables")
     walked = await _verify(box, "--walk")
     box.panel.swap(first, second)
     await asyncio.sleep(SETTLING_S)
-    await box.command("fabric", "resume")
+    await box.run("fabric", "resume")
     mended = await _verify(box)
     return {
         "swapped": [f"{switch}:{port}" for switch, port in (first, second)],
@@ -229,5 +229,5 @@ async def wrong_cable(box: Testbed) -> dict[str, Any]:
 
 
 async def _verify(box: Testbed, *flags: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(await box.command("ocs", "verify", "--json", *flags))
+    found: dict[str, Any] = json.loads(await box.run("ocs", "verify", "--json", *flags))
     return found

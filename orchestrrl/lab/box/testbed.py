@@ -1,15 +1,10 @@
 """A box that stands: rooms and cables, switches with the panel behind them, and, where asked for, the daemon."""
 
 import asyncio
-import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
@@ -22,32 +17,36 @@ from orchestrrl.lab.box.namespaces import FOLDER, batch
 from orchestrrl.lab.box.patch_panel import PatchPanel
 from orchestrrl.lab.box.plan import Rates, TestbedPlan, plan_of
 from orchestrrl.lab.box.switches import TestbedSwitch, start_switches
-from orchestrrl.lab.demo.stack import Process
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import fabric_pb2
+from orchestrrl.lab.testbed.processes import until
+from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, PortPair
 from planner.fabric.topology import Site
 
-SITE_FILE, CONFIG_FILE = "site.yaml", "orchestrrl.yaml"
+SITE_FILE = "site.yaml"
 # What has been sent on a circuit is in the ToR's queue for that long at most, see `Rates.tbf`.
 SETTLE_S = 0.06
 POLL_AGAIN_S = 0.5
 TOOK_WITHIN_S = 30.0
 
 
-@dataclass
-class Testbed:
+class Testbed(Stack):
     """Made by `standing`. `folder` holds the site's file, the daemon's configuration and all logs."""
 
-    folder: Path
-    plan: TestbedPlan
-    rates: Rates
-    switches: dict[OcsId, TestbedSwitch]
-    panel: PatchPanel
-    daemon: Process | None = None
-    address: str = ""
-    _drivers: dict[OcsId, OcsDriver] = field(default_factory=dict)
+    def __init__(
+        self,
+        folder: Path,
+        plan: TestbedPlan,
+        rates: Rates,
+        switches: dict[OcsId, TestbedSwitch],
+        panel: PatchPanel,
+    ) -> None:
+        super().__init__(folder)
+        self.plan = plan
+        self.rates = rates
+        self.switches = switches
+        self.panel = panel
+        self._drivers: dict[OcsId, OcsDriver] = {}
 
     @property
     def site(self) -> Site:
@@ -55,7 +54,7 @@ class Testbed:
 
     def driver(self, switch: OcsId) -> OcsDriver:
         """Ours, before the daemon has one: some devices allow for one session alone."""
-        if self.daemon is not None:
+        if self.daemon_address:
             raise Permanent(f"{switch} is driven by the daemon")
         if switch not in self._drivers:
             ours = self.switches[switch]
@@ -76,11 +75,10 @@ class Testbed:
         await self.until_carrying(circuits, ups)
 
     async def until_carrying(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
-        for _ in range(int(TOOK_WITHIN_S / 0.005)):
-            if all((pair in self.panel.joined) is ups for pair in circuits):
-                return
-            await asyncio.sleep(0.005)
-        raise Permanent(f"the panel has not followed within {TOOK_WITHIN_S:g} s: {', '.join(map(str, circuits))}")
+        async def follows() -> bool:
+            return all((pair in self.panel.joined) is ups for pair in circuits)
+
+        await until(follows, f"the panel follows {', '.join(map(str, circuits))}", TOOK_WITHIN_S, 0.005)
 
     def inject(self, kind: DeviceFaultKind, port: Port) -> None:
         """At both sides of a port of the site."""
@@ -102,50 +100,15 @@ class Testbed:
     async def unpin(self, source: EndpointId, hosts: Sequence[str]) -> None:
         await batch("ip", self.plan.tors[source], [f"route del {host}/32" for host in hosts])
 
-    async def start_daemon(self, **fabric: Any) -> None:
-        """The daemon of `orchestrrl daemon`, in a process of its own, which drives this box."""
+    async def drive(self, **fabric: Any) -> None:
+        """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
         await self.close_drivers()
-        document = self.configuration(**fabric)
-        (self.folder / CONFIG_FILE).write_text(yaml.safe_dump(document, sort_keys=False))
-        self.daemon = Process("daemon", ["daemon", "-c", str(self.folder / CONFIG_FILE)], self.folder)
-        await self.daemon.address()
-        self.address = f"unix:{self.folder / 'daemon.sock'}"
-        await self.until_routed()
+        await self.start_daemon(self.configuration(**fabric))
 
-    async def fabric(self) -> fabric_pb2.FabricStatus:
-        """As `orchestrrl fabric status` has it."""
-        async with ControlClient(self.address) as client:
-            return await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=1))
+        async def routed() -> bool:
+            return bool((await self.fabric()).routes.rerouted_unix_s)
 
-    async def command(self, *words: str) -> str:
-        """What `orchestrrl ...` prints, asked of this box's daemon. Raises Permanent where it is malformed."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "orchestrrl",
-            *words,
-            "--daemon",
-            self.address,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-        if not out:
-            raise Permanent(f"orchestrrl {' '.join(words)}: {err.decode(errors='replace').strip()}")
-        return out.decode()
-
-    async def until_routed(self) -> None:
-        """Packets follow circuits. Raises Permanent where that takes too long."""
-        until_s = time.monotonic() + TOOK_WITHIN_S
-        while not (await self.fabric()).routes.rerouted_unix_s:
-            if time.monotonic() > until_s:
-                raise Permanent(f"no routes after {TOOK_WITHIN_S:g} s: see {self.folder / 'daemon.log'}")
-            await asyncio.sleep(0.05)
-
-    async def stop_daemon(self) -> None:
-        if self.daemon is not None:
-            await self.daemon.stop()
-            self.daemon = None
+        await until(routed, "packets follow circuits", TOOK_WITHIN_S, 0.05)
 
     async def close_drivers(self) -> None:
         for driver in self._drivers.values():
@@ -167,9 +130,7 @@ class Testbed:
             for tor, room in plan.tors.items()
         ]
         return {
-            "mode": "act",
-            "listen": {"address": "127.0.0.1:0", "socket": str(self.folder / "daemon.sock")},
-            "journal": {"path": str(self.folder / "journal.sqlite")},
+            "listen": {"address": ANY_PORT, "socket": str(self.folder / "daemon.sock")},
             "fabric": {
                 "site": SITE_FILE,
                 "routers": routers,
@@ -191,14 +152,13 @@ async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[s
     switches = {each.id: each for each in await start_switches(site, protocols)}
     panel = PatchPanel(plan, {id: each.model for id, each in switches.items()})
     following = asyncio.ensure_future(panel.run())
-    box = Testbed(folder, plan, rates, switches, panel)
     try:
-        yield box
+        async with Testbed(folder, plan, rates, switches, panel) as box:
+            box.undo.push_async_callback(box.close_drivers)
+            yield box
         if following.done():
             following.result()
     finally:
-        await box.stop_daemon()
-        await box.close_drivers()
         following.cancel()
         with suppress(asyncio.CancelledError):
             await following

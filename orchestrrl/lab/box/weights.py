@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -30,6 +30,7 @@ from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.weights_carrier import CARRY, MAP
 from orchestrrl.lab.box.weights_memory import sha256_of
 from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
+from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
 from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole, TensorMeta
 from orchestrrl.weights.orders import NEWS, CarryEdge, CarryEdges, EdgeEvent, EdgeState
@@ -46,7 +47,8 @@ TENSORS = 4
 ROW_BYTES = 16 * 1024  # of a tensor: what ranks divide
 STARTED_WITHIN_S = 120.0
 PAYLOAD_FOR_S, PAYLOAD_TIMES, WARM_UP_S = 0.5, 4, 1.0
-LOG = "carriers.log"
+CARRIERS = "carriers"
+LOG = f"{CARRIERS}.log"
 
 
 @dataclass
@@ -85,7 +87,6 @@ class TestbedHost:
 async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[dict[PeerId, TestbedHost]]:
     """One per server of the site, at the NIC of its first GPU."""
     hosts: dict[PeerId, TestbedHost] = {}
-    all_here = asyncio.Event()
     servers = {PeerId(str(server.id)): server for server in box.site.servers}
 
     async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -95,40 +96,26 @@ async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[dic
         role = PeerRole.TRAINER if box.site.pod[server.pod].role is PodRole.TRAIN else PeerRole.ENGINE
         place = PeerLocation(gpu=int(server.gpus[0]))
         hosts[id] = TestbedHost(Peer(id, role, id, place, {transport: said["address"]}), writer)
-        if len(hosts) == len(servers):
-            all_here.set()
         await hosts[id].listen(reader)
+
+    async def all_here() -> bool:
+        return len(hosts) == len(servers)
 
     path = box.folder / "carriers.sock"
     path.unlink(missing_ok=True)
     # Their addresses are those of NICs, (room, address) -> [peer, address, room].
     places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
     words = ("-m", "orchestrrl.lab.box.weights_carrier", str(path), transport, json.dumps(places))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {"PYTHONPATH": str(REPOSITORY)}
     serving = await asyncio.start_unix_server(come, path, limit=1 << 26)
-    with (box.folder / LOG).open("wb") as errors:
-        process = await asyncio.create_subprocess_exec(
-            python, *words, stdin=asyncio.subprocess.PIPE, stderr=errors, env=environment
-        )
     try:
-        await _before(process, all_here.wait())
-        yield dict(sorted(hosts.items()))
+        async with LabProcess(
+            CARRIERS, [python, *words], box.folder, environment=environment, takes_input=True
+        ) as carriers:
+            await carriers.until(all_here, STARTED_WITHIN_S)
+            yield dict(sorted(hosts.items()))
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
         serving.close()
-
-
-async def _before(process: asyncio.subprocess.Process, here: Coroutine[Any, Any, Any]) -> None:
-    """Raises Permanent where the process ends first, or it takes too long."""
-    ended = asyncio.ensure_future(process.wait())
-    coming = asyncio.ensure_future(here)
-    await asyncio.wait({ended, coming}, timeout=STARTED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-    ended.cancel()
-    if not coming.done():
-        coming.cancel()
-        raise Permanent(f"the processes that carry have not come within {STARTED_WITHIN_S:g} s: see {LOG}")
 
 
 def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
@@ -146,7 +133,7 @@ def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
 async def weights(
     box: Testbed, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
 ) -> dict[str, Any]:
-    async with _hosts(box, transport, python or sys.executable) as hosts, FabricClient(box.address) as client:
+    async with _hosts(box, transport, python or sys.executable) as hosts, FabricClient(box.daemon_address) as client:
         show = _Show(box, client, hosts, size)
         await show.open()
         await show.measure_payload()

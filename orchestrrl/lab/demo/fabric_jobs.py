@@ -1,20 +1,18 @@
 """The other side of fabric_job.py: starts it, and its jobs, with an environment that has torch."""
 
-import asyncio
-import json
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orchestrrl.integrations.instrument
-from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.testbed.processes import LabProcess
 
 RANKS = 8
 PROGRAM = Path(__file__).parent / "fabric_job.py"
 INSTRUMENT = Path(orchestrrl.integrations.instrument.__file__).parent
 WORD_BYTES = 8
 ANSWER_WITHIN_S = 300.0
+STOP_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,42 +25,22 @@ class JobSpec:
     stamps: Path | None = None
 
 
-@dataclass(slots=True)
 class Launcher:
     """Use as `async with`; `folder` is for its log and its jobs' rendezvous. Jobs that run are stopped at the end."""
 
-    folder: Path
-    python: Path
-    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    def __init__(self, folder: Path, python: Path) -> None:
+        self.folder = folder
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(INSTRUMENT)}
+        self._process = LabProcess(
+            "torch", (python, PROGRAM), folder, environment=environment, cwd=folder, takes_input=True
+        )
 
-    async def __aenter__(self) -> "Launcher":
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                self.python,
-                PROGRAM,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={
-                    **{name: value for name, value in os.environ.items() if not name.startswith("ORCHESTRRL_")},
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": str(INSTRUMENT),
-                },
-                cwd=self.folder,
-            )
+    async def __aenter__(self) -> Self:
+        self._process.spawn()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), 30.0)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await self._process.stop(STOP_WITHIN_S)
 
     async def start(self, job: JobSpec) -> None:
         if job.stamps is not None:
@@ -86,16 +64,5 @@ class Launcher:
         statuses: list[int | None] = await self._request(stop=name)
         return statuses
 
-    @property
-    def _log(self) -> Path:
-        return self.folder / "torch.log"
-
     async def _request(self, **order: Any) -> Any:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        answer = await asyncio.wait_for(self._process.stdout.readline(), ANSWER_WITHIN_S)
-        if not answer:
-            raise Permanent(f"the jobs have ended: {self._log.read_text()[-2000:]}")
-        return json.loads(answer)
+        return await self._process.request(order, ANSWER_WITHIN_S)

@@ -3,28 +3,28 @@
 What became of each period is asked of the daemon afterwards, and of the switches what came to them and when.
 """
 
-import asyncio
 import json
-import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Self
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind, JournalReader
+from orchestrrl.fabric.site import site_text
 from orchestrrl.lab.demo.fabric_jobs import RANKS
-from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.lab.testbed.processes import LabProcess, until
+from orchestrrl.lab.testbed.stack import JOURNAL_FILE, Stack
 from orchestrrl.rpc.pb import fabric_pb2
+from planner.fabric.generate import regular_site
+from planner.fabric.shape import SiteShape
+from planner.fabric.topology import Site, SwitchModel
 
+SITE_FILE = "site.yaml"
 PORTS = 12
-READY_WITHIN_S = 60.0
-POLL_EVERY_S = 0.1
 ENTRIES = 1_000_000
 PERIODS_ASKED = 1024
 CLOCKS_AGREE_S = 0.05
@@ -59,60 +59,58 @@ class PeriodOutcomes:
     set_s: Sequence[float]  # when any switch's mirrors were told to move
 
 
-class FabricDemoStack:
-    """Use as `async with`; `folder` is its own. Jobs are recorded in `rings`."""
+class FabricDemoStack(Stack):
+    """`folder` is its own. Jobs are recorded in `rings`."""
 
     def __init__(self, folder: Path, *, device_s: float, within_s: float = 10.0) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.rings = folder / "rings"
         self._device_s = device_s
         self._within_s = within_s
-        self.address = f"127.0.0.1:{_free_port()}"
-        self._ours: list[asyncio.subprocess.Process] = []
 
-    async def __aenter__(self) -> "FabricDemoStack":
-        try:
-            site = _site(self._device_s)
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        async with self.closed_on_failure():
             options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": self._device_s}
-            ids = [switch["id"] for switch in site["switches"]]
-            module = ("-m", "orchestrrl.lab.demo.fabric_switches")
-            self._switches = await self._run("switches", *module, json.dumps(options), *ids)
-            self._write_configuration(site, json.loads(await _line(self._switches)))
-            await _line(await self._run("daemon", "-m", "orchestrrl", "daemon", "-c", "orchestrrl.yaml"))
-            await self._run("agent", "-m", "orchestrrl", "agent", "--rings", str(self.rings), "--daemon", self.address)
-        except BaseException:
-            await self.__aexit__()
-            raise
+            site = _site(self._device_s)
+            (self.folder / SITE_FILE).write_text(site_text(site))
+            words = (sys.executable, "-m", "orchestrrl.lab.demo.fabric_switches", json.dumps(options))
+            command = [*words, *(switch.id for switch in site.switches)]
+            self._switches = self.launch(LabProcess("switches", command, self.folder, takes_input=True))
+            ports = json.loads(await self._switches.next_line())
+            await self.start_daemon(
+                {
+                    "fabric": {"site": SITE_FILE, "within_s": self._within_s, "min_fraction": 0.0},
+                    "ocs": [
+                        {"id": id, "driver": "grpc", "options": {"target": f"127.0.0.1:{port}"}}
+                        for id, port in ports.items()
+                    ],
+                }
+            )
+            self.start_agent("--rings", str(self.rings))
         return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for process in reversed(self._ours):
-            if process.returncode is None:
-                process.terminate()
-        await asyncio.gather(*(process.wait() for process in self._ours))
 
     @property
     def running(self) -> bool:
-        """Whether all processes of the running do."""
-        return all(process.returncode is None for process in self._ours)
+        return all(process.running for process in self.processes.values())
 
     async def reads(self, job: str) -> None:
         """Return when the daemon knows that all ranks of the job are read: what they announce before may be lost."""
-        async with ControlClient(self.address) as client:
-            while True:
-                status = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest())
-                if any(each.job == job and len(each.ranks) == RANKS for host in status.hosts for each in host.jobs):
-                    return
-                await asyncio.sleep(POLL_EVERY_S)
+
+        async def are_read() -> bool:
+            hosts = (await self.fabric()).hosts
+            return any(each.job == job and len(each.ranks) == RANKS for host in hosts for each in host.jobs)
+
+        await until(are_read, f"all ranks of {job} are read")
 
     async def settled(self) -> fabric_pb2.FabricStatus:
         """What the daemon says when no period is under way any more."""
-        async with ControlClient(self.address) as client:
-            while True:
-                status = await client.call(client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
-                if all(period.HasField("ended_unix_s") for period in status.periods):
-                    return status
-                await asyncio.sleep(POLL_EVERY_S)
+
+        async def over() -> fabric_pb2.FabricStatus | None:
+            status = await self.fabric(PERIODS_ASKED)
+            return status if all(period.HasField("ended_unix_s") for period in status.periods) else None
+
+        return await until(over, "no period is under way")
 
     async def outcome(self) -> PeriodOutcomes:
         """Once it is settled."""
@@ -122,7 +120,7 @@ class FabricDemoStack:
         if abs(offset_s - host.offset_s) > CLOCKS_AGREE_S:
             raise Permanent(f"this host's clock was set meanwhile, by {offset_s - host.offset_s:g} s")
         noted = await self._noted()
-        reader = JournalReader(self.folder / "journal.sqlite")
+        reader = JournalReader(self.folder / JOURNAL_FILE)
         try:
             armed_s = [entry.at_s for entry in reader.since(0, (EntryKind.CIRCUITS_INTENT,), ENTRIES)]
         finally:
@@ -140,37 +138,8 @@ class FabricDemoStack:
 
     async def _noted(self) -> dict[str, list[float]]:
         """What came to any of the switches, in order."""
-        assert self._switches.stdin is not None
-        self._switches.stdin.write(b"\n")
-        said = json.loads(await _line(self._switches))
+        said = await self._switches.request({})
         return {what: sorted(at_s for each in said.values() for at_s in each[what]) for what in ("received_s", "set_s")}
-
-    async def _run(self, name: str, *words: str) -> asyncio.subprocess.Process:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            started = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *words,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                cwd=self.folder,
-                limit=1 << 24,
-            )
-        self._ours.append(started)
-        return started
-
-    def _write_configuration(self, site: dict[str, Any], ports: dict[str, int]) -> None:
-        (self.folder / "site.yaml").write_text(yaml.safe_dump(site, sort_keys=False))
-        document: dict[str, Any] = {
-            "mode": "act",
-            "listen": {"address": self.address},
-            "journal": {"path": "journal.sqlite"},
-            "fabric": {"site": "site.yaml", "within_s": self._within_s, "min_fraction": 0.0},
-            "ocs": [
-                {"id": id, "driver": "grpc", "options": {"target": f"127.0.0.1:{port}"}} for id, port in ports.items()
-            ],
-        }
-        (self.folder / "orchestrrl.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
 
 
 def _commit(
@@ -197,61 +166,21 @@ def _commit(
     )
 
 
-async def _line(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), READY_WITHIN_S)
-    if not line:
-        raise Permanent("a process has ended at once: see its log")
-    return line.decode()
-
-
-def _site(device_s: float) -> dict[str, Any]:
+def _site(device_s: float) -> Site:
     """Two PoDs that train, of four servers with a GPU each; every server is under a ToR of its own, which has two ports
     upwards, and an uplink has four lanes."""
-    pods, each = ("train0", "train1"), range(RANKS // 2)
-    return {
-        "link_gbps": 200,
-        "nic_gbps": 200,
-        "devices": {"shown": {"reconfiguration_s": device_s, "ports": PORTS}},
-        "pods": [{"id": pod, "role": "train"} for pod in pods],
-        "tors": [{"id": f"{pod}/t{index}", "pod": pod} for pod in pods for index in each],
-        "uplinks": [{"id": f"{pod}/up", "pod": pod} for pod in pods],
-        "servers": [
-            {
-                "id": f"{pod}/s{index}",
-                "pod": pod,
-                "gpus": str(number * len(each) + index),
-                "tors": [f"{pod}/t{index}"],
-            }
-            for number, pod in enumerate(pods)
-            for index in each
-        ],
-        "switches": [
-            *(
-                {
-                    "id": f"{pod}/agg",
-                    "tier": "agg",
-                    "pod": pod,
-                    "device": "shown",
-                    "ports": {
-                        **{f"{pod}/t{index}": f"{2 * index + 1}-{2 * index + 2}" for index in each},
-                        f"{pod}/up": "9-12",
-                    },
-                }
-                for pod in pods
-            ),
-            {
-                "id": "core",
-                "tier": "core",
-                "device": "shown",
-                "ports": {f"{pod}/up": f"{4 * number + 1}-{4 * number + 4}" for number, pod in enumerate(pods)},
-            },
-        ],
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
-        return port
+    device = SwitchModel("shown", device_s, PORTS)
+    return regular_site(
+        SiteShape(
+            train_pods=2,
+            gen_pods=0,
+            servers_per_pod=RANKS // 2,
+            gpus_per_server=1,
+            nics_per_server=1,
+            servers_per_tor=1,
+            tor_uplinks=2,
+            core_lanes=4,
+            agg_device=device,
+            core_device=device,
+        )
+    )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
 from orchestrrl.lab.demo.step import DemoStepRecord, run_step
+from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
@@ -185,10 +186,18 @@ async def _run(
     fabric_before = await fabric_now(control, stack.site)
     clients = [connect("simulated", worker.url) for worker in before.workers]
     looks: list[FlightSnapshot] = []
+
+    async def poll() -> None:
+        with contextlib.suppress(OrchestrRLError):  # a busy daemon answers the next time
+            listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
+            at = {request.request_id: request.engine_id for request in listed.requests}
+            tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
+            looks.append(FlightSnapshot(time.time(), at, tokens))
+
     try:
-        async with _polling(control, looks):
+        async with meanwhile(poll, LOOK_S):
             record = await run_step(
-                scenario, step, lambda _: stack.gateway_url, clients, progress, hold=True, begun=begun
+                scenario, step, lambda _: stack.stack.gateway_url, clients, progress, hold=True, begun=begun
             )
             ended_s = time.time()
     finally:
@@ -222,28 +231,6 @@ async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:
         message = await control.call(control.control.GetRedeployment, wanted)
         reports.append(plain(message))
     return reports
-
-
-@contextlib.asynccontextmanager
-async def _polling(control: ControlClient, snapshots: list[FlightSnapshot]) -> AsyncIterator[None]:
-    """Follow the requests in flight while the body runs."""
-
-    async def poll() -> None:
-        while True:
-            with contextlib.suppress(OrchestrRLError):  # a busy daemon answers the next time
-                listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
-                at = {request.request_id: request.engine_id for request in listed.requests}
-                tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
-                snapshots.append(FlightSnapshot(time.time(), at, tokens))
-            await asyncio.sleep(LOOK_S)
-
-    looking = asyncio.create_task(poll())
-    try:
-        yield
-    finally:
-        looking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await looking
 
 
 def resumption(

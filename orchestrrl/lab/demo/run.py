@@ -1,24 +1,22 @@
 """The same generation steps without and with OrchestrRL, and by an oracle; what came of them, as one value."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.stack import READY_WITHIN_S, Stack
 from orchestrrl.lab.demo.stack import engines as started_engines
 from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
 from orchestrrl.lab.demo.step import DemoStepRecord, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim import step as simulation
 from orchestrrl.lab.sim.step import best_step, lower_bound_s
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from planner.model import RequestId
@@ -149,8 +147,7 @@ async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, repo
         try:
             report("starting OrchestrRL", 0, 0)
             async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-                async with ControlClient(stack.daemon_address) as control:
-                    await _all_attached(control, len(clients))
+                await stack.until_reported(len(clients))
                 return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
         finally:
             for client in clients:
@@ -188,8 +185,8 @@ async def _with(
     clients: Sequence[Engine],
     report: Report,
 ) -> list[MethodMark]:
+    await stack.until_reported(len(clients))
     async with ControlClient(stack.daemon_address) as control:
-        await _all_attached(control, len(clients))
         for outcome in outcomes:
             before = await control.control.GetStatus(control_pb2.GetStatusRequest())
             outcome.orchestrrl = await run_step(
@@ -205,18 +202,6 @@ async def _with(
             outcome.moves = after.moves_done - before.moves_done
             outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
         return await marks_by_method(control, scenario.speed)
-
-
-async def _all_attached(control: ControlClient, engines: int) -> None:
-    """Wait until the daemon has heard of every engine and of the gateway. Raises Permanent if it never does."""
-    deadline_s = time.monotonic() + READY_WITHIN_S
-    while time.monotonic() < deadline_s:
-        status = await control.control.GetStatus(control_pb2.GetStatusRequest())
-        attached = {node.kind for node in status.nodes if node.attached}
-        if len(attached) == 2 and sum(worker.HasField("age_s") for worker in status.workers) >= engines:
-            return
-        await asyncio.sleep(0.1)
-    raise Permanent(f"the daemon did not hear of every engine and of the gateway in {READY_WITHIN_S:g} s: see the logs")
 
 
 def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:

@@ -1,20 +1,20 @@
 """Submit one generation step over HTTP, as an RL framework does, and record what came back and when."""
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
+from orchestrrl.lab.testbed.processes import meanwhile, until
 from planner.model import RequestId
 
 ACCEPTED_WITHIN_S = 60.0
@@ -78,10 +78,11 @@ async def run_step(
             start.begin()
         if begun is not None:
             await begun()
-        async with _watching_idle(engines, start) as idle:
+        idle = _IdleSampler(engines, start)
+        async with meanwhile(idle.sample, SAMPLE_INTERVAL_S):
             await asyncio.gather(*sending)
     record.makespan_s = max(record.finish_s.values(), default=0.0)
-    record.idle_s = [min(seconds, record.makespan_s) for seconds in idle]
+    record.idle_s = [min(seconds, record.makespan_s) for seconds in idle.seconds]
     return record
 
 
@@ -137,40 +138,29 @@ async def _send(
 
 
 async def _all_accepted(engines: Sequence[Engine], total: int) -> None:
-    deadline_s = time.monotonic() + ACCEPTED_WITHIN_S
-    accepted = 0
-    while time.monotonic() < deadline_s:
+    async def accepted() -> bool:
         readings = await asyncio.gather(*(engine.metrics() for engine in engines))
-        accepted = sum(reading.running + reading.waiting for reading in readings)
-        if accepted >= total:
-            return
-        await asyncio.sleep(0.02)
-    raise OutcomeUnknown(f"the engines accepted {accepted} of {total} requests in {ACCEPTED_WITHIN_S:g} s")
+        return sum(reading.running + reading.waiting for reading in readings) >= total
+
+    await until(accepted, f"the engines accept {total} requests", ACCEPTED_WITHIN_S, 0.02)
 
 
-@contextlib.asynccontextmanager
-async def _watching_idle(engines: Sequence[Engine], start: _Start) -> AsyncIterator[list[float]]:
-    """Seconds in which each engine had nothing running, sampled while the body runs."""
-    idle = [0.0] * len(engines)
+class _IdleSampler:
+    """Seconds in which each engine had nothing running."""
 
-    async def watch() -> None:
-        before_s = start.elapsed_s()
-        while True:
-            await asyncio.sleep(SAMPLE_INTERVAL_S)
-            readings = await asyncio.gather(*(_running(engine) for engine in engines))
-            now_s = start.elapsed_s()
-            for index, running in enumerate(readings):
-                if running == 0:
-                    idle[index] += now_s - before_s
-            before_s = now_s
+    def __init__(self, engines: Sequence[Engine], start: _Start) -> None:
+        self.seconds = [0.0] * len(engines)
+        self._engines = engines
+        self._start = start
+        self._before_s = start.elapsed_s()
 
-    watching = asyncio.create_task(watch())
-    try:
-        yield idle
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+    async def sample(self) -> None:
+        readings = await asyncio.gather(*(_running(engine) for engine in self._engines))
+        now_s = self._start.elapsed_s()
+        for index, running in enumerate(readings):
+            if running == 0:
+                self.seconds[index] += now_s - self._before_s
+        self._before_s = now_s
 
 
 async def _running(engine: Engine) -> int | None:

@@ -2,21 +2,20 @@
 of the version that its span names."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Engine, weights_engine
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, samples
-from orchestrrl.lab.demo.stack import READY_WITHIN_S, Stack
 from orchestrrl.lab.demo.step import DemoStepRecord, run_step
 from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE, TRAINER, sync_stack
-from orchestrrl.lab.deployers.attended import LocalEngine
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
 from orchestrrl.lab.simulated_engine.weights import read_weights
+from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.processes import until
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 from orchestrrl.weights.controller.profile import SyncProfile, profile
@@ -79,72 +78,71 @@ async def run_sync(
     step = [replace(each, id=RequestId(f"sync-{each.id}")) for each in samples(smaller, engine, scenario.seeds[0])]
     ask = partial(run_step, smaller, engines=clients, hold=engine == "simulated")
     report("starting peers", 0, 0)
-    async with sync_stack(scenario, engine, running, stack, out_dir) as synced:
-        with WeightsClient(stack.daemon_address, peer=TRAINER, folder=synced.folder) as trainer:
+    synced = await sync_stack(scenario, engine, running, stack, out_dir)
+    with WeightsClient(stack.daemon_address, peer=TRAINER, folder=synced.folder) as trainer:
 
-            async def publish(version: int) -> SyncReport:
-                return await asyncio.to_thread(
-                    trainer.publish_arrays, version, checkpoint_pieces(synced.checkpoints[version])
-                )
-
-            report("the first weights", 0, 0)
-            await publish(BEFORE)
-            undisturbed = DemoStepRecord()
-            if engine != "simulated":
-                undisturbed = await ask(
-                    step, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed")
-                )
-            published: list[SyncReport] = []
-
-            async def between() -> None:
-                await _under_way(stack.daemon_address, len(clients))
-                published.append(await publish(AFTER))
-
-            record = await ask(
-                step,
-                lambda _: stack.gateway_url,
-                progress=partial(report, "new weights meanwhile"),
-                begun=between,
-                spans=True,
+        async def publish(version: int) -> SyncReport:
+            return await asyncio.to_thread(
+                trainer.publish_arrays, version, checkpoint_pieces(synced.checkpoints[version])
             )
-        told = stretches(step, record)
-        if engine == "simulated":
-            seeds = {version: read_weights(folder).seed for version, folder in synced.checkpoints.items()}
-            expected = [simulated_ids(smaller, seeds, each) for each in told]
-        else:
-            later = _continued(told)
-            again = await ask(
-                later, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed, new weights")
+
+        report("the first weights", 0, 0)
+        await publish(BEFORE)
+        undisturbed = DemoStepRecord()
+        if engine != "simulated":
+            undisturbed = await ask(
+                step, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed")
             )
-            expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in told]
-        (ended,) = published
-        return SyncOutcome(
-            profile(ended),
-            len(clients),
-            await _serving(clients),
-            len(step),
-            len(record.answers),
-            _crossed(record),
-            _tokens(told),
-            sum(_differing(each.ids, ids) for each, ids in zip(told, expected, strict=True)),
-            [f"{request}: {fault}" for request, fault in (record.faults | undisturbed.faults).items()],
+        published: list[SyncReport] = []
+
+        async def between() -> None:
+            await _under_way(stack.daemon_address, len(clients))
+            published.append(await publish(AFTER))
+
+        record = await ask(
+            step,
+            lambda _: stack.gateway_url,
+            progress=partial(report, "new weights meanwhile"),
+            begun=between,
+            spans=True,
         )
+    told = stretches(step, record)
+    if engine == "simulated":
+        seeds = {version: read_weights(folder).seed for version, folder in synced.checkpoints.items()}
+        expected = [simulated_ids(smaller, seeds, each) for each in told]
+    else:
+        later = _continued(told)
+        again = await ask(
+            later, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed, new weights")
+        )
+        expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in told]
+    (ended,) = published
+    return SyncOutcome(
+        profile(ended),
+        len(clients),
+        await _serving(clients),
+        len(step),
+        len(record.answers),
+        _crossed(record),
+        _tokens(told),
+        sum(_differing(each.ids, ids) for each, ids in zip(told, expected, strict=True)),
+        [f"{request}: {fault}" for request, fault in (record.faults | undisturbed.faults).items()],
+    )
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:
     """Until every engine has had something to do, as the gateway tells it: engines that are busy answer late. Raises
     Permanent."""
-    deadline_s = time.monotonic() + READY_WITHIN_S
     seen: set[str] = set()
     async with ControlClient(daemon_address) as control:
-        while time.monotonic() < deadline_s:
+
+        async def all_had_some() -> bool:
             listed = await control.call(control.control.ListRequests, control_pb2.ListRequestsRequest())
             running = {each.engine_id for each in listed.requests if each.state == telemetry_pb2.REQUEST_STATE_RUNNING}
-            seen |= running
-            if len(seen) == engines or (seen and not listed.requests):  # over already: then between two steps
-                return
-            await asyncio.sleep(LOOK_S)
-    raise Permanent(f"{len(seen)} of {engines} engines had requests in {READY_WITHIN_S:g} s: see the logs")
+            seen.update(running)
+            return len(seen) == engines or bool(seen and not listed.requests)  # over already: then between two steps
+
+        await until(all_had_some, f"{engines} engines have requests", every_s=LOOK_S)
 
 
 async def _serving(clients: Sequence[Engine]) -> int:

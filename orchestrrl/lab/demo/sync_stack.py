@@ -4,21 +4,16 @@ A trainer's peer, and one for each of two hosts that share the engines.
 """
 
 import asyncio
-import contextlib
 import shutil
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.demo.scenario import DemoScenario, SyncSection
-from orchestrrl.lab.demo.stack import MODEL_MAKER, READY_WITHIN_S, VLLM_PYTHON, Process, Stack
-from orchestrrl.lab.deployers.attended import LocalEngine
-from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import weights_pb2
+from orchestrrl.lab.testbed.engines import LocalEngine, make_model
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.weights.layout import lay_out
 from orchestrrl.weights.model import MODEL_FILE, TensorMeta
 
@@ -26,7 +21,6 @@ TRAINER = "train0"
 HOSTS = 2  # of engines
 BEFORE, AFTER = 1, 2  # the versions
 COLUMNS = 1024
-LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +29,21 @@ class SyncStack:
     checkpoints: dict[int, Path]  # by version
 
 
-@contextlib.asynccontextmanager
 async def sync_stack(
     scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], stack: Stack, out_dir: Path
-) -> AsyncIterator[SyncStack]:
-    """Peers that the daemon knows; ended on leaving."""
+) -> SyncStack:
+    """Start peers, which end with the stack, and return once the daemon has them."""
     assert scenario.sync is not None, "the scenario has new weights"
     home = (out_dir / "weights").absolute()
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    async with contextlib.AsyncExitStack() as undo:
-        peers: dict[str, Process] = {}
-        for name, engines in _hosts(running).items():
-            words = ["sync", "peer", "--id", name, "--folder", str(home / name), "--daemon", stack.daemon_address]
-            words += ["--pod", "train" if name == TRAINER else "generate", "--product", kind]
-            words += [word for engine, url in engines.items() for word in ("--engine", f"{engine}={url}")]
-            peers[name] = Process(f"peer-{name}", words, out_dir)
-            undo.push_async_callback(peers[name].stop)
-        checkpoints = await _checkpoints(scenario.sync, kind, home, out_dir)
-        await _all_attached(stack.daemon_address, peers)
-        yield SyncStack(home / TRAINER, checkpoints)
+    hosts = _hosts(running)
+    for name, engines in hosts.items():
+        flags = ("--pod", "train" if name == TRAINER else "generate", "--product", kind)
+        stack.command(f"peer-{name}", "sync", "peer", *stack.peer_words(name, home / name, engines, *flags))
+    checkpoints = await _checkpoints(scenario.sync, kind, home, out_dir)
+    await stack.until_attached(hosts)
+    return SyncStack(home / TRAINER, checkpoints)
 
 
 def _hosts(running: Sequence[LocalEngine]) -> dict[str, dict[str, str]]:
@@ -74,11 +63,7 @@ async def _checkpoints(sync: SyncSection, kind: str, home: Path, out_dir: Path) 
             await asyncio.to_thread(_write, folder, sync, version)
         return made
     other = home / "checkpoint-2"
-    maker = await asyncio.create_subprocess_exec(
-        str(VLLM_PYTHON.absolute()), str(MODEL_MAKER), str(other), "--seed", "1", stdout=asyncio.subprocess.DEVNULL
-    )
-    if await maker.wait() != 0:
-        raise Permanent(f"{MODEL_MAKER.name} failed, see above")
+    await make_model(other, seed=1)
     return {BEFORE: out_dir / "tiny-model", AFTER: other}
 
 
@@ -92,17 +77,3 @@ def _write(folder: Path, sync: SyncSection, seed: int) -> None:
         file.write(layout.header)
         for _ in layout.tensors:
             file.write(chance.standard_normal(shape, dtype=np.float32).tobytes())
-
-
-async def _all_attached(daemon_address: str, peers: Mapping[str, Process]) -> None:
-    """Raises Permanent."""
-    deadline_s = time.monotonic() + READY_WITHIN_S
-    async with ControlClient(daemon_address) as control:
-        while time.monotonic() < deadline_s:
-            told = await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest())
-            if {peer.peer_id for peer in told.peers if peer.attached} >= set(peers):
-                return
-            for process in peers.values():
-                process.check()
-            await asyncio.sleep(LOOK_S)
-    raise Permanent(f"the daemon did not hear of every peer in {READY_WITHIN_S:g} s: see the logs of peers")

@@ -17,7 +17,7 @@ def test_help_names_every_benchmark() -> None:
 
 
 def test_one_without_its_environment_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_bandwidth, "PYTHON", tmp_path / "none")
+    monkeypatch.setattr(weights_bandwidth, "VLLM_PYTHON", tmp_path / "none")
     words = ["bench", "--only", "weights_bandwidth", "--out", str(tmp_path / "bench.json"), "--json"]
     result = CliRunner().invoke(application(), words)
     assert result.exit_code == 0

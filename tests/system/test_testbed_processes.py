@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.deployers import attended
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.testbed import engines
 
 
 def alive(pid: int) -> bool:
@@ -21,7 +21,7 @@ def alive(pid: int) -> bool:
 
 
 async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_is_stopped(tmp_path: Path) -> None:
-    engine = await attended.start_simulated("sim-0", log_dir=tmp_path, arguments=["--max-num-seqs", "3"])
+    engine = await engines.start_simulated("sim-0", log_dir=tmp_path, arguments=["--max-num-seqs", "3"])
     try:
         client = SimulatedEngine(engine.url)
         assert (await client.capabilities()).max_sequences == 3
@@ -30,12 +30,12 @@ async def test_a_simulated_engine_works_once_it_is_started_and_is_gone_once_it_i
         await engine.stop()
     assert engine.process.returncode == 0
     assert not alive(engine.pid)
-    assert engine.log_path.read_text().startswith(engine.url)
+    assert engine.out_path.read_text().startswith(engine.url)
     await engine.stop()
 
 
 async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
-    engine = await attended.start_simulated("sim-0", log_dir=tmp_path)
+    engine = await engines.start_simulated("sim-0", log_dir=tmp_path)
     engine.kill()
     assert engine.process.returncode == -signal.SIGKILL
     assert not engine.running
@@ -44,7 +44,7 @@ async def test_a_killed_engine_is_gone_at_once(tmp_path: Path) -> None:
 
 async def test_an_engine_that_exits_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with pytest.raises(Permanent, match=r"(?s)exited with status 2.*alpha_s: .*-1.*"):
-        await attended.start_simulated("sim-0", log_dir=tmp_path, arguments=["--alpha-s", "-1"])
+        await engines.start_simulated("sim-0", log_dir=tmp_path, arguments=["--alpha-s", "-1"])
 
 
 async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
@@ -52,5 +52,5 @@ async def test_an_engine_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     sleeper.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     sleeper.chmod(0o755)
     with pytest.raises(Permanent, match="was not ready in time"):
-        await attended.start_vllm("vllm-0", python=sleeper, model=tmp_path / "m", log_dir=tmp_path, ready_within_s=3)
+        await engines.start_vllm("vllm-0", python=sleeper, model=tmp_path / "m", log_dir=tmp_path, ready_within_s=3)
     assert not alive(int((tmp_path / "vllm-0.log").read_text()))

@@ -1,0 +1,169 @@
+"""Engines of a test bed: handed out once they complete a request, ended by the caller.
+
+Engines that outlive their caller are those of fleet/deployers/local.py.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrrl.core.config.launch import EngineDevice
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.engines.base import Engine
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
+from orchestrrl.lab.simulated_engine.client import SimulatedEngine
+from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess, command_of
+from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
+
+PROBE_TIMEOUT_S = 120.0  # the first forward pass of a CPU build can take half a minute
+MOST_CORES = 4096  # of one machine
+UNDIVIDED = Parallelism()
+MODEL_MAKER = Path(__file__).parents[1] / "tiny_model.py"
+
+# For a small model on the CPU build. More threads than one get into each other's way.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
+
+
+class LocalEngine(LabProcess):
+    """An engine on this machine. All of its processes get the signals that end it."""
+
+    port_holder: socket.socket | None = None
+
+    def kill(self) -> None:
+        self._signal_all(signal.SIGKILL)
+        self.process.wait()
+        if self.port_holder is not None:
+            self.port_holder.close()
+
+    async def stop(self, grace_s: float = 15.0) -> int:
+        status = await super().stop(grace_s)
+        self.kill()
+        return status
+
+    def _terminate(self) -> None:
+        self._signal_all(signal.SIGTERM)
+
+    async def answers(self, client: Engine, within_s: float) -> None:
+        """Return after a first completion: `/health` says yes before the first forward pass works. Raises Permanent."""
+
+        async def completes() -> bool:
+            if not await client.healthy():
+                return False
+            try:
+                await client.probe()
+            except OrchestrRLError:
+                return False
+            return True
+
+        try:
+            with self.killed_on_failure():
+                await self.until(completes, within_s)
+        finally:
+            await client.close()
+
+
+async def start_vllm(
+    name: str,
+    *,
+    python: Path = VLLM_PYTHON,
+    model: Path,
+    log_dir: Path,
+    max_num_seqs: int | None = None,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    parallelism: Parallelism = UNDIVIDED,
+    gpus: Sequence[GpuId] = (),
+    ready_within_s: float = 300.0,
+) -> LocalEngine:
+    """Serve the model in directory `model` with the vLLM of `python`'s environment, on loopback, in float32.
+
+    Of the CPU build: each of `gpus` is a core, and without them it is bound to none.
+
+    Returns after a first completion. Raises Permanent, with the end of its log (`log_dir/name.log`), when vLLM exits or
+    is not ready in time; ProblemFaults when `arguments` or `environment` contradict the layout. The model is served
+    under the directory's name; other `arguments` go to vLLM as they are.
+    """
+    launch = EngineLaunch(
+        python=str(python),
+        model=str(model),
+        device=EngineDevice.CPU,
+        served_model_name=model.name,
+        per_node=MOST_CORES,
+        cores_per_gpu=1,
+        arguments=VLLM_ARGUMENTS,
+        environment=VLLM_ENVIRONMENT,
+    )
+    port_holder, port = _hold_port()
+    spec = EngineSpec(
+        engine=EngineId(name),
+        configuration=ConfigurationId(name),
+        parallelism=parallelism,
+        gpus=tuple(gpus),
+        port=port,
+        max_sequences=None if max_num_seqs is None else max_num_seqs * parallelism.dp,
+        arguments=tuple(arguments),
+        environment=environment or {},
+    )
+    try:
+        (line,) = render(spec, launch)
+    except ProblemFaults:
+        port_holder.close()
+        raise
+    engine = LocalEngine(name, line.argv, log_dir, environment=line.environment, one_log=True)
+    engine.url, engine.port_holder = f"http://127.0.0.1:{port}", port_holder
+    engine.spawn()
+    await engine.answers(VllmEngine(engine.url, timeout_s=PROBE_TIMEOUT_S), ready_within_s)
+    return engine
+
+
+async def start_simulated(
+    name: str, *, log_dir: Path, arguments: Sequence[str] = (), ready_within_s: float = 60.0
+) -> LocalEngine:
+    """Run `orchestrrl engine simulated` with `arguments`, on loopback and a port that it chooses itself."""
+    engine = LocalEngine(name, command_of("engine", "simulated", "--port", "0", *arguments), log_dir)
+    await engine.start(ready_within_s)
+    await engine.answers(SimulatedEngine(engine.url), ready_within_s)
+    return engine
+
+
+@contextlib.asynccontextmanager
+async def all_started(starting: Iterable[Awaitable[LocalEngine]]) -> AsyncIterator[list[LocalEngine]]:
+    """Engines that start side by side; all are stopped on leaving, and where one of them does not start."""
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    running = [engine for engine in started if isinstance(engine, LocalEngine)]
+    try:
+        for outcome in started:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        yield running
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in running))
+
+
+async def make_model(folder: Path, seed: int = 0) -> None:
+    """Write the tiny model that vLLM serves in demos and tests. Raises Permanent."""
+    if not VLLM_PYTHON.exists():
+        raise Permanent(f"{VLLM_PYTHON} is missing: run `make venv-vllm` first, in the repository's folder")
+    words = (VLLM_PYTHON, MODEL_MAKER, folder, "--seed", seed)
+    process = await asyncio.create_subprocess_exec(*map(str, words), stdout=asyncio.subprocess.DEVNULL)
+    if await process.wait() != 0:
+        raise Permanent(f"{MODEL_MAKER.name} failed, see above")
+
+
+def _hold_port() -> tuple[socket.socket, int]:
+    """A free port, kept from everybody else by a socket that is bound to it and never listens. A server that sets
+    SO_REUSEADDR, as vLLM does, can bind beside it."""
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder, holder.getsockname()[1]

@@ -1,0 +1,275 @@
+"""Processes of a test bed: each has a log and a session of its own, is ready when it says so, and is ended for sure."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from orchestrrl.core.errors import Permanent
+
+READY_WITHIN_S = 120.0
+STOP_WITHIN_S = 15.0
+ANSWER_WITHIN_S = 600.0
+POLL_S = 0.02
+LOG_TAIL_LINES = 15
+REPOSITORY = Path(__file__).parents[3]
+# Where `make venv-vllm` puts it; a GPU host's own vLLM does as well.
+VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
+
+Found = TypeVar("Found")
+
+
+class LabProcess:
+    """A program of this machine, started by `spawn` or `start`. Its output goes to NAME.out, its errors to NAME.log, or
+    both to NAME.log with `one_log`. With `takes_input`, `request` writes a line and reads the next line of its output.
+
+    It has a session of its own: Ctrl-C in a terminal reaches the test bed alone, which then ends its processes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        one_log: bool = False,
+        takes_input: bool = False,
+    ) -> None:
+        self.name = name
+        self.command = [str(word) for word in command]
+        self.log_path = folder / f"{name}.log"
+        self.out_path = self.log_path if one_log else folder / f"{name}.out"
+        self.url = ""  # the first line of its output, once it is ready
+        self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._cwd = cwd
+        self._takes_input = takes_input
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read_bytes = 0  # of its output, by `next_line`
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        if self._process is None:
+            self.spawn()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def spawn(self) -> None:
+        """Start it, again where it has ended: its log goes on, its output begins anew."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._process is None:
+            self.log_path.unlink(missing_ok=True)
+        self._read_bytes = 0
+        with self.log_path.open("ab") as log, contextlib.ExitStack() as files:
+            out = log if self.out_path == self.log_path else files.enter_context(self.out_path.open("wb"))
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE if self._takes_input else subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                cwd=self._cwd,
+                env={**os.environ, **self._environment},
+                start_new_session=True,
+            )
+
+    async def start(self, within_s: float = READY_WITHIN_S) -> str:
+        """Start it, and return the first line of its output, which becomes its `url`. Where there is none in time, end
+        it and raise Permanent."""
+        self.spawn()
+        with self.killed_on_failure():
+            self.url = await self.next_line(within_s)
+        return self.url
+
+    def read_line(self) -> str | None:
+        """The next whole line of its output, without its end; None where there is none yet."""
+        with self.out_path.open("rb") as out:
+            out.seek(self._read_bytes)
+            line = out.readline()
+        if not line.endswith(b"\n"):
+            return None
+        self._read_bytes += len(line)
+        return line.decode(errors="replace").strip()
+
+    async def next_line(self, within_s: float = READY_WITHIN_S) -> str:
+        """The next line of its output, once it is there. Raises Permanent where the process ends first."""
+
+        async def line() -> str | None:
+            return self.read_line()
+
+        return await self.until(line, within_s)
+
+    async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
+        """Write a line of JSON, and return what the next line of its output says. Raises Permanent where it ends."""
+        async with self._turn:
+            self.send(question)
+            return json.loads(await self.next_line(within_s))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Write a line of JSON to its input."""
+        assert self.process.stdin is not None, f"{self.name} takes no input"
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its output tells
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    async def until(self, condition: Callable[[], Awaitable[Found | None]], within_s: float = READY_WITHIN_S) -> Found:
+        """Return what `condition` returns, once that is true. Raises Permanent, with the end of its log, where the
+        process has ended, or that takes too long."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            is_over = not self.running
+            if found := await condition():
+                return found
+            if is_over:
+                self.check()
+            if time.monotonic() > deadline_s:
+                raise Permanent(self.obituary("was not ready in time"))
+            await asyncio.sleep(POLL_S)
+
+    def check(self) -> None:
+        """Raise Permanent, with the end of its log, where it has ended."""
+        if not self.running:
+            raise Permanent(self.obituary(f"exited with status {self.process.returncode}"))
+
+    def cpu_s(self) -> float:
+        """CPU seconds since its start, over all its threads."""
+        return process_cpu_s(self.pid)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would have it. Killing twice is harmless."""
+        self.process.kill()
+        self.process.wait()
+
+    @contextlib.contextmanager
+    def killed_on_failure(self) -> Iterator[None]:
+        """Where the body fails or is cancelled, nothing of the process stays behind."""
+        try:
+            yield
+        except BaseException:
+            self._signal_all(signal.SIGKILL)
+            self.kill()
+            raise
+
+    async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
+        """End its input, send it SIGTERM, and SIGKILL to what is left of its session after `grace_s`; its exit status.
+        Stopping twice, or what was never started, is harmless."""
+        if self._process is None:
+            return 0
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            await self._gone(grace_s)
+        self.signal(signal.SIGCONT)
+        self._terminate()
+        await self._gone(grace_s)
+        self._signal_all(signal.SIGKILL)
+        return self._process.wait()
+
+    def _terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    async def _gone(self, within_s: float) -> None:
+        """Wait until nothing of its session is left."""
+        deadline_s = time.monotonic() + within_s
+        while (self.running or self._signal_all(0)) and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+
+    def _signal_all(self, number: int) -> bool:
+        """Signal its process group; False where nothing of it is left."""
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def obituary(self, what: str) -> str:
+        """What has become of it, and the end of its log."""
+        tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return f"{self.name} {what}; the end of {self.log_path}:\n{tail}"
+
+
+def command_of(*words: str | Path) -> list[str]:
+    """A command of OrchestrRL itself, in this environment."""
+    return [sys.executable, "-m", "orchestrrl", *map(str, words)]
+
+
+def flags_of(options: Mapping[str, object]) -> list[str]:
+    """`{"tick_s": 0.01}` as `--tick-s 0.01`."""
+    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def free_port() -> int:
+    """One of this host that the kernel has to give."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        return port
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of a process since its start, over all its threads."""
+    # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+async def until(
+    condition: Callable[[], Awaitable[Found | None]],
+    what: str,
+    within_s: float = READY_WITHIN_S,
+    every_s: float = 0.1,
+    processes: Iterable[LabProcess] = (),
+) -> Found:
+    """Return what `condition` returns, once that is true. Raises Permanent where one of `processes` has ended, or where
+    `what` takes too long."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := await condition()):
+        for process in processes:
+            process.check()
+        if time.monotonic() > deadline_s:
+            raise Permanent(f"{what}: not within {within_s:g} s, see the logs")
+        await asyncio.sleep(every_s)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def meanwhile(repeated: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
+    """Await `repeated` every so often while the body runs."""
+
+    async def repeat() -> None:
+        while True:
+            await repeated()
+            await asyncio.sleep(every_s)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

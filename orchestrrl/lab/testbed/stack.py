@@ -1,0 +1,182 @@
+"""OrchestrRL's own processes in one folder: daemon, gateways, agents and weight peers, with the daemon's configuration.
+
+async with Stack(folder) as stack:
+    await stack.start_daemon({"mode": "act"})
+    await stack.start_gateway("--engine-kind", "simulated")
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.testbed.processes import LabProcess, command_of, until
+from orchestrrl.rpc.codecs.weights import status_from_pb
+from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.rpc.pb import control_pb2, fabric_pb2, weights_pb2
+from orchestrrl.weights.controller.reports import WeightsStatus
+from planner.model import Configuration
+
+CONFIG_FILE, JOURNAL_FILE = "orchestrrl.yaml", "journal.sqlite"
+ANY_PORT = "127.0.0.1:0"
+
+
+class Stack:
+    """Use as `async with`: on leaving, all processes are stopped, the last started first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.config_path = self.folder / CONFIG_FILE
+        self.processes: dict[str, LabProcess] = {}
+        self.daemon_address = ""
+        self.undo = contextlib.AsyncExitStack()  # what is to happen on leaving
+
+    async def __aenter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.undo.aclose()
+
+    @contextlib.asynccontextmanager
+    async def closed_on_failure(self) -> AsyncIterator[None]:
+        """For what a subclass starts on entering: where that fails, all of it is stopped."""
+        try:
+            yield
+        except BaseException:
+            await self.undo.aclose()
+            raise
+
+    @property
+    def daemon(self) -> LabProcess:
+        return self.processes["daemon"]
+
+    @property
+    def gateway(self) -> LabProcess:
+        return self.processes["gateway"]
+
+    @property
+    def gateway_url(self) -> str:
+        return self.gateway.url
+
+    @property
+    def agent(self) -> LabProcess:
+        return self.processes["agent"]
+
+    def launch(self, process: LabProcess) -> LabProcess:
+        """Start a process that ends with the stack."""
+        self.undo.push_async_callback(process.stop)
+        process.spawn()
+        self.processes[process.name] = process
+        return process
+
+    def command(self, name: str, *words: str | Path) -> LabProcess:
+        """Start one of OrchestrRL's commands."""
+        return self.launch(LabProcess(name, command_of(*words), self.folder))
+
+    async def served(self, process: LabProcess) -> str:
+        """The address that the process prints once it serves."""
+        process.url = await process.next_line()
+        return process.url
+
+    async def start_daemon(self, document: Mapping[str, Any]) -> str:
+        """With a journal of its own, which begins anew; its address, which it keeps when it is started again."""
+        for stale in self.folder.glob(f"{JOURNAL_FILE}*"):
+            stale.unlink()
+        self.configure(document)
+        self.daemon_address = await self.served(self.command("daemon", "daemon", "-c", self.config_path))
+        self.config_path.write_text(self.config_path.read_text().replace(ANY_PORT, self.daemon_address, 1))
+        return self.daemon_address
+
+    def configure(self, document: Mapping[str, Any]) -> None:
+        """Write the daemon's configuration: `document`, and where it listens and keeps its journal."""
+        own = {"mode": "act", "listen": {"address": ANY_PORT}, "journal": {"path": str(self.folder / JOURNAL_FILE)}}
+        self.config_path.write_text(yaml.safe_dump({**own, **document}, sort_keys=False))
+
+    async def start_gateway(self, *flags: str, name: str = "gateway") -> str:
+        """Return its URL, which it keeps when it is started again."""
+        words = ("gateway", "--listen", ANY_PORT, "--daemon", self.daemon_address, "--id", name, *flags)
+        process = self.command(name, *words)
+        url = await self.served(process)
+        process.command[process.command.index(ANY_PORT)] = url.removeprefix("http://")
+        return url
+
+    def start_agent(self, *flags: str) -> LabProcess:
+        return self.command("agent", "agent", "--daemon", self.daemon_address, *flags)
+
+    def peer_words(self, name: str, folder: Path, engines: Mapping[str, str], *flags: str) -> list[str]:
+        """What a weight peer is started with; `engines` are its host's, with their URLs."""
+        words = ["--id", name, "--folder", str(folder), "--daemon", self.daemon_address, *flags]
+        return [*words, *engine_flags("--engine", engines)]
+
+    async def run(self, *words: str) -> str:
+        """What `orchestrrl WORDS` prints of this daemon. Raises Permanent where it prints nothing."""
+        command = command_of(*words, "--daemon", self.daemon_address)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+        out, err = await process.communicate()
+        if not out:
+            raise Permanent(f"orchestrrl {' '.join(words)}: {err.decode(errors='replace').strip()}")
+        return out.decode()
+
+    async def status(self) -> control_pb2.Status:
+        async with ControlClient(self.daemon_address) as control:
+            return await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
+
+    async def fabric(self, periods: int = 1) -> fabric_pb2.FabricStatus:
+        """As `orchestrrl fabric status` has it, with so many of the last periods."""
+        async with ControlClient(self.daemon_address) as control:
+            return await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=periods))
+
+    async def weights(self) -> WeightsStatus:
+        async with ControlClient(self.daemon_address) as control:
+            return status_from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+
+    async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
+        """Wait until the daemon has heard of so many engines, and of nodes of these kinds. Raises Permanent."""
+
+        async def heard() -> bool:
+            status = await self.status()
+            attached = {node.kind for node in status.nodes if node.attached}
+            # How it does, and what it can do: a redeployment stops what it does not take for one that can sleep.
+            known = [each for each in status.workers if each.HasField("age_s") and each.HasField("capabilities")]
+            return attached >= set(kinds) and len(known) >= max(engines, len(status.workers))
+
+        await until(heard, "the daemon hears of every engine and of the gateway", processes=self.processes.values())
+
+    async def until_attached(self, peers: Iterable[str]) -> None:
+        """Wait until the daemon has these weight peers. Raises Permanent."""
+
+        async def attached() -> bool:
+            return {str(peer.id) for peer in (await self.weights()).peers if peer.attached} >= set(peers)
+
+        await until(attached, "the daemon hears of every peer", processes=self.processes.values())
+
+
+def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
+    """`--engine e0=URL` for each."""
+    return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
+
+
+def agent_flags(engines: Mapping[str, str]) -> list[str]:
+    return [text for name, url in engines.items() for text in ("--url", url, "--id", name)]
+
+
+def named(urls: Sequence[str]) -> dict[str, str]:
+    """Engines e0, e1, ... with their URLs."""
+    return {f"e{index}": url for index, url in enumerate(urls)}
+
+
+def sped_up(configuration: Configuration, speed: float, overhead_s: float = 0.0) -> dict[str, Any]:
+    """A configuration as the daemon's file has it, in seconds of the clock where engines are `speed` times as fast."""
+    document = asdict(configuration)
+    for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
+        document[name] /= speed
+    document["switch_s"] += overhead_s
+    document["prefill_tokens_per_s"] *= speed
+    return document

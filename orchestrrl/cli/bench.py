@@ -21,8 +21,8 @@ def bench(
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
     policies, moves, profile_score, gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate,
-    fabric_place, fabric_transition, sync_plan, sim_step, sim_cluster, routing, recorder, fabric_materialize,
-    fabric_windows, slack, weights_bandwidth, weights_box, weights_vllm.
+    fabric_place, fabric_transition, sync_plan, sim_step, routing, recorder, fabric_materialize,
+    fabric_windows, slack, weights_bandwidth.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,6 +25,7 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.slack import Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
+from tests.system.daemons import running_daemon
 
 SITE = Path(__file__).parents[2] / "deploy" / "examples" / "site.yaml"
 DEADLINE_S = 120.0
@@ -43,36 +42,19 @@ GRADIENTS = {
 
 
 @contextlib.contextmanager
-def running_daemon(folder: Path, *, fabric: bool) -> Iterator[str]:
+def running(folder: Path, *, fabric: bool) -> Iterator[str]:
     """Its address."""
     shutil.copy(SITE, folder / "site.yaml")
     switches = [switch["id"] for switch in yaml.safe_load(SITE.read_text())["switches"]]
     options = {"ports": 64, "connectivity": "any_to_any", "reconfiguration_s": 0.005}
-    document: dict[str, Any] = {
-        "mode": "act",
-        "listen": {"address": "127.0.0.1:0"},
-        "journal": {"path": str(folder / "journal.sqlite")},
-        "ocs": [{"id": switch, "driver": "virtual", "options": options} for switch in switches],
-    }
-    if fabric:
-        document["fabric"] = {"site": "site.yaml"}
-    (folder / "orchestrrl.yaml").write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "orchestrrl", "daemon", "-c", str(folder / "orchestrrl.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        assert address, "the daemon did not start"
-        yield address
-    finally:
-        process.terminate()
-        process.wait(DEADLINE_S)
-        process.stdout.close()
+    ocs = [{"id": switch, "driver": "virtual", "options": options} for switch in switches]
+    with running_daemon(folder, {"ocs": ocs, **({"fabric": {"site": "site.yaml"}} if fabric else {})}) as stack:
+        yield stack.daemon_address
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_daemon(tmp_path_factory.mktemp("fabric"), fabric=True) as address:
+    with running(tmp_path_factory.mktemp("fabric"), fabric=True) as address:
         yield address
 
 
@@ -361,7 +343,7 @@ async def test_an_agent_introduces_itself_first(daemon: str) -> None:
 
 
 def test_a_daemon_without_a_fabric_says_so(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, fabric=False) as address:
+    with running(tmp_path, fabric=False) as address:
         for words in (("status",), ("periods",), ("announce", "x"), ("pin",), ("mask",), ("release",)):
             result = command(address, "fabric", *words)
             assert result.exit_code == 1, words

@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -22,8 +20,11 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import JournalReader
 from orchestrrl.daemon.configuration import parse_config
+from orchestrrl.lab.testbed.processes import command_of
+from orchestrrl.lab.testbed.stack import JOURNAL_FILE, Stack
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
 from orchestrrl.rpc.switches_service import drivers_of
+from tests.system.daemons import running_daemon
 
 VIRTUAL_PROCESS = Path(__file__).parents[1] / "ocs_drivers" / "virtual_process.py"
 DEADLINE_S = 120.0
@@ -41,54 +42,33 @@ SWITCHES = """
 """
 
 
-@dataclass(frozen=True)
-class Daemon:
-    address: str
-    journal: Path
-    process: subprocess.Popen[str]
-
-
-@contextmanager
-def running_daemon(folder: Path, switches: str) -> Iterator[Daemon]:
-    config = folder / "orchestrrl.yaml"
-    journal = folder / "journal.sqlite"
-    config.write_text(f"listen: {{address: '127.0.0.1:0'}}\njournal: {{path: {journal}}}\nocs:{switches}")
-    command = [sys.executable, "-m", "orchestrrl", "daemon", "-c", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        assert address, "the daemon did not start"
-        yield Daemon(address, journal, process)
-    finally:
-        process.terminate()
-        process.wait(DEADLINE_S)
-        process.stdout.close()
+def ocs_of(switches: str) -> dict[str, Any]:
+    return {"mode": "advise", "ocs": yaml.safe_load(switches)}
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running_daemon(tmp_path_factory.mktemp("switches"), SWITCHES) as daemon:
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_daemon(tmp_path_factory.mktemp("switches"), ocs_of(SWITCHES)) as daemon:
         yield daemon
 
 
-def ocs(daemon: Daemon, *arguments: str) -> Result:
-    result = CliRunner().invoke(application(), ["ocs", *arguments, "--daemon", daemon.address])
+def ocs(daemon: Stack, *arguments: str) -> Result:
+    result = CliRunner().invoke(application(), ["ocs", *arguments, "--daemon", daemon.daemon_address])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
 
-def answer(daemon: Daemon, *arguments: str, status: int = 0) -> Any:
+def answer(daemon: Stack, *arguments: str, status: int = 0) -> Any:
     result = ocs(daemon, *arguments, "--json")
     assert result.exit_code == status, result.output
     return json.loads(result.stdout)
 
 
-def circuits(daemon: Daemon, switch: str) -> list[str]:
+def circuits(daemon: Stack, switch: str) -> list[str]:
     return list(answer(daemon, "show", switch)["cross_connects"])
 
 
-def test_connect_show_and_disconnect(daemon: Daemon) -> None:
+def test_connect_show_and_disconnect(daemon: Stack) -> None:
     change = answer(daemon, "connect", "plain", "3:17", "5:19")
     assert change["done"]
     assert [(item["cross_connect"], item["action"], item["done"]) for item in change["results"]] == [
@@ -110,7 +90,7 @@ def test_connect_show_and_disconnect(daemon: Daemon) -> None:
     assert entries == {"circuits.intent", "circuits.result"}
 
 
-def test_list_tells_which_switches_answer(daemon: Daemon) -> None:
+def test_list_tells_which_switches_answer(daemon: Stack) -> None:
     listed = {switch["switch"]: switch for switch in answer(daemon, "list")["switches"]}
     plain, gone = listed["plain"], listed["unreachable"]
     assert (plain["driver"], plain["reachable"], plain["ports"]) == ("virtual", True, 32)
@@ -122,7 +102,7 @@ def test_list_tells_which_switches_answer(daemon: Daemon) -> None:
     assert ocs(daemon, "show", "unreachable").exit_code == 1
 
 
-def test_safe_refuses_and_update_shows_whom_it_evicts_first(daemon: Daemon) -> None:
+def test_safe_refuses_and_update_shows_whom_it_evicts_first(daemon: Stack) -> None:
     answer(daemon, "connect", "evicting", "3:17", "5:19")
     refused = ocs(daemon, "connect", "evicting", "3:19")
     assert refused.exit_code == 1
@@ -137,7 +117,7 @@ def test_safe_refuses_and_update_shows_whom_it_evicts_first(daemon: Daemon) -> N
     assert circuits(daemon, "evicting") == ["3:19"]
 
 
-def test_overwrite_keeps_only_what_is_named(daemon: Daemon) -> None:
+def test_overwrite_keeps_only_what_is_named(daemon: Stack) -> None:
     answer(daemon, "connect", "overwritten", "3:17", "5:19")
     change = answer(daemon, "connect", "overwritten", "5:19", "6:20", "--mode", "overwrite")
     assert change["evicted"] == ["3:17"]
@@ -160,7 +140,7 @@ def test_overwrite_keeps_only_what_is_named(daemon: Daemon) -> None:
         ),
     ],
 )
-def test_every_bad_argument_is_named_at_once(daemon: Daemon, pairs: tuple[str, ...], faults: list[str]) -> None:
+def test_every_bad_argument_is_named_at_once(daemon: Stack, pairs: tuple[str, ...], faults: list[str]) -> None:
     result = ocs(daemon, "connect", "untouched", *pairs)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -171,20 +151,20 @@ def test_every_bad_argument_is_named_at_once(daemon: Daemon, pairs: tuple[str, .
 
 
 @pytest.mark.parametrize("verb", ["connect", "disconnect"])
-def test_a_time_on_trial_is_looked_at_together_with_the_pairs(daemon: Daemon, verb: str) -> None:
+def test_a_time_on_trial_is_looked_at_together_with_the_pairs(daemon: Stack, verb: str) -> None:
     refused = ocs(daemon, verb, "plain", "3", "--revert-in-s", "-5")
     assert refused.exit_code == 2
     assert [line.partition(":")[0] for line in refused.stderr.splitlines()] == ["pairs[0]", "--revert-in-s"]
 
 
-def test_an_unknown_switch_lists_the_known_ones(daemon: Daemon) -> None:
+def test_an_unknown_switch_lists_the_known_ones(daemon: Stack) -> None:
     result = ocs(daemon, "show", "agg9")
     assert result.exit_code == 1
     assert "'agg9'" in result.stderr
     assert "overwritten, plain" in result.stderr
 
 
-def test_what_does_not_take_is_rolled_back_and_fails(daemon: Daemon) -> None:
+def test_what_does_not_take_is_rolled_back_and_fails(daemon: Stack) -> None:
     change = answer(daemon, "connect", "stuck", "3:17", "5:19", status=1)
     assert change["rolled_back"]
     assert not change["done"]
@@ -196,15 +176,15 @@ def test_what_does_not_take_is_rolled_back_and_fails(daemon: Daemon) -> None:
     assert "NO" in table.stdout
 
 
-def test_a_failed_port_is_shown_and_refused(daemon: Daemon) -> None:
+def test_a_failed_port_is_shown_and_refused(daemon: Stack) -> None:
     assert "failed" in ocs(daemon, "show", "failed").stdout
     refused = ocs(daemon, "connect", "failed", "3:17")
     assert refused.exit_code == 1
     assert "connect[0].egress_port: port is failed, got 17" in refused.stderr
 
 
-async def test_an_order_goes_on_when_the_operator_hangs_up(daemon: Daemon) -> None:
-    async with grpc.aio.insecure_channel(daemon.address) as channel:
+async def test_an_order_goes_on_when_the_operator_hangs_up(daemon: Stack) -> None:
+    async with grpc.aio.insecure_channel(daemon.daemon_address) as channel:
         stub = control_pb2_grpc.SwitchesStub(channel)
         pair = ocs_pb2.CrossConnect(ingress_port=3, egress_port=17)
         call = stub.ConnectPorts(control_pb2.ConnectPortsRequest(switch_id="slow", cross_connects=[pair]))
@@ -236,16 +216,25 @@ def test_a_killed_daemon_leaves_nothing_half_done(tmp_path: Path) -> None:
     assert device.stdout is not None
     target = f"127.0.0.1:{device.stdout.readline().strip()}"
     switches = f"\n  - {{id: far, driver: grpc, options: {{target: '{target}'}}}}\n"
-    with running_daemon(tmp_path, switches) as daemon:
-        command = [sys.executable, "-m", "orchestrrl", "ocs", "connect", "far", "3:17", "--daemon", daemon.address]
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrrl",
+            "ocs",
+            "connect",
+            "far",
+            "3:17",
+            "--daemon",
+            daemon.daemon_address,
+        ]
         order = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         wait_for(lambda: of_switch(daemon, "far", "circuits.intent"))
-        daemon.process.send_signal(signal.SIGKILL)
-        daemon.process.wait(DEADLINE_S)
+        daemon.daemon.kill()
         _, words = order.communicate(timeout=DEADLINE_S)
         assert order.returncode == 1
         assert "Traceback" not in words
-    with running_daemon(tmp_path, switches) as daemon:
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         wait_for(lambda: of_switch(daemon, "far", "circuits.result"))
         # Whether the order had reached the device when the daemon died is for the device to say.
         (done,) = of_switch(daemon, "far", "circuits.result")
@@ -278,7 +267,7 @@ def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[s
     device.stdin.write('{"foreign": [[9, 25], [10, 26]]}\n')
     device.stdin.flush()
     device.stdout.readline()
-    with running_daemon(tmp_path, switches) as daemon:
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         assert "9:25" in ocs(daemon, "show", "far").stdout
         assert "not ours" in ocs(daemon, "show", "far").stdout
         refused = ocs(daemon, "disconnect", "far", "9:25")
@@ -292,18 +281,18 @@ def test_circuits_of_others_are_taken_over_by_name(far: tuple[subprocess.Popen[s
             "9:25": True,
             "10:26": False,
         }
-    with running_daemon(tmp_path, switches) as daemon:
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         assert answer(daemon, "disconnect", "far", "9:25")["done"]
         assert circuits(daemon, "far") == ["10:26"]
     everything = switches.replace("driver: grpc", "driver: grpc, owns: all")
-    with running_daemon(tmp_path, everything) as daemon:
+    with running_daemon(tmp_path, ocs_of(everything)) as daemon:
         assert answer(daemon, "show", "far")["circuits"][0]["ours"]
         assert answer(daemon, "disconnect", "far", "10:26")["done"]
 
 
 def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
     _, switches = far
-    with running_daemon(tmp_path, switches) as daemon:
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:
         nothing = ocs(daemon, "confirm", "far")
         assert nothing.exit_code == 1
         assert "nothing waits to be confirmed" in nothing.stderr
@@ -319,9 +308,8 @@ def test_a_change_on_trial_is_confirmed_or_undone(far: tuple[subprocess.Popen[st
         assert answer(daemon, "confirm", "far")["done"]
         assert answer(daemon, "show", "far")["unconfirmed"] is None
         assert answer(daemon, "disconnect", "far", "3:17", "--revert-in-s", "1000")["done"]
-        daemon.process.send_signal(signal.SIGKILL)
-        daemon.process.wait(DEADLINE_S)
-    with running_daemon(tmp_path, switches) as daemon:  # which nobody told to keep it
+        daemon.daemon.kill()
+    with running_daemon(tmp_path, ocs_of(switches)) as daemon:  # which nobody told to keep it
         wait_for(lambda: len(of_switch(daemon, "far", "circuits.result")) == 2)
         assert circuits(daemon, "far") == ["3:17"]
         assert answer(daemon, "show", "far")["unconfirmed"] is None
@@ -344,15 +332,15 @@ ocs:
     ]
 
 
-def read_journal(daemon: Daemon) -> list[Any]:
-    reader = JournalReader(daemon.journal)
+def read_journal(daemon: Stack) -> list[Any]:
+    reader = JournalReader(daemon.folder / JOURNAL_FILE)
     try:
         return reader.tail(1000, ("circuits.intent", "circuits.result"))
     finally:
         reader.close()
 
 
-def of_switch(daemon: Daemon, switch: str, kind: str) -> list[bool]:
+def of_switch(daemon: Stack, switch: str, kind: str) -> list[bool]:
     """Of each entry of that kind about the switch, whether it is done (an intent: always True)."""
     return [e.body.get("done", True) for e in read_journal(daemon) if e.kind == kind and e.body["switch"] == switch]
 

@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from orchestrrl.lab.bench.weights_vllm import TRAINER, peer_folder, peers_beside
 from orchestrrl.lab.demo.scenario import load_scenario
 from orchestrrl.lab.demo.stack import orchestrrl
 from orchestrrl.lab.testbed.engines import LocalEngine
@@ -21,6 +20,7 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from tests.orchestrrl.gateway.processes import operator_url
 from tests.vllm.conftest import REPOSITORY, VLLM_PYTHON, as_they_were
+from tests.vllm.weights_stack import TRAINER, peer_folder, peers_beside
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

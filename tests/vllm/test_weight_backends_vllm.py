@@ -11,13 +11,13 @@ import pytest
 
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
-from orchestrrl.lab.bench.weights_vllm import peers_beside
 from orchestrrl.lab.demo.scenario import load_scenario
 from orchestrrl.lab.demo.stack import orchestrrl
 from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
 from tests.vllm.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
+from tests.vllm.weights_stack import peers_beside
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

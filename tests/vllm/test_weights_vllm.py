@@ -12,7 +12,6 @@ import pytest
 
 from orchestrrl.engines.vllm_weight_flags import MODULE_FOLDER
 from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
-from orchestrrl.lab.bench.weights_vllm import Flight, WeightsStack, weights_stack
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
@@ -26,6 +25,7 @@ from tests.vllm.conftest import (
     VLLM_PYTHON,
     as_they_were,
 )
+from tests.vllm.weights_stack import Flight, WeightsStack, weights_stack
 
 DEADLINE_S = 120.0
 FLIGHTS = 3  # one server has a seat left beside them

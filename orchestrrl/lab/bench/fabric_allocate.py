@@ -46,15 +46,11 @@ def _cost() -> Figure:
     ours_s, theirs_s = side_by_side(lambda: allocate(problem), lambda: algorithm3(problem), repetitions=5)
     ours, theirs = (len(each(problem).circuits) for each in (allocate, algorithm3))
     demanded = ENDPOINTS * (ENDPOINTS - 1) // 2
-    return Figure(
-        "fabric_allocate",
-        ours_s,
-        "s",
-        "Algorithm 3 alone",
-        theirs_s,
+    note = (
         f"{ENDPOINTS} endpoints of {PORTS} ports, {demanded:,} demanded pairs; the aim is {AIM_S:g} s; "
-        f"{ours:,} pairs served, {theirs:,} by Algorithm 3, {ENDPOINTS * PORTS // 2:,} circuits there can be",
+        f"{ours:,} pairs served, {theirs:,} by Algorithm 3, {ENDPOINTS * PORTS // 2:,} circuits there can be"
     )
+    return Figure("fabric_allocate", ours_s, "s", "Algorithm 3 alone", theirs_s, note)
 
 
 def _gaps() -> list[Figure]:
@@ -79,33 +75,22 @@ def _gaps() -> list[Figure]:
         sum(b.pairs - each.pairs for each, b in zip(some, best, strict=True)) for some in (ours, theirs)
     )
     what = f"{len(scarce)} random problems of 4 to 8 endpoints with more pairs than ports"
+    later = (
+        f"{what}; worst {max(slower):.3g} against {max(slower_theirs):.3g}; best of {slower.count(0.0)} against "
+        f"{slower_theirs.count(0.0)} (CP-SAT: the most pairs, then the fewest seconds, no fewer bytes)"
+    )
+    served = f"{what}; of {sum(each.pairs for each in best):,} pairs that can be served with none any later"
+    sides = (
+        f"{len(sided)} random problems with two sides, --bipartite; worst {max(missed):.3g} against "
+        f"{max(missed_theirs):.3g} (CP-SAT: the most bytes, no fewer pairs, none later)"
+    )
     return [
-        Figure(
-            "fabric_allocate_seconds",
-            mean(slower),
-            "% over the best",
-            "Algorithm 3",
-            mean(slower_theirs),
-            f"{what}; worst {max(slower):.3g} against {max(slower_theirs):.3g}; best of {slower.count(0.0)} against "
-            f"{slower_theirs.count(0.0)} (CP-SAT: the most pairs, then the fewest seconds, no fewer bytes)",
-        ),
-        Figure(
-            "fabric_allocate_pairs",
-            float(pairs),
-            "pairs missed",
-            "Algorithm 3",
-            float(pairs_theirs),
-            f"{what}; of {sum(each.pairs for each in best):,} pairs that can be served with none any later",
-        ),
-        Figure(
-            "fabric_allocate_bytes",
-            mean(missed),
-            "% of the most missed",
-            "Algorithm 3",
-            mean(missed_theirs),
-            f"{len(sided)} random problems with two sides, --bipartite; worst {max(missed):.3g} against "
-            f"{max(missed_theirs):.3g} (CP-SAT: the most bytes, no fewer pairs, none later)",
-        ),
+        Figure(f"fabric_allocate_{name}", value, unit, "Algorithm 3", value_theirs, note)
+        for name, value, unit, value_theirs, note in (
+            ("seconds", mean(slower), "% over the best", mean(slower_theirs), later),
+            ("pairs", float(pairs), "pairs missed", float(pairs_theirs), served),
+            ("bytes", mean(missed), "% of the most missed", mean(missed_theirs), sides),
+        )
     ]
 
 

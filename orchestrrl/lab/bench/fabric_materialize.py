@@ -1,24 +1,18 @@
-"""What it takes to turn an intent into circuits at scale, what the circuits are worth against a mesh that knows no
-demand, and what each thing that fails costs a period."""
+"""What it takes to turn an intent into circuits at scale."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrrl.lab.bench.figure import Figure
 from planner.cost.models import MODELS
-from planner.fabric.allocate import BITS_PER_BYTE
-from planner.fabric.demand import GENERAL, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
-from planner.fabric.failure_cost import cost_of
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
-from planner.fabric.plan import Directed, FabricFailures, FabricPlan, FabricState
+from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.shape import SiteShape
-from planner.fabric.sizing import spread
-from planner.fabric.topology import PodRole, Site, Tier
+from planner.fabric.topology import PodRole, Site
 from planner.model import EngineId, GpuId, Hold, Parallelism
 
 GIB = 2.0**30
@@ -50,20 +44,10 @@ def fabric_materialize() -> list[Figure]:
     for scale in SCALES:
         site = scale.site()
         spent_s, plans = _spent(site)
-        figures.append(
-            Figure(
-                name=f"fabric_materialize_{scale.gpus}_gpus",
-                value=max(spent_s.values()),
-                unit="s",
-                baseline="aim",
-                baseline_value=scale.aim_s,
-                note="CPU: "
-                + ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spent_s.items())
-                + f"; {len(plans[Stage.WEIGHT_SYNC].cross_connects)} cross-connects",
-            )
-        )
-        if scale is SCALES[0]:
-            figures += [_against_mesh(site, plans[Stage.TRAIN]), *_failures(site)]
+        each = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in spent_s.items())
+        note = f"CPU: {each}; {len(plans[Stage.WEIGHT_SYNC].cross_connects)} cross-connects"
+        name, slowest_s = f"fabric_materialize_{scale.gpus}_gpus", max(spent_s.values())
+        figures.append(Figure(name, slowest_s, "s", "aim", scale.aim_s, note))
     return figures
 
 
@@ -122,73 +106,6 @@ def weights(site: Site) -> Intent:
         TrafficOperation.WEIGHT_SYNC, Primitive.BROADCAST, shards, 2 * MODEL.params / HOLDERS, receivers=takers
     )
     return Intent("weights", Stage.WEIGHT_SYNC, (each,))
-
-
-def _against_mesh(site: Site, plan: FabricPlan) -> Figure:
-    """In the PoD that takes longest, against circuits dealt out evenly over its ToRs, as many as it has."""
-    tier = max((each for each in plan.tiers if each.pod is not None), key=lambda each: each.completion_s)
-    assert tier.pod is not None
-    tors = {tor.id for tor in site.tors_of[tier.pod]}
-    between = {pair: count for pair, count in tier.circuits.items() if tors.issuperset(pair)}
-    ports: dict[EndpointId, int] = {}
-    for pair, count in between.items():
-        for end in pair:
-            ports[end] = ports.get(end, 0) + count
-    mesh = spread(site.link_gbps, ports, {})
-    demand = flows_of(training(site), site, FabricFailures()).tors[GENERAL]
-    wanted = {ends: sent_bytes for ends, sent_bytes in demand.items() if tors.issuperset(ends)}
-    ours, theirs = (_served(site, wanted, circuits) for circuits in (between, mesh))
-    return Figure(
-        name="fabric_exchange_of_experts",
-        value=ours[0],
-        unit="of bytes",
-        baseline="even mesh",
-        baseline_value=theirs[0],
-        note=f"between ToRs of {tier.pod} that share no circuit; the others take {ours[1]:.3f} s, {theirs[1]:.3f} s in"
-        f" the mesh, over {sum(between.values())} circuits",
-    )
-
-
-def _served(site: Site, demand: Directed, circuits: Mapping[Pair, int]) -> tuple[float, float]:
-    """The share of bytes that has no circuit of its own, and the seconds of the slowest pair that has."""
-    dark_bytes, slowest = 0.0, 0.0
-    for ends, sent_bytes in demand.items():
-        count = circuits.get(pair_of(*ends), 0)
-        dark_bytes += 0.0 if count else sent_bytes
-        slowest = max(slowest, sent_bytes / count) if count else slowest
-    return dark_bytes / (sum(demand.values()) or 1.0), slowest * BITS_PER_BYTE / (site.link_gbps * 1e9)
-
-
-def _failures(site: Site) -> Iterator[Figure]:
-    server = site.servers[0]
-    agg = site.agg_switches_of[server.pod][0]
-    core = next(each for each in site.switches if each.tier is Tier.CORE)
-    uplink = next(end for end in agg.ports if end not in site.tor)
-    port, other = agg.ports[server.tors[0]][0], agg.ports[server.tors[1]][0]
-    things = {
-        "tor_port": FabricFailures(ports=frozenset({(agg.id, port)})),
-        "cross_connect": FabricFailures(
-            cross_connects=frozenset({PortPair(agg.id, min(port, other), max(port, other))})
-        ),
-        "lane": FabricFailures(ports=frozenset({(agg.id, agg.ports[uplink][0])})),
-        "agg_switch": FabricFailures(switches=frozenset({agg.id})),
-        "core_switch": FabricFailures(switches=frozenset({core.id})),
-        "nic": FabricFailures(nics=frozenset({(server.id, 0)})),
-        "server": FabricFailures(servers=frozenset({server.id})),
-    }
-    for name, broken in things.items():
-        cost = cost_of(site, training(site), broken)
-        if isinstance(cost, Hold):
-            raise RuntimeError(f"no plan without {name}: {cost.detail}")
-        yield Figure(
-            name=f"fabric_failed_{name}",
-            value=cost.slowdown,
-            unit="periods",
-            baseline="nothing failed",
-            baseline_value=1.0,
-            note=f"{cost.lost_gbps:.0f} of {cost.healthy_gbps:.0f} Gbps of circuits lost, {len(cost.unserved)} pairs"
-            f" without, slowest pair {cost.completion_s / cost.healthy_completion_s:.3f} times as long",
-        )
 
 
 def _planned(site: Site, intent: Intent, state: FabricState) -> FabricPlan:

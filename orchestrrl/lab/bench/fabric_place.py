@@ -1,10 +1,6 @@
-"""Circuits on switch ports: what a placement costs, and how many changes it makes when the demand of a PoD moves on.
-
-As a program: `-m orchestrrl.lab.bench.fabric_place` prints how both grow, up to 1,024 ToRs and 16,000 circuits.
-"""
+"""Circuits on switch ports: what a placement costs, and how many changes it makes when the demand of a PoD moves on."""
 
 import random
-import time
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -16,7 +12,6 @@ SEED = 1
 TORS, SWITCHES, PORTS = 64, 16, 2  # of each ToR on each switch
 PARTNERS = 24  # other ToRs that a ToR has demand with
 MOVED = 0.1  # of the demanded pairs, in the next period
-SIZES = (64, 128, 256, 1_024)  # ToRs
 
 
 def cabling(tors: int) -> Cabling:
@@ -107,53 +102,16 @@ def fabric_place() -> list[Figure]:
     quick_s, whole_s = side_by_side(lambda: place(then, work=0.0), lambda: place(then), repetitions=3)
     fitted = len(first_fit(then))
     site = f"{TORS} ToRs of {SWITCHES * PORTS} ports on {SWITCHES} switches, {wanted:,} circuits"
+    nothing = f"{site} from nothing: {out} left out, by first fit {left}"
+    made, quickly, least = changes(then, placed), changes(then, quick), least_changes(then, placed)
+    moved = (
+        f"{MOVED:.0%} of the pairs moved on, {len(placed.cross_connects):,} of {sum(then.circuits.values()):,}"
+        f" placed (first fit, which breaks nothing: {fitted:,}); {quickly} without trying again"
+    )
+    again = f"the same change, with trying again to keep more ({quickly - made} fewer)"
+    bound = "a bound that no placement beats, and perhaps none meets"
     return [
-        Figure(
-            "fabric_place",
-            place_s,
-            "s",
-            "first fit",
-            fit_s,
-            f"{site} from nothing: {out} left out, by first fit {left}",
-        ),
-        Figure(
-            "fabric_place_changes",
-            changes(then, placed),
-            "cross-connects",
-            "a bound that no placement beats, and perhaps none meets",
-            least_changes(then, placed),
-            f"{MOVED:.0%} of the pairs moved on, {len(placed.cross_connects):,} of {sum(then.circuits.values()):,}"
-            f" placed (first fit, which breaks nothing: {fitted:,}); {changes(then, quick)} without trying again",
-        ),
-        Figure(
-            "fabric_place_again",
-            whole_s,
-            "s",
-            "chains of moves alone",
-            quick_s,
-            f"the same change, with trying again to keep more ({changes(then, quick) - changes(then, placed)} fewer)",
-        ),
+        Figure("fabric_place", place_s, "s", "first fit", fit_s, nothing),
+        Figure("fabric_place_changes", made, "cross-connects", bound, least, moved),
+        Figure("fabric_place_again", whole_s, "s", "chains of moves alone", quick_s, again),
     ]
-
-
-def main() -> None:
-    print("  ToRs  circuits  first_s   then_s  left out  changes  bound  quick_s  changes")  # noqa: T201
-    for tors in SIZES:
-        first, then = _moved(tors)
-        first_s = -time.process_time()
-        place(first)
-        first_s += time.process_time()
-        started_s = time.process_time()
-        placed = place(then)
-        then_s = time.process_time() - started_s
-        started_s = time.process_time()
-        quick = place(then, work=0.0)
-        quick_s = time.process_time() - started_s
-        left = sum(placed.unplaced.values())
-        row = f"{tors:6,} {len(placed.cross_connects):9,} {first_s:8.2f} {then_s:8.2f} {left:9,}"
-        row += f" {changes(then, placed):8,} {least_changes(then, placed):6,} {quick_s:8.2f} {changes(then, quick):8,}"
-        print(row)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

@@ -49,14 +49,8 @@ def fabric_transition() -> list[Figure]:
     shape = f"{SWITCHES} switches of {PORTS} ports, {moves:,} moves, at most {MAX_MOVES} a stage"
     proven = "as few as can be" if planned.fewest_suffer else "not proven to be fewest"
     suffer = f"{len(planned.dark_pairs)} dark pairs, {len(planned.thin_endpoints)} thin endpoints ({proven})"
+    stages, note = len(planned.stages), f"{shape}; {suffer}"
     return [
-        Figure(
-            "fabric_transition_stages",
-            len(planned.stages),
-            "stages",
-            "proven bound",
-            planned.stages_at_least,
-            f"{shape}; {suffer}",
-        ),
+        Figure("fabric_transition_stages", stages, "stages", "proven bound", planned.stages_at_least, note),
         Figure("fabric_transition", spent_s, "s", "check of the answer", checked_s, f"CPU; {shape}"),
     ]

@@ -30,8 +30,6 @@ REQUESTS = (512, 2_048)
 FEW_CLIENTS = 6  # a job of a few tasks: its mixture moves far more than one of many clients
 CHANGE_AT = 40  # the step at which everything is different, where it changes at once
 AIM_FLOOR, AIM_EWMA, AIM_STEP_S = 1.15, 1.02, 0.5
-# Section 4.1 of the paper: "<9.8 %" on its own workload; its batch is that of section 2.1.
-PAPER_ERROR, PAPER_BATCH = 0.098, 512
 # Where the histograms are missing: median tokens and spread of the logarithm of 26 clients' outputs, fitted to
 # ServeGen's deepseek-r1 data (Alibaba, Apache-2.0).
 FITTED = (
@@ -66,8 +64,6 @@ def forecasts() -> list[Figure]:
         figures += _against_both(
             f"forecast_{requests}", scores, f"{source}, {requests:,} requests a step, smooth drift"
         )
-        if requests == PAPER_BATCH:
-            figures.append(_paper(scores, source))
     for requests in REQUESTS:
         scores = measure(clients, few_drifting, requests, FEWER_SEEDS)
         figures += _against_both(f"forecast_few_tasks_{requests}", scores, f"{FEW_CLIENTS} clients alone, smooth drift")
@@ -84,34 +80,16 @@ def _against_both(name: str, scores: Scores, note: str) -> list[Figure]:
     best_alpha = min(FIXED_AVERAGES, key=lambda alpha: errors[f"ewma alpha={alpha:g}"])
     detail = ", ".join(f"{method} {errors[method]:.4f}" for method in ("arima", "ewma", "last_step"))
     picked = ", ".join(f"{method} {count}" for method, count in sorted(scores.chosen.items()))
-    return [
-        Figure(
-            f"{name}_vs_floor",
-            errors["chosen"],
-            "error",
-            "two samples of the true mixture",
-            errors["two_samples"],
-            f"{note}; the true mixture itself {errors['truth']:.4f}; {detail}; aim {AIM_FLOOR}",
-        ),
-        Figure(
-            f"{name}_vs_ewma",
-            errors["chosen"],
-            "error",
-            "EWMA, its weight picked by the backtest",
-            errors["ewma"],
-            f"best fixed weight in hindsight {best_alpha:g}: {errors[f'ewma alpha={best_alpha:g}']:.4f}; "
-            f"used: {picked}; {scores.inside:.0%} of bins within the 90% band; aim {AIM_EWMA}",
-        ),
-    ]
-
-
-def _paper(scores: Scores, source: str) -> Figure:
-    note = (
-        f"the paper's figure on its own workload, at most; ours on {source}: {scores.errors['chosen']:.3f}. Below the "
-        "floor, so theirs are fewer occupied bins, more requests or another measure"
+    floor = f"{note}; the true mixture itself {errors['truth']:.4f}; {detail}; aim {AIM_FLOOR}"
+    best = (
+        f"best fixed weight in hindsight {best_alpha:g}: {errors[f'ewma alpha={best_alpha:g}']:.4f}; "
+        f"used: {picked}; {scores.inside:.0%} of bins within the 90% band; aim {AIM_EWMA}"
     )
-    floor = scores.errors["two_samples"]
-    return Figure("forecast_paper", PAPER_ERROR, "error", f"our floor at a batch of {PAPER_BATCH}", floor, note)
+    chosen, two, ewma = (errors[method] for method in ("chosen", "two_samples", "ewma"))
+    return [
+        Figure(f"{name}_vs_floor", chosen, "error", "two samples of the true mixture", two, floor),
+        Figure(f"{name}_vs_ewma", chosen, "error", "EWMA, its weight picked by the backtest", ewma, best),
+    ]
 
 
 def measure(clients: Shares, mixture: Mixture, requests: int, seeds: int, first_scored: int = FIRST_SCORED) -> Scores:

@@ -32,6 +32,20 @@ class GatewayLoad:
     bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
 
 
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    """Latency and cost of streams that open at once."""
+
+    first_p99_s: float
+    whole_s: float  # until all are complete
+    token_us: float  # CPU microseconds per token
+    tokens_per_chunk: float
+
+    def __str__(self) -> str:
+        speed = f"{1e3 * self.first_p99_s:.0f} ms, all in {self.whole_s:.1f} s, CPU {self.token_us:.0f} us per token"
+        return f"{speed}, {self.tokens_per_chunk:.1f} tokens per chunk"
+
+
 @dataclass(slots=True)
 class _Spent:
     """Of one way to the engine, by round."""
@@ -43,10 +57,7 @@ class _Spent:
     rollout_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 long answers that are not streamed
     tokens_per_chunk: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)  # of requests that are alone
-    first_p99_s: dict[int, float] = field(default_factory=dict)  # by streams at once
-    burst_s: dict[int, float] = field(default_factory=dict)  # until all are complete
-    burst_us: dict[int, float] = field(default_factory=dict)  # CPU microseconds per token
-    burst_tokens_per_chunk: dict[int, float] = field(default_factory=dict)
+    bursts: dict[int, "_Burst"] = field(default_factory=dict)  # by streams at once
 
     def latency_percentile_s(self, percent: int) -> float:
         return quantiles(self.latency_s, n=100)[percent - 1]
@@ -71,31 +82,15 @@ def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
         coalesced = (
             f"tokens per chunk {median(ours.tokens_per_chunk):.2f}, theirs {median(theirs.tokens_per_chunk):.2f}"
         )
+        per_thousand = "CPU s per 1,000 requests"
+        long = f"{STREAM_TOKENS} tokens out, not streamed; ours asks for them in chunks of 8 and keeps each at once"
         figures += [
-            Figure(
-                f"gateway_cpu_whole{against}",
-                median(ours.whole_s),
-                "CPU s per 1,000 requests",
-                other,
-                median(theirs.whole_s),
-                f"1 KB in, one token out{note}",
-            ),
-            Figure(
-                f"gateway_cpu_rollout{against}",
-                median(ours.rollout_s),
-                "CPU s per 1,000 requests",
-                other,
-                median(theirs.rollout_s),
-                f"{STREAM_TOKENS} tokens out, not streamed; ours asks for them in chunks of 8 and keeps each at once",
-            ),
-            Figure(
-                f"gateway_cpu_streamed{against}",
-                median(ours.chunks_us),
-                "CPU us per chunk",
-                other,
-                median(theirs.chunks_us),
-                f"chunks counted as delivered; {coalesced}",
-            ),
+            Figure(f"gateway_cpu_{what}{against}", median(our), unit, other, median(their), why)
+            for what, our, their, unit, why in (
+                ("whole", ours.whole_s, theirs.whole_s, per_thousand, f"1 KB in, one token out{note}"),
+                ("rollout", ours.rollout_s, theirs.rollout_s, per_thousand, long),
+                ("streamed", ours.chunks_us, theirs.chunks_us, "CPU us per chunk", f"as delivered; {coalesced}"),
+            )
         ]
     return figures
 
@@ -106,46 +101,25 @@ def _time_figures(spent: dict[str, _Spent]) -> list[Figure]:
     shares = ", ".join(
         f"{name} {direct_wall_s / median(way.wall_s):.0%}" for name, way in spent.items() if name != DIRECT
     )
-    rate = Figure(
-        "gateway_wall_whole",
-        median(ours.wall_s),
-        "s per 1,000 requests",
-        "asking directly",
-        direct_wall_s,
-        f"requests/s relative to direct: {shares}",
-    )
-    added = [
-        Figure(
-            f"gateway_added_p{percent}",
-            1e3 * (ours.latency_percentile_s(percent) - (direct_s := direct.latency_percentile_s(percent))),
-            "ms",
-            PLAIN,
-            1e3 * (plain.latency_percentile_s(percent) - direct_s),
-            f"latency beyond the {1e3 * direct_s:.2g} ms of asking directly, one at a time",
-        )
-        for percent in (50, 99)
-    ]
+    note = f"requests/s relative to direct: {shares}"
+    our_wall_s, baseline = median(ours.wall_s), "asking directly"
+    rate = Figure("gateway_wall_whole", our_wall_s, "s per 1,000 requests", baseline, direct_wall_s, note)
+    added = []
+    for percent in (50, 99):
+        direct_s, our_s, plain_s = (way.latency_percentile_s(percent) for way in (direct, ours, plain))
+        note = f"latency beyond the {1e3 * direct_s:.2g} ms of asking directly, one at a time"
+        beyond_ms, plain_ms = 1e3 * (our_s - direct_s), 1e3 * (plain_s - direct_s)
+        added.append(Figure(f"gateway_added_p{percent}", beyond_ms, "ms", PLAIN, plain_ms, note))
     return [rate, *added]
 
 
 def _burst_figures(spent: dict[str, _Spent], load: GatewayLoad) -> list[Figure]:
     figures = []
     for streams in load.bursts:
-        each = "; ".join(
-            f"{name} {1e3 * way.first_p99_s[streams]:.0f} ms, all in {way.burst_s[streams]:.1f} s, "
-            f"CPU {way.burst_us[streams]:.0f} us per token, {way.burst_tokens_per_chunk[streams]:.1f} tokens per chunk"
-            for name, way in spent.items()
-        )
-        figures.append(
-            Figure(
-                f"gateway_first_chunk_{streams}",
-                1e3 * spent[OURS].first_p99_s[streams],
-                "ms, p99",
-                PLAIN,
-                1e3 * spent[PLAIN].first_p99_s[streams],
-                f"{streams} streams of {STREAM_TOKENS} tokens at 5 ms that open at once, all complete: {each}",
-            )
-        )
+        each = "; ".join(f"{name} {way.bursts[streams]}" for name, way in spent.items())
+        note = f"{streams} streams of {STREAM_TOKENS} tokens at 5 ms that open at once, all complete: {each}"
+        our_ms, plain_ms = (1e3 * spent[name].bursts[streams].first_p99_s for name in (OURS, PLAIN))
+        figures.append(Figure(f"gateway_first_chunk_{streams}", our_ms, "ms, p99", PLAIN, plain_ms, note))
     return figures
 
 
@@ -197,11 +171,9 @@ async def _burst(way: _Spent, streams: int) -> None:
     asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
     before_s, started_s = way.served.cpu_s(), time.perf_counter()
     answers = await all_at_once(way.served.url, asked, streams)
-    way.burst_s[streams] = time.perf_counter() - started_s
-    chunks = _counted(answers)
-    way.burst_us[streams] = 1e6 * (way.served.cpu_s() - before_s) / (STREAM_TOKENS * streams)
-    way.burst_tokens_per_chunk[streams] = STREAM_TOKENS * streams / chunks
-    way.first_p99_s[streams] = quantiles((answer.first_s for answer in answers), n=100)[98]
+    whole_s, chunks, tokens = time.perf_counter() - started_s, _counted(answers), STREAM_TOKENS * streams
+    first_p99_s = quantiles((answer.first_s for answer in answers), n=100)[98]
+    way.bursts[streams] = _Burst(first_p99_s, whole_s, 1e6 * (way.served.cpu_s() - before_s) / tokens, tokens / chunks)
 
 
 def _counted(answers: Sequence[TimedResponse]) -> int:

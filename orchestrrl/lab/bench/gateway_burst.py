@@ -42,23 +42,11 @@ def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
     each = (
         f"{ours.peak_bytes / at_once / 1024:.1f} KiB for each request, theirs {theirs.peak_bytes / at_once / 1024:.1f}"
     )
+    cpu, theirs_cpu = (1e3 * spent.cpu_s / at_once for spent in (ours, theirs))
+    peak, theirs_peak = (spent.peak_bytes / (1 << 20) for spent in (ours, theirs))
     return [
-        Figure(
-            "gateway_burst_cpu",
-            1e3 * ours.cpu_s / at_once,
-            "CPU s per 1,000 requests",
-            PLAIN,
-            1e3 * theirs.cpu_s / at_once,
-            note,
-        ),
-        Figure(
-            "gateway_burst_memory",
-            ours.peak_bytes / (1 << 20),
-            "MiB more at the peak",
-            PLAIN,
-            theirs.peak_bytes / (1 << 20),
-            f"{each}; {note}",
-        ),
+        Figure("gateway_burst_cpu", cpu, "CPU s per 1,000 requests", PLAIN, theirs_cpu, note),
+        Figure("gateway_burst_memory", peak, "MiB more at the peak", PLAIN, theirs_peak, f"{each}; {note}"),
     ]
 
 

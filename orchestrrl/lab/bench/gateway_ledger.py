@@ -49,31 +49,22 @@ def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figur
     """Raises Permanent where an answer is not complete."""
     spent = asyncio.run(_measure(log_dir, load))
     plain, kept, all_kept = (spent[name] for name in _WAYS)
-    unit = "CPU s per 1,000 requests"
+    per_thousand, short = "CPU s per 1,000 requests", "1 KB in, one token out"
     long = f"{STREAM_TOKENS} tokens out at 5 ms"
-
-    def whole(name: str, ours: _Spent, note: str) -> Figure:
-        return Figure(name, median(ours.whole_s), unit, WITHOUT, median(plain.whole_s), f"1 KB in, one token out{note}")
-
     return [
-        whole("ledger_cpu_whole", kept, ", too soon to be kept"),
-        whole("ledger_cpu_whole_kept", all_kept, ", kept all the same (--keep-from-s 0)"),
-        Figure(
-            "ledger_cpu_rollout",
-            median(kept.rollout_s),
-            unit,
-            WITHOUT,
-            median(plain.rollout_s),
-            f"{long}, not streamed",
-        ),
-        Figure(
-            "ledger_cpu_streamed",
-            median(kept.chunk_us),
-            "CPU us per chunk",
-            WITHOUT,
-            median(plain.chunk_us),
-            f"{long}, streamed",
-        ),
+        Figure(f"ledger_cpu_{what}", median(ours), unit, WITHOUT, median(theirs), note)
+        for what, ours, theirs, unit, note in (
+            ("whole", kept.whole_s, plain.whole_s, per_thousand, f"{short}, too soon to be kept"),
+            (
+                "whole_kept",
+                all_kept.whole_s,
+                plain.whole_s,
+                per_thousand,
+                f"{short}, kept (--keep-from-s 0)",
+            ),
+            ("rollout", kept.rollout_s, plain.rollout_s, per_thousand, f"{long}, not streamed"),
+            ("streamed", kept.chunk_us, plain.chunk_us, "CPU us per chunk", f"{long}, streamed"),
+        )
     ]
 
 

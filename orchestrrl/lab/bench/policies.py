@@ -7,7 +7,7 @@ every length: the better of packing with the lengths known and of engines filled
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from statistics import mean
 
@@ -71,10 +71,7 @@ class Setting:
 
     @property
     def configuration(self) -> Configuration:
-        c = TP2
-        return Configuration(
-            c.id, c.gpus, c.alpha_s, c.beta_s, c.gamma_s, self.kv_capacity_tokens, c.max_sequences, 18_000.0, c.switch_s
-        )
+        return replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens)
 
 
 SETTINGS = (
@@ -93,16 +90,9 @@ def policies(settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEED
         gain = means["static"] - means["oracle"]
         ratios = ", ".join(f"{arm} {means['static'] / means[arm]:.3f}" for arm in means if arm != "static")
         share = (means["static"] - means["packing"]) / gain if gain > 0 else 1.0
-        figures.append(
-            Figure(
-                f"step_policy ({setting.name})",
-                means["packing"],
-                "s",
-                "paper's rule",
-                means["paper"],
-                f"static over: {ratios}; packing keeps {share:.0%} of the oracle's gain",
-            )
-        )
+        note = f"static over: {ratios}; packing keeps {share:.0%} of the oracle's gain"
+        packing, paper = means["packing"], means["paper"]
+        figures.append(Figure(f"step_policy ({setting.name})", packing, "s", "paper's rule", paper, note))
     return figures
 
 

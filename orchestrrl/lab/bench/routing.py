@@ -7,7 +7,7 @@ gateway knows of them (its own counts, and the KV that the daemon tells once a s
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean
 from typing import cast
@@ -19,7 +19,7 @@ from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
 from orchestrrl.lab.bench.figure import Figure, side_by_side
-from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting
+from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting, shape_of
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler
@@ -45,10 +45,7 @@ class ArrivalLoad:
 
     @property
     def shape(self) -> EngineShape:
-        c = self.setting.configuration
-        return EngineShape(
-            c.alpha_s, c.beta_s, c.gamma_s, self.max_sequences, c.kv_capacity_tokens, 1 / c.prefill_tokens_per_s
-        )
+        return replace(shape_of(self.setting.configuration), max_num_seqs=self.max_sequences)
 
 
 # Four times as many requests as seats, lengths lognormal; or about as many in a second as the engines can end.
@@ -174,16 +171,10 @@ def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS[:3]
                 [outcome(load, seed, RoutingArm(policy, depth)) for seed in seeds] for depth in (0, QUEUE_DEPTH)
             )
             ends_s = [mean(run.makespan_s for run in runs) for runs in (without, within)]
-            figures.append(
-                Figure(
-                    f"queue ({policy}, {load.name})",
-                    mean(run.latency_s for run in within),
-                    "s",
-                    "no queue",
-                    mean(run.latency_s for run in without),
-                    f"depth {QUEUE_DEPTH}; makespan {ends_s[1]:.1f} s, without {ends_s[0]:.1f} s",
-                )
-            )
+            latencies_s = [mean(run.latency_s for run in runs) for runs in (without, within)]
+            note = f"depth {QUEUE_DEPTH}; makespan {ends_s[1]:.1f} s, without {ends_s[0]:.1f} s"
+            name = f"queue ({policy}, {load.name})"
+            figures.append(Figure(name, latencies_s[1], "s", "no queue", latencies_s[0], note))
     return figures
 
 
@@ -203,16 +194,9 @@ def choice() -> list[Figure]:
                 min(slots, key=lambda backend: backend.running + backend.waiting)
 
         measured_s, baseline_s = side_by_side(choose, fewest, 9)
-        figures.append(
-            Figure(
-                f"choose ({policy}, {CHOICE_ENGINES} engines)",
-                measured_s / CHOICES * 1e6,
-                "us",
-                "fewest requests",
-                baseline_s / CHOICES * 1e6,
-                "CPU per request",
-            )
-        )
+        name = f"choose ({policy}, {CHOICE_ENGINES} engines)"
+        choose_us, fewest_us = (1e6 * spent_s / CHOICES for spent_s in (measured_s, baseline_s))
+        figures.append(Figure(name, choose_us, "us", "fewest requests", fewest_us, "CPU per request"))
     return figures
 
 

@@ -22,21 +22,21 @@ from orchestrrl.lab.bench.profile_score import profile_score
 from orchestrrl.lab.bench.recorder import recorder
 from orchestrrl.lab.bench.routing import routing
 from orchestrrl.lab.bench.sim import sim_step
-from orchestrrl.lab.bench.sim_cluster import sim_cluster
 from orchestrrl.lab.bench.slack import slack
 from orchestrrl.lab.bench.solve import solver
 from orchestrrl.lab.bench.startup import start_up
 from orchestrrl.lab.bench.sync_plan import sync_plan
 from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.lab.bench.weights_bandwidth import weights_bandwidth
-from orchestrrl.lab.bench.weights_box import weights_box
-from orchestrrl.lab.bench.weights_vllm import weights_vllm
+from orchestrrl.lab.testbed.processes import VLLM_PYTHON
+
+FIELDS = ("name", "value", "unit", "baseline", "baseline_value", "ratio", "note")
 
 # In the order in which they run. Each is given a folder for the logs of what it starts.
 BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "balancer_tick": lambda _: balancer_tick(),
     "fast_tick": lambda _: fast_tick(),
-    "solve": solver,
+    "solve": lambda _: solver(),
     "plan_tick": lambda _: plan_tick(),
     "forecast": lambda _: forecasts(),
     "policies": lambda _: policies(),
@@ -51,16 +51,14 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "fabric_transition": lambda _: fabric_transition(),
     "sync_plan": lambda _: sync_plan(),
     "sim_step": lambda _: sim_step(),
-    "sim_cluster": lambda _: sim_cluster(),
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),
     "fabric_materialize": lambda _: fabric_materialize(),
     "fabric_windows": fabric_windows,
     "slack": lambda _: slack(),
-    "weights_bandwidth": weights_bandwidth,
-    "weights_box": weights_box,
-    "weights_vllm": weights_vllm,
+    "weights_bandwidth": lambda _: weights_bandwidth(),
 }
+NEED_TORCH = ("recorder", "fabric_windows", "weights_bandwidth")  # which `make venv-vllm` sets up
 
 
 def chosen(only: Iterable[str]) -> list[str]:
@@ -78,6 +76,9 @@ def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) ->
     """`progress` is told the name of each benchmark as it begins."""
     figures: list[Figure] = []
     for name in names:
+        if name in NEED_TORCH and not VLLM_PYTHON.exists():
+            progress(f"{name}: left out, {VLLM_PYTHON} is missing: make venv-vllm")
+            continue
         progress(name)
         figures += BENCHMARKS[name](log_dir)
     return figures
@@ -85,20 +86,7 @@ def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) ->
 
 def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
     """The report, as the contract of `make bench` has it."""
-    return {
-        "benchmarks": [
-            {
-                "name": figure.name,
-                "value": figure.value,
-                "unit": figure.unit,
-                "baseline": figure.baseline,
-                "baseline_value": figure.baseline_value,
-                "ratio": figure.ratio,
-                "note": figure.note,
-            }
-            for figure in figures
-        ]
-    }
+    return {"benchmarks": [{name: getattr(figure, name) for name in FIELDS} for figure in figures]}
 
 
 def write(figures: Sequence[Figure], path: Path) -> None:

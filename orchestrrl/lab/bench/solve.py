@@ -1,5 +1,4 @@
-"""The makespan solver: how its time, gap and memory grow, where room is short as well, and which part of what it gains
-comes from where.
+"""The makespan solver: how its time, gap and memory grow, where room is short as well.
 
 Each problem is solved in a process of its own, so that nothing is warm: `-m orchestrrl.lab.bench.solve GPUS [TIGHT]`.
 """
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,7 @@ from numpy.typing import NDArray
 
 from orchestrrl.lab.bench.figure import Figure
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
-from planner.solver.bound import lower_bound_s
-from planner.solver.columns import ProblemColumns, columns
-from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, place
-from planner.solver.layout import lay_out
 from planner.solver.makespan import solve
-from planner.solver.packed import homogeneous_cut, packed
 from planner.solver.problem import (
     RUNNING,
     WAITING,
@@ -31,9 +24,7 @@ from planner.solver.problem import (
     KvTransferCost,
     MakespanProblem,
     ProblemRequests,
-    Solution,
 )
-from planner.solver.spread import least_loaded, loads
 
 SEED = 1
 SIZES = (8, 32, 128, 512, 1_024, 4_096, 16_384)  # GPUs
@@ -41,7 +32,6 @@ REQUESTS_PER_GPU = 16
 AIMS_S = {1_024: 0.3, 16_384: 2.0}
 GAP_AIM = 0.04
 TIGHT_SIZES = (8, 64, 256, 1_024)  # GPUs
-OWNERS_GPUS = 1_024
 CHILD_TIMEOUT_S = 300.0
 
 # An engine with 70 to 90 us of host time per sequence, over GPUs: alpha, beta, gamma, KV tokens, prefill, switch.
@@ -72,15 +62,7 @@ TIGHT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SolveStep:
-    """A step on its way: the problem with true lengths, and with as likely ones as are known of each request."""
-
-    known: MakespanProblem
-    forecast: MakespanProblem
-
-
-def step(gpus: int, seed: int) -> SolveStep:
+def step(gpus: int, seed: int) -> MakespanProblem:
     """Requests that have run for a while on instances of two GPUs, some of which got more than others."""
     rng = np.random.default_rng(seed)
     count, engines = gpus * REQUESTS_PER_GPU, gpus // 2
@@ -89,8 +71,7 @@ def step(gpus: int, seed: int) -> SolveStep:
     places = rng.choice(engines, count, p=shares / shares.sum())
     context = rng.integers(100, 2_000, count) + generated
     states = np.where(rng.random(count) < 0.1, WAITING, RUNNING).astype(np.int8)
-    true, likely = (_longer(rng, generated) - generated for _ in range(2))
-    return SolveStep(_problem(gpus, context, true, places, states), _problem(gpus, context, likely, places, states))
+    return _problem(gpus, context, _longer(rng, generated) - generated, places, states)
 
 
 def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -143,40 +124,25 @@ def tightened(problem: MakespanProblem, tight: Tight) -> MakespanProblem:
     )
 
 
-def solver(out_dir: Path) -> list[Figure]:
-    rows = [_in_a_process(gpus) for gpus in SIZES]
-    out_dir.mkdir(parents=True, exist_ok=True)
-    _plot(rows, out_dir / "solve_growth.png")
+def solver() -> list[Figure]:
     figures = []
-    for row in rows:
+    for row in map(_in_a_process, SIZES):
         gpus, aim_s = row["gpus"], AIMS_S.get(row["gpus"])
         note = f"{row['requests']:,} requests, a process of its own, {row['cpu_s']:.2g} s of CPU, {row['rss_mib']} MiB"
         baseline = ("the aim", aim_s) if aim_s else ("the CPU seconds of it", row["cpu_s"])
         figures.append(Figure(f"solve_{gpus}_gpus", row["solve_s"], "s", baseline[0], baseline[1], note))
-        figures.append(
-            Figure(
-                f"solve_{gpus}_gpus_makespan",
-                row["makespan_s"],
-                "s",
-                "its proven lower bound",
-                row["lower_bound_s"],
-                f"gap {row['gap'] * 100:.2f} %, costs included; the aim is {GAP_AIM * 100:g} % on large fleets",
-            )
-        )
-    figures += [_tight(gpus, name) for name in TIGHT for gpus in TIGHT_SIZES]
-    return figures + _owners(step(OWNERS_GPUS, SEED))
+        makespan_s, bound_s = row["makespan_s"], row["lower_bound_s"]
+        note = f"gap {row['gap'] * 100:.2f} %, costs included; the aim is {GAP_AIM * 100:g} % on large fleets"
+        figures.append(Figure(f"solve_{gpus}_gpus_makespan", makespan_s, "s", "its proven lower bound", bound_s, note))
+    return figures + [_tight(gpus, name) for name in TIGHT for gpus in TIGHT_SIZES]
 
 
 def _tight(gpus: int, name: str) -> Figure:
     row = _in_a_process(gpus, name)
-    return Figure(
-        f"solve_{name}_{gpus}_gpus_makespan",
-        row["makespan_s"],
-        "s",
-        "its proven lower bound",
-        row["lower_bound_s"],
-        f"gap {row['gap'] * 100:.2f} %; {TIGHT[name].what}, {row['requests']:,} requests; {row['cpu_s']:.2g} s of CPU",
-    )
+    tight, requests, cpu = TIGHT[name].what, f"{row['requests']:,} requests", f"{row['cpu_s']:.2g} s of CPU"
+    note = f"gap {row['gap'] * 100:.2f} %; {tight}, {requests}; {cpu}"
+    makespan_s, bound_s = row["makespan_s"], row["lower_bound_s"]
+    return Figure(f"solve_{name}_{gpus}_gpus_makespan", makespan_s, "s", "its proven lower bound", bound_s, note)
 
 
 def _in_a_process(gpus: int, *tight: str) -> dict[str, Any]:
@@ -187,10 +153,9 @@ def _in_a_process(gpus: int, *tight: str) -> dict[str, Any]:
 
 
 def measure(gpus: int, tight: str = "") -> dict[str, Any]:
-    problem = step(gpus, SEED).known
+    problem = step(gpus, SEED)
     if tight:
         problem = tightened(problem, TIGHT[tight])
-    before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     started_s, cpu_s = time.perf_counter(), time.process_time()
     solution = solve(problem)
     return {
@@ -199,88 +164,10 @@ def measure(gpus: int, tight: str = "") -> dict[str, Any]:
         "solve_s": time.perf_counter() - started_s,
         "cpu_s": time.process_time() - cpu_s,
         "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "before_mib": before_mib,
         "makespan_s": solution.makespan_s,
         "lower_bound_s": solution.lower_bound_s,
         "gap": solution.gap or 0.0,
     }
-
-
-def _owners(of: SolveStep) -> list[Figure]:
-    """Best static fleet, the best of one configuration packed, and the mixed fleet: planned with true lengths, and
-    planned with likely ones and carried out on the true ones."""
-    true = columns(of.known)
-    figures = []
-    for how, planned in (("known", of.known), ("forecast", of.forecast)):
-        table = columns(planned)
-        bound_s = lower_bound_s(table)
-        spread_s = min(_carried_out(true, each) for each in _static(table))
-        one_s = min(_carried_out(true, each) for each in _packed_alone(table, bound_s))
-        solution = solve(planned)
-        mixed_s = _carried_out(true, _placement(table, solution))
-        for name, value_s, what in (
-            ("homogeneous_packed", one_s, "best single configuration, packed"),
-            ("mixed_packed", mixed_s, "mixed fleet, packed and searched"),
-        ):
-            note = f"{what}; lengths {how}; {OWNERS_GPUS:,} GPUs, {true.count:,} requests, switches and moves included"
-            baseline = "best single configuration, longest first to least loaded"
-            figures.append(Figure(f"solve_{name}_{how}", value_s, "s", baseline, spread_s, note))
-    return figures
-
-
-def _static(table: ProblemColumns) -> list[FleetPlacement]:
-    found = []
-    for configuration, count in enumerate(table.placeable.tolist()):
-        fleet = lay_out(table, [], [configuration] * count)
-        load, first = loads(table, configuration)[0]
-        if fleet is not None:
-            found.append(place(table, fleet, least_loaded(table, configuration, count, load, first)))
-    return found
-
-
-def _packed_alone(table: ProblemColumns, bound_s: float) -> list[FleetPlacement]:
-    found = []
-    for configuration in range(len(table.gpus)):
-        cuts = homogeneous_cut(table, configuration, bound_s, bound_s * 4)
-        if cuts is not None:
-            found += packed(table, cuts, 3)
-    return found
-
-
-def _placement(table: ProblemColumns, solution: Solution) -> FleetPlacement:
-    """The solution as the solver has it inside."""
-    index = {each.id: number for number, each in enumerate(table.problem.configurations)}
-    fleet = SolverFleet.of(table, [(index[each.configuration], -1, each.gpus) for each in solution.instances])
-    order = np.concatenate([each.requests for each in solution.instances])
-    starts = np.concatenate(([0], np.cumsum([len(each.requests) for each in solution.instances])))
-    return evaluate(table, fleet, order, starts)
-
-
-def _carried_out(true: ProblemColumns, planned: FleetPlacement) -> float:
-    return evaluate(true, planned.fleet, planned.order, planned.starts).makespan_s
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from orchestrrl.core.charts import axes, save  # late: solving runs in processes whose memory is measured
-
-    gpus = [row["gpus"] for row in rows]
-    figure, [panels] = axes(1, 3, width=13, height=4)
-    for panel, title, values in (
-        (panels[0], "seconds to solve (wall)", [row["solve_s"] for row in rows]),
-        (panels[1], "gap to the proven bound, %", [row["gap"] * 100 for row in rows]),
-        (panels[2], "memory, MiB (process; dashed: before)", [row["rss_mib"] for row in rows]),
-    ):
-        panel.plot(gpus, values, marker="o")
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel(f"GPUs ({REQUESTS_PER_GPU} requests each)")
-        panel.set_title(title)
-        panel.grid(alpha=0.3)
-    panels[0].set_yscale("log")
-    panels[0].scatter(list(AIMS_S), list(AIMS_S.values()), marker="_", s=300, color="tab:red", label="aim")
-    panels[0].legend()
-    panels[1].axhline(GAP_AIM * 100, color="tab:red", linewidth=1)
-    panels[2].plot(gpus, [row["before_mib"] for row in rows], linestyle="--")
-    save(figure, path)
 
 
 if __name__ == "__main__":

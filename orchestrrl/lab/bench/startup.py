@@ -48,13 +48,11 @@ def start_up(folder: Path) -> list[Figure]:
         for repetition in range(-1, REPETITIONS):
             round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
             round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
-            for code, times_s in alone_s.items():
-                seconds = _command_s((sys.executable, "-c", code), {})
-                if repetition >= 0:
-                    times_s.append(seconds)
+            alone = {code: _command_s((sys.executable, "-c", code), {}) for code in alone_s}
             if repetition >= 0:
-                for name, seconds in round_s.items():
-                    spent_s[name].append(seconds)
+                for times_s, found in ((spent_s, round_s), (alone_s, alone)):
+                    for name, seconds in found.items():
+                        times_s[name].append(seconds)
     return [_figure(name, median(spent_s[name]), code, median(alone_s[code])) for name, code in needs.items()]
 
 

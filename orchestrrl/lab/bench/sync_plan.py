@@ -1,6 +1,6 @@
 """Weight sync planned: how near the bound on regular sites, and what planning takes.
 
-As a program: `-m orchestrrl.lab.bench.sync_plan` prints each family. The bound counts no circuits in wholes and no
+The bound counts no circuits in wholes and no
 chunks on their way; the naive plan is every receiver straight from a holder, at best.
 """
 
@@ -110,36 +110,11 @@ def sync_plan() -> list[Figure]:
     large = {family: timed(family) for family in LARGEST}
     slowest = max(large, key=lambda family: large[family][1])
     ratios = [plan.estimate_s / plan.lower_bound_s for plan, _ in large.values()]
+    bound = "a bound that no plan beats, and perhaps none meets"
+    note = f"the worst of {len(plans)} regular families: {worst}; straight from the holders {found.naive_s:.3g} s"
+    times = f"{min(ratios):.2f} to {max(ratios):.2f} times the bound (aim: {AIM})"
+    slow = f"the slowest of {len(large)}: {slowest}; {times}"
     return [
-        Figure(
-            "sync_plan",
-            found.estimate_s,
-            "s of model time",
-            "a bound that no plan beats, and perhaps none meets",
-            found.lower_bound_s,
-            f"the worst of {len(plans)} regular families: {worst}; straight from the holders {found.naive_s:.3g} s",
-        ),
-        Figure(
-            "sync_plan_large",
-            large[slowest][1],
-            "CPU s",
-            "what it may take",
-            AIM_S,
-            f"the slowest of {len(large)}: {slowest}; {min(ratios):.2f} to {max(ratios):.2f} times the bound"
-            f" (aim: {AIM})",
-        ),
+        Figure("sync_plan", found.estimate_s, "s of model time", bound, found.lower_bound_s, note),
+        Figure("sync_plan_large", large[slowest][1], "CPU s", "what it may take", AIM_S, slow),
     ]
-
-
-def main() -> None:
-    print("ratio  estimate_s   bound_s   naive_s  waves   edges  cpu_s")  # noqa: T201
-    for family in (*FAMILIES, *LARGEST):
-        plan, cpu_s = timed(family)
-        edges = sum(len(wave.edges.bytes) for wave in plan.waves)
-        row = f"{plan.estimate_s / plan.lower_bound_s:5.3f} {plan.estimate_s:11.4f} {plan.lower_bound_s:9.4f}"
-        row += f" {plan.naive_s:9.3f} {len(plan.waves):6} {edges:7,} {cpu_s:6.2f}  {family}"
-        print(row)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()

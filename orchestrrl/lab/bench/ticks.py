@@ -7,7 +7,6 @@ from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.fleets import congested, deployments
-from orchestrrl.lab.bench.plain_balancer import PlainBalancer
 from planner.model import FinishedLength, Mode, PlanId, Snapshot
 from planner.plan import make_plan
 from planner.workload.remaining_tokens import RemainingTokensEstimator
@@ -16,38 +15,18 @@ SEED = 1
 SETTINGS = FastSettings()
 
 WORKERS, REQUESTS = 1_024, 16_384
-PLAIN_WORKERS, PLAIN_REQUESTS = 128, 2_048  # the plain way takes minutes on the large fleet
 AIM_S = 0.05
 ENGINES_TO_PLAN, REQUESTS_TO_PLAN = 512, 16_384
 INTERVAL_S = 30.0  # until the next plan, which a change of engines may be left to
 
 
 def balancer_tick() -> list[Figure]:
-    """The balancer without a limit on moves: how it grows, and how it stands against the rules carried out plainly."""
+    """The balancer without a limit on moves: how it grows."""
     large, half = (balance_problem(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
     large_s, half_s = side_by_side(lambda: decide(large), lambda: decide(half), repetitions=7)
-    small = balance_problem(congested(PLAIN_WORKERS, PLAIN_REQUESTS, SEED), SETTINGS)
-    if list(decide(small).moves) != PlainBalancer(small).moves():
-        raise AssertionError("the balancer and its plain rules decide differently")
-    small_s, plain_s = side_by_side(lambda: decide(small), lambda: PlainBalancer(small).moves(), repetitions=3)
-    return [
-        Figure(
-            "balancer_tick",
-            large_s,
-            "s",
-            f"half the fleet, {len(decide(half).moves):,} moves",
-            half_s,
-            f"{WORKERS:,} workers, {REQUESTS:,} requests, {len(decide(large).moves):,} moves; the aim is {AIM_S:g} s",
-        ),
-        Figure(
-            "balancer_tick_vs_plain",
-            small_s,
-            "s",
-            "everything recomputed for every move",
-            plain_s,
-            f"{PLAIN_WORKERS} workers, {PLAIN_REQUESTS:,} requests, where the plain way is feasible; the same moves",
-        ),
-    ]
+    half_moves, moves = (len(decide(problem).moves) for problem in (half, large))
+    note = f"{WORKERS:,} workers, {REQUESTS:,} requests, {moves:,} moves; the aim is {AIM_S:g} s"
+    return [Figure("balancer_tick", large_s, "s", f"half the fleet, {half_moves:,} moves", half_s, note)]
 
 
 def fast_tick() -> list[Figure]:

@@ -67,7 +67,7 @@ async def started(folder: Path) -> AsyncIterator[GatewayWays]:
 
 
 async def served(stack: Stack, name: str, *words: str) -> LabProcess:
-    """`python -m WORDS`, once it has printed its URL."""
+    """Start `python -m WORDS`, and return it once it has printed its URL."""
     process = stack.launch(LabProcess(name, (sys.executable, "-m", *words), stack.folder))
     await stack.served(process)
     return process
@@ -115,7 +115,7 @@ _OTHERS = {NGINX: _nginx, VLLM_ROUTER: _router("vllm-router"), SGLANG_ROUTER: _r
 
 
 async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
-    """A program, once it answers a completion on the port. Raises Permanent when it does not."""
+    """Start a program, and return it once it answers a completion on the port. Raises Permanent when it does not."""
     process = stack.launch(LabProcess(name, command, stack.folder, one_log=True))
     process.url = f"http://127.0.0.1:{port}"
     await process.until(partial(_answers, process.url))

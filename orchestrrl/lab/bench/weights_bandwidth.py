@@ -12,10 +12,8 @@ with 4 MiB, whose bytes have left the processor's cache when they are read.
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from orchestrrl.lab.bench.figure import Figure
@@ -35,11 +33,7 @@ class Moved:
     cpu_s: float
 
 
-def weights_bandwidth(_: Path) -> list[Figure]:
-    """None where there is no environment with torch."""
-    if not VLLM_PYTHON.exists():
-        print(f"weights_bandwidth: left out, {VLLM_PYTHON} is missing: make venv-vllm", file=sys.stderr)  # noqa: T201
-        return []
+def weights_bandwidth() -> list[Figure]:
     return [figure for size, rounds in SIZES.items() for figure in _figures(size, measured(size, rounds))]
 
 
@@ -49,18 +43,14 @@ def _figures(size: int, rounds: Sequence[Mapping[str, Moved]]) -> list[Figure]:
     for way in WAYS:
         cpu_ratio = median(each[way].cpu_s / each[BASELINE].cpu_s for each in rounds)
         ratio = median(each[way].wall_s / each[BASELINE].wall_s for each in rounds)
-        figures.append(
-            Figure(
-                f"weights_bandwidth_{way}_{size >> 20}mib",
-                ratio * baseline_s,
-                "s",
-                "torch.distributed.broadcast over gloo of the same bytes, in turn",
-                baseline_s,
-                f"{RANKS} processes, {size >> 20} MiB, chunks of {CHUNK_BYTES >> 20} MiB, a tree, gloo's groups kept"
-                f" from the version before; median of {len(rounds)} ratios in turn, load {os.getloadavg()[0]:.0f};"
-                f" CPU seconds {cpu_ratio:.2f} times its, checksums apart",
-            )
+        note = (
+            f"{RANKS} processes, {size >> 20} MiB, chunks of {CHUNK_BYTES >> 20} MiB, a tree, gloo's groups kept"
+            f" from the version before; median of {len(rounds)} ratios in turn, load {os.getloadavg()[0]:.0f};"
+            f" CPU seconds {cpu_ratio:.2f} times its, checksums apart"
         )
+        baseline = "torch.distributed.broadcast over gloo of the same bytes, in turn"
+        name = f"weights_bandwidth_{way}_{size >> 20}mib"
+        figures.append(Figure(name, ratio * baseline_s, "s", baseline, baseline_s, note))
     return figures
 
 

@@ -54,7 +54,7 @@ def lacking() -> str:
 
 
 def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
-    """`python WORDS` inside, as a process that takes input and ends with it. Raises Permanent where that cannot be."""
+    """Start `python WORDS` inside, as a process that takes input and ends with it. Raises Permanent."""
     if why := lacking():
         raise Permanent(why)
     command = [*_prefix(), sys.executable, *words]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,6 @@ from orchestrrl.lab.box.plan import Rates
 from orchestrrl.lab.box.testbed import SITE_FILE, Testbed, standing
 
 
-async def _circuits(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
-    return await shows.rates_by_circuits(box, seconds=order["seconds"])
-
-
-async def _transition(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
-    return await shows.transfer_through_changes(box, order["changes"])
-
-
-async def _failed_port(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
-    return await shows.failed_port(box, order["seconds"])
-
-
-async def _wrong_cable(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
-    return await shows.wrong_cable(box)
-
-
-async def _cycle(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
-    return await cycle(box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")})
-
-
 async def _weights(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     from orchestrrl.lab.box.weights import weights  # it plans, which takes a while to import
 
@@ -48,12 +29,14 @@ async def _weights(box: Testbed, order: dict[str, Any]) -> dict[str, Any]:
     return await weights(box, order["sync_bytes"], order["sync_rounds"], order["sync_ways"], **words)
 
 
-SHOWS = {
-    "circuits": _circuits,
-    "transition": _transition,
-    "failed_port": _failed_port,
-    "wrong_cable": _wrong_cable,
-    "cycle": _cycle,
+SHOWS: dict[str, Callable[[Testbed, dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+    "circuits": lambda box, order: shows.rates_by_circuits(box, seconds=order["seconds"]),
+    "transition": lambda box, order: shows.transfer_through_changes(box, order["changes"]),
+    "failed_port": lambda box, order: shows.failed_port(box, order["seconds"]),
+    "wrong_cable": lambda box, order: shows.wrong_cable(box),
+    "cycle": lambda box, order: cycle(
+        box, **{name: order[name] for name in ("seconds", "iterations", "collective_s", "pause_s")}
+    ),
     "weights": _weights,
 }
 

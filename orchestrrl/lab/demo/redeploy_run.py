@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.engines.base import connect
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import DemoStepRecord, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, connected, run_step
 from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -184,7 +183,6 @@ async def _run(
     known = {redeployment["redeployment_id"] for redeployment in await _redeployments(control)}
     before = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
     fabric_before = await fabric_now(control, stack.site)
-    clients = [connect("simulated", worker.url) for worker in before.workers]
     looks: list[FlightSnapshot] = []
 
     async def poll() -> None:
@@ -194,15 +192,10 @@ async def _run(
             tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
             looks.append(FlightSnapshot(time.time(), at, tokens))
 
-    try:
-        async with meanwhile(poll, LOOK_S):
-            record = await run_step(
-                scenario, step, lambda _: stack.stack.gateway_url, clients, progress, hold=True, begun=begun
-            )
-            ended_s = time.time()
-    finally:
-        for client in clients:
-            await client.close()
+    async with connected("simulated", [worker.url for worker in before.workers]) as clients, meanwhile(poll, LOOK_S):
+        url = stack.stack.gateway_url
+        record = await run_step(scenario, step, lambda _: url, clients, progress, hold=True, begun=begun)
+        ended_s = time.time()
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
     after = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
     arm = RedeployArm(ended_s - record.makespan_s / scenario.speed, record, looks)

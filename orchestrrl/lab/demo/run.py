@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from orchestrrl.engines.base import Engine, connect
+from orchestrrl.engines.base import Engine
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
 from orchestrrl.lab.demo.stack import engines as started_engines
 from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
-from orchestrrl.lab.demo.step import DemoStepRecord, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, connected, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim import step as simulation
 from orchestrrl.lab.sim.step import best_step, lower_bound_s
@@ -119,19 +119,17 @@ async def run_demo(
     """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
     weights to them."""
     report("starting the engines", 0, 0)
-    async with started_engines(scenario, engine, out_dir) as running:
-        clients = [connect(engine, local.url) for local in running]
-        try:
-            outcomes = await _without(scenario, engine, seeds, [local.url for local in running], clients, report)
-            report("starting OrchestrRL", 0, 0)
-            async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-                marks = await _with(scenario, engine, outcomes, stack, clients, report)
-                synced = None
-                if scenario.sync is not None:
-                    synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
-        finally:
-            for client in clients:
-                await client.close()
+    async with (
+        started_engines(scenario, engine, out_dir) as running,
+        connected(engine, [local.url for local in running]) as clients,
+    ):
+        outcomes = await _without(scenario, engine, seeds, [local.url for local in running], clients, report)
+        report("starting OrchestrRL", 0, 0)
+        async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
+            marks = await _with(scenario, engine, outcomes, stack, clients, report)
+            synced = None
+            if scenario.sync is not None:
+                synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
     demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks, sync=synced)
     for index, outcome in enumerate(outcomes):
         report("asking the oracle", index, len(outcomes))
@@ -142,16 +140,14 @@ async def run_demo(
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
     report("starting the engines", 0, 0)
-    async with started_engines(scenario, engine, out_dir) as running:
-        clients = [connect(engine, local.url) for local in running]
-        try:
-            report("starting OrchestrRL", 0, 0)
-            async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-                await stack.until_reported(len(clients))
-                return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
-        finally:
-            for client in clients:
-                await client.close()
+    async with (
+        started_engines(scenario, engine, out_dir) as running,
+        connected(engine, [local.url for local in running]) as clients,
+    ):
+        report("starting OrchestrRL", 0, 0)
+        async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
+            await stack.until_reported(len(clients))
+            return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
 
 
 async def _without(

@@ -1,9 +1,10 @@
 """Submit one generation step over HTTP, as an RL framework does, and record what came back and when."""
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import aiohttp
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Engine
+from orchestrrl.engines.base import Engine, connect
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
 from orchestrrl.lab.testbed.processes import meanwhile, until
@@ -84,6 +85,17 @@ async def run_step(
     record.makespan_s = max(record.finish_s.values(), default=0.0)
     record.idle_s = [min(seconds, record.makespan_s) for seconds in idle.seconds]
     return record
+
+
+@contextlib.asynccontextmanager
+async def connected(kind: str, urls: Iterable[str]) -> AsyncIterator[list[Engine]]:
+    """Clients of engines, closed on leaving."""
+    clients = [connect(kind, url) for url in urls]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            await client.close()
 
 
 class _Start:

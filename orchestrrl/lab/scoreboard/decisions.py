@@ -15,10 +15,10 @@ FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 def solver(quick: bool, report: Report) -> list[ScoreboardRow]:
     """In this process, on this machine: the only figure here that depends on where it is made."""
-    solve(step(GPUS // 16, SEED).known)  # compiled code is loaded
+    solve(step(GPUS // 16, SEED))  # compiled code is loaded
     rows = []
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
-        problem = step(gpus, SEED).known
+        problem = step(gpus, SEED)
         report(f"{gpus:,} GPUs", 0, 1)
         started_s = time.perf_counter()
         solution = solve(problem)

@@ -27,7 +27,7 @@ def mixed_fleets(quick: bool, report: Report) -> list[ScoreboardRow]:
     rows = []
     for place, gpus in enumerate(MIXED_GPUS[quick]):
         report(f"{gpus:,} GPUs", place, len(MIXED_GPUS[quick]))
-        problem = step(gpus, 1).known
+        problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
         alone = {str(each.id): solve(_alone(problem, each.id)).makespan_s for each in problem.configurations}
         best = min(alone, key=lambda name: alone[name])

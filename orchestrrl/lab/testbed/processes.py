@@ -1,4 +1,4 @@
-"""Processes of a test bed: each has a log and a session of its own, is ready when it says so, and is ended for sure."""
+"""Processes of a test bed: each has a log and a session of its own, a readiness to wait for, and a certain end."""
 
 import asyncio
 import contextlib
@@ -105,7 +105,7 @@ class LabProcess:
         return self.url
 
     def read_line(self) -> str | None:
-        """The next whole line of its output, without its end; None where there is none yet."""
+        """Return the next whole line of its output, without its end; None where there is none yet."""
         with self.out_path.open("rb") as out:
             out.seek(self._read_bytes)
             line = out.readline()
@@ -115,7 +115,7 @@ class LabProcess:
         return line.decode(errors="replace").strip()
 
     async def next_line(self, within_s: float = READY_WITHIN_S) -> str:
-        """The next line of its output, once it is there. Raises Permanent where the process ends first."""
+        """Return the next line of its output, once it is there. Raises Permanent where the process ends first."""
 
         async def line() -> str | None:
             return self.read_line()
@@ -123,7 +123,7 @@ class LabProcess:
         return await self.until(line, within_s)
 
     async def request(self, question: Mapping[str, Any], within_s: float = ANSWER_WITHIN_S) -> Any:
-        """Write a line of JSON, and return what the next line of its output says. Raises Permanent where it ends."""
+        """Write a line of JSON, and return the value of the next line of its output. Raises Permanent where it ends."""
         async with self._turn:
             self.send(question)
             return json.loads(await self.next_line(within_s))
@@ -131,7 +131,7 @@ class LabProcess:
     def send(self, message: Mapping[str, Any]) -> None:
         """Write a line of JSON to its input."""
         assert self.process.stdin is not None, f"{self.name} takes no input"
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its output tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its output ends, too
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -155,7 +155,7 @@ class LabProcess:
             raise Permanent(self.obituary(f"exited with status {self.process.returncode}"))
 
     def cpu_s(self) -> float:
-        """CPU seconds since its start, over all its threads."""
+        """Return its CPU seconds since its start, over all its threads."""
         return process_cpu_s(self.pid)
 
     def signal(self, number: int) -> None:
@@ -168,7 +168,7 @@ class LabProcess:
 
     @contextlib.contextmanager
     def killed_on_failure(self) -> Iterator[None]:
-        """Where the body fails or is cancelled, nothing of the process stays behind."""
+        """Kill all of the process where the body fails or is cancelled."""
         try:
             yield
         except BaseException:
@@ -181,15 +181,18 @@ class LabProcess:
         Stopping twice, or what was never started, is harmless."""
         if self._process is None:
             return 0
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        try:
+            if self._process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.close()
+                await self._gone(grace_s)
+            self.signal(signal.SIGCONT)
+            self._terminate()
             await self._gone(grace_s)
-        self.signal(signal.SIGCONT)
-        self._terminate()
-        await self._gone(grace_s)
-        self._signal_all(signal.SIGKILL)
-        return self._process.wait()
+        finally:  # where the clean-up is cancelled as well
+            self._signal_all(signal.SIGKILL)
+            status = self._process.wait()
+        return status
 
     def _terminate(self) -> None:
         self.signal(signal.SIGTERM)
@@ -209,23 +212,23 @@ class LabProcess:
         return True
 
     def obituary(self, what: str) -> str:
-        """What has become of it, and the end of its log."""
+        """Return what has become of it, and the end of its log."""
         tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
         return f"{self.name} {what}; the end of {self.log_path}:\n{tail}"
 
 
 def command_of(*words: str | Path) -> list[str]:
-    """A command of OrchestrRL itself, in this environment."""
+    """Return the command line of one of OrchestrRL's commands, in this environment."""
     return [sys.executable, "-m", "orchestrrl", *map(str, words)]
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
-    """`{"tick_s": 0.01}` as `--tick-s 0.01`."""
+    """Return options as flags: `{"tick_s": 0.01}` as `--tick-s 0.01`."""
     return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def free_port() -> int:
-    """One of this host that the kernel has to give."""
+    """Return a port of this host that nothing uses now."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port: int = holder.getsockname()[1]
@@ -233,7 +236,7 @@ def free_port() -> int:
 
 
 def process_cpu_s(pid: int) -> float:
-    """CPU seconds of a process since its start, over all its threads."""
+    """Return the CPU seconds of a process since its start, over all its threads."""
     # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
     return time.clock_gettime(~pid << 3 | 2)
 

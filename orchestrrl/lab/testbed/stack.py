@@ -45,7 +45,7 @@ class Stack:
 
     @contextlib.asynccontextmanager
     async def closed_on_failure(self) -> AsyncIterator[None]:
-        """For what a subclass starts on entering: where that fails, all of it is stopped."""
+        """Stop everything where the body, which a subclass enters with, fails."""
         try:
             yield
         except BaseException:
@@ -80,13 +80,13 @@ class Stack:
         return self.launch(LabProcess(name, command_of(*words), self.folder))
 
     async def served(self, process: LabProcess) -> str:
-        """The address that the process prints once it serves."""
+        """Return the address that the process prints once it serves."""
         process.url = await process.next_line()
         return process.url
 
-    async def start_daemon(self, document: Mapping[str, Any]) -> str:
-        """With a journal of its own, which begins anew; its address, which it keeps when it is started again."""
-        for stale in self.folder.glob(f"{JOURNAL_FILE}*"):
+    async def start_daemon(self, document: Mapping[str, Any], *, keep_journal: bool = False) -> str:
+        """Return its address, which it keeps when it is started again. Its journal begins anew unless it is kept."""
+        for stale in () if keep_journal else self.folder.glob(f"{JOURNAL_FILE}*"):
             stale.unlink()
         self.configure(document)
         self.daemon_address = await self.served(self.command("daemon", "daemon", "-c", self.config_path))
@@ -110,12 +110,12 @@ class Stack:
         return self.command("agent", "agent", "--daemon", self.daemon_address, *flags)
 
     def peer_words(self, name: str, folder: Path, engines: Mapping[str, str], *flags: str) -> list[str]:
-        """What a weight peer is started with; `engines` are its host's, with their URLs."""
+        """Return the flags of a weight peer; `engines` are its host's, with their URLs."""
         words = ["--id", name, "--folder", str(folder), "--daemon", self.daemon_address, *flags]
         return [*words, *engine_flags("--engine", engines)]
 
     async def run(self, *words: str) -> str:
-        """What `orchestrrl WORDS` prints of this daemon. Raises Permanent where it prints nothing."""
+        """Return what `orchestrrl WORDS` prints of this daemon. Raises Permanent where it prints nothing."""
         command = command_of(*words, "--daemon", self.daemon_address)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -129,7 +129,7 @@ class Stack:
             return await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
 
     async def fabric(self, periods: int = 1) -> fabric_pb2.FabricStatus:
-        """As `orchestrrl fabric status` has it, with so many of the last periods."""
+        """Return the fabric's status with so many of the last periods."""
         async with ControlClient(self.daemon_address) as control:
             return await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=periods))
 
@@ -138,16 +138,16 @@ class Stack:
             return status_from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
-        """Wait until the daemon has heard of so many engines, and of nodes of these kinds. Raises Permanent."""
+        """Wait until so many engines, and nodes of these kinds, have reported to the daemon. Raises Permanent."""
 
-        async def heard() -> bool:
+        async def reported() -> bool:
             status = await self.status()
             attached = {node.kind for node in status.nodes if node.attached}
-            # How it does, and what it can do: a redeployment stops what it does not take for one that can sleep.
+            # A redeployment stops an engine whose capabilities, sleep among them, have not been reported.
             known = [each for each in status.workers if each.HasField("age_s") and each.HasField("capabilities")]
             return attached >= set(kinds) and len(known) >= max(engines, len(status.workers))
 
-        await until(heard, "the daemon hears of every engine and of the gateway", processes=self.processes.values())
+        await until(reported, "every engine and the gateway report to the daemon", processes=self.processes.values())
 
     async def until_attached(self, peers: Iterable[str]) -> None:
         """Wait until the daemon has these weight peers. Raises Permanent."""
@@ -155,11 +155,11 @@ class Stack:
         async def attached() -> bool:
             return {str(peer.id) for peer in (await self.weights()).peers if peer.attached} >= set(peers)
 
-        await until(attached, "the daemon hears of every peer", processes=self.processes.values())
+        await until(attached, "every peer is attached to the daemon", processes=self.processes.values())
 
 
 def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:
-    """`--engine e0=URL` for each."""
+    """Return `--engine e0=URL` for each."""
     return [text for name, url in engines.items() for text in (flag, f"{name}={url}")]
 
 
@@ -168,12 +168,12 @@ def agent_flags(engines: Mapping[str, str]) -> list[str]:
 
 
 def named(urls: Sequence[str]) -> dict[str, str]:
-    """Engines e0, e1, ... with their URLs."""
+    """Return engines e0, e1, ... with their URLs."""
     return {f"e{index}": url for index, url in enumerate(urls)}
 
 
 def sped_up(configuration: Configuration, speed: float, overhead_s: float = 0.0) -> dict[str, Any]:
-    """A configuration as the daemon's file has it, in seconds of the clock where engines are `speed` times as fast."""
+    """Return a configuration for the daemon's file, in seconds of the clock where engines are `speed` times as fast."""
     document = asdict(configuration)
     for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
         document[name] /= speed

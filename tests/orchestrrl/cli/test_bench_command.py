@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.bench import bench
 from orchestrrl.cli.main import application
-from orchestrrl.lab.bench import weights_bandwidth
+from orchestrrl.lab.bench import run
 from orchestrrl.lab.bench.run import BENCHMARKS
 
 
@@ -17,7 +17,7 @@ def test_help_names_every_benchmark() -> None:
 
 
 def test_one_without_its_environment_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_bandwidth, "VLLM_PYTHON", tmp_path / "none")
+    monkeypatch.setattr(run, "VLLM_PYTHON", tmp_path / "none")
     words = ["bench", "--only", "weights_bandwidth", "--out", str(tmp_path / "bench.json"), "--json"]
     result = CliRunner().invoke(application(), words)
     assert result.exit_code == 0

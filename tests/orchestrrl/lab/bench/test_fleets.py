@@ -1,19 +1,8 @@
-"""The benchmarks' fleets are what their docstrings say, and the plain balancer decides as the real one."""
+"""The benchmarks' fleets are what their docstrings say."""
 
-from dataclasses import replace
-
-import pytest
-
-from balancer.balance import balance_problem
-from balancer.load_index import BalanceProblem
-from balancer.load_index_moves import decide
-from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.fleets import KV_CAPACITY_TOKENS, congested, deployments
-from orchestrrl.lab.bench.plain_balancer import PlainBalancer
-from planner.model import EngineId, Mode, PlanId, RequestState
+from planner.model import Mode, PlanId, RequestState
 from planner.plan import make_plan
-
-SETTINGS = FastSettings(theta=1e-5, headroom_tokens=0)
 
 
 def test_a_fleet_is_a_function_of_its_seed() -> None:
@@ -36,20 +25,3 @@ def test_every_deployment_can_be_weighed() -> None:
     plan = make_plan(PlanId("p"), congested(16, 400, 1), deployments(16), mode=Mode.ACT)
     assert {part.configuration for option in plan.alternatives for part in option.parts} == {"tp1", "tp2", "tp4", "tp8"}
     assert not any(alternative.infeasible_because for alternative in plan.alternatives)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_plain_balancer_makes_the_same_moves(seed: int) -> None:
-    engines = 2 + seed
-    problem = balance_problem(congested(engines, (8 + 4 * (seed % 3)) * engines, seed), SETTINGS)
-    moves = PlainBalancer(problem).moves()
-    assert moves
-    assert moves == list(decide(problem).moves)
-
-
-def test_the_plain_balancer_refuses_stalls() -> None:
-    worker = replace(
-        balance_problem(congested(1, 4, 0), SETTINGS).workers[0], decode_tokens_per_s=0.0, id=EngineId("w")
-    )
-    with pytest.raises(ValueError, match="stalled"):
-        PlainBalancer(BalanceProblem(0.1, (worker,)))

@@ -1,14 +1,13 @@
 """A trainer that trains nothing: it publishes models of random weights as versions, and says how each would go on. Runs
 where torch and transformers are, as a process of its own.
 
-    python -m orchestrrl.lab.bench.weights_publisher MODEL DAEMON PEER FOLDER
+    python -m tests.vllm.weights_publisher MODEL DAEMON PEER FOLDER
 
 MODEL is a folder of the form that the engines serve. It reads a line of JSON at a time and answers with one:
 
     {"publish": VERSION, "seed": SEED}            the report of the sync that has brought it, or not
     {"publish": VERSION, "seed": SEED, "install": "next_pause"}    {}, as soon as it is staged; then, later,
     {"wait": VERSION}                             its report
-    {"save": FOLDER, "seed": SEED}                {}: the same weights as a checkpoint
     {"gaps": [[token, ...], ...], "seed": SEED}   of each token but the first, by how much the likeliest one's logit was
                                                   above its own: 0 where it is the likeliest itself
 """
@@ -53,9 +52,6 @@ class Publisher:
                 return _reported(handle)
             case {"wait": version}:
                 return _reported(self._on_their_way.pop(version))
-            case {"save": folder, "seed": seed}:
-                self.model(seed).save_pretrained(folder)
-                return {}
             case {"gaps": rows, "seed": seed}:
                 return [self._gaps(row, seed) for row in rows]
             case _:

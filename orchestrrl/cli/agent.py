@@ -11,7 +11,7 @@ import typer
 
 from orchestrrl.cli.control import DaemonOption, address_faults
 from orchestrrl.cli.garbage import keep_loaded
-from orchestrrl.cli.output import reporting_errors
+from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import VerboseFlag, serve
 from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -61,28 +61,24 @@ def agent(
     from orchestrrl.rpc.channel import first_of
     from planner.model import EngineId, NodeId
 
-    with reporting_errors():
-        urls = urls or []
-        url_faults = _url_faults(urls)
-        names = ids or [url if url_faults else urlsplit(url).netloc for url in urls]
-        faults = [*url_faults, *_name_faults(urls, names), *address_faults(daemon)]
-        if not urls and rings is None:
-            faults.append("--url: is missing, give it or --rings, got nothing")
-        if not interval_s > 0:
-            faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
-        if faults:
-            raise ProblemFaults(faults)
-        limits = _limits(slow_after_s, gone_after_s, rate_window_s)
-        engines = {EngineId(name): _connect(engine, url) for name, url in zip(names, urls, strict=True)}
-        sides: list[Coroutine[Any, Any, None]] = []
-        if engines:
-            sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
-        if rings is not None:
-            sides.append(
-                WindowReporter(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run()
-            )
-        keep_loaded()
-        serve(first_of(*sides), verbose=verbose)
+    urls = urls or []
+    url_faults = _url_faults(urls)
+    names = ids or [url if url_faults else urlsplit(url).netloc for url in urls]
+    faults = [*url_faults, *_name_faults(urls, names), *address_faults(daemon)]
+    if not urls and rings is None:
+        faults.append("--url: is missing, give it or --rings, got nothing")
+    if not interval_s > 0:
+        faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
+    raise_faults(faults)
+    limits = _limits(slow_after_s, gone_after_s, rate_window_s)
+    engines = {EngineId(name): _connect(engine, url) for name, url in zip(names, urls, strict=True)}
+    sides: list[Coroutine[Any, Any, None]] = []
+    if engines:
+        sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
+    if rings is not None:
+        sides.append(WindowReporter(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run())
+    keep_loaded()
+    serve(first_of(*sides), verbose=verbose)
 
 
 async def _run(
@@ -150,7 +146,3 @@ def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> "
         return HealthLimits(slow_after_s, gone_after_s, rate_window_s)
     except ValueError as error:
         raise ProblemFaults([str(error)]) from error
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(agent)

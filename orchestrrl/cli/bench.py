@@ -5,18 +5,15 @@ from typing import Annotated
 
 import typer
 
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, note, table
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="bench")(bench)
-
-
+@command
 def bench(
     only: Annotated[list[str] | None, typer.Option(help="Run this benchmark alone; may be repeated.")] = None,
     out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("out/bench.json"),
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
@@ -29,27 +26,19 @@ def bench(
     # Imported here so that every other command starts without what is measured.
     from orchestrrl.lab.bench.run import as_json, chosen, run, write
 
-    with reporting_errors():
-        names = chosen(only or [])
-        figures = run(names, out.parent / "bench", lambda name: stderr().print(f"{name} ..."))
-        write(figures, out)
-    if json:
-        print_json(as_json(figures))
-        return
-    print_table(
-        "Medians; ratio: value / baseline's",
-        ("benchmark", "value", "unit", "baseline", "baseline's", "ratio", "note"),
-        (
-            (
-                figure.name,
-                f"{figure.value:.3g}",
-                figure.unit,
-                figure.baseline,
-                f"{figure.baseline_value:.3g}",
-                None if figure.ratio is None else f"{figure.ratio:.3g}",
-                figure.note,
-            )
-            for figure in figures
-        ),
-    )
-    print_lines([f"wrote {out}"])
+    names = chosen(only or [])
+    figures = run(names, out.parent / "bench", lambda name: note(f"{name} ..."))
+    write(figures, out)
+    shown = table("Medians; ratio: value / baseline's", COLUMNS, figures)
+    return Output(as_json(figures), [shown, f"wrote {out}"])
+
+
+COLUMNS: Columns = {
+    "benchmark": "name",
+    "value": lambda figure: f"{figure.value:.3g}",
+    "unit": "unit",
+    "baseline": "baseline",
+    "baseline's": lambda figure: f"{figure.baseline_value:.3g}",
+    "ratio": lambda figure: None if figure.ratio is None else f"{figure.ratio:.3g}",
+    "note": "note",
+}

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from orchestrrl.cli.output import reporting_errors
+from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import parse_address
-from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ DaemonOption = Annotated[
 
 
 def address_faults(address: str) -> list[str]:
-    """What is wrong with the value of --daemon."""
+    """Return the faults of the value of --daemon."""
     if address.startswith("unix:"):
         return [] if address.removeprefix("unix:") else [f"--daemon: names no socket, got {address!r}"]
     try:
@@ -41,18 +40,23 @@ def address_faults(address: str) -> list[str]:
 
 
 def call_daemon(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
-    """The result of a conversation with the daemon; its errors become messages and exit statuses."""
+    """Return the result of a conversation with the daemon. Raises OrchestrRLError."""
     import asyncio
 
+    return asyncio.run(_converse(address, conversation))
+
+
+def follow(address: str, conversation: Callable[["ControlClient"], Awaitable[None]]) -> None:
+    """Hold a conversation until the daemon or the operator ends it. Raises OrchestrRLError."""
+    until_stopped(_converse(address, conversation))
+
+
+async def _converse(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
     from orchestrrl.rpc.control_client import ControlClient
 
-    async def converse() -> _Result:
-        async with ControlClient(address) as client:
-            return await conversation(client)
-
-    with reporting_errors():
-        _check(address)
-        return asyncio.run(converse())
+    raise_faults(address_faults(address))
+    async with ControlClient(address) as client:
+        return await conversation(client)
 
 
 async def answer(
@@ -61,25 +65,6 @@ async def answer(
     request: _Request,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """The daemon's answer to one request, as plain values."""
+    """Return the daemon's answer to one request, as plain values."""
     response = await client.call(method, request, timeout_s)
     return plain(response)
-
-
-def follow(address: str, conversation: Callable[["ControlClient"], Awaitable[None]]) -> None:
-    """A conversation that lasts until the daemon ends it or the operator does."""
-    from orchestrrl.rpc.control_client import ControlClient
-
-    async def converse() -> None:
-        async with ControlClient(address) as client:
-            await conversation(client)
-
-    with reporting_errors():
-        _check(address)
-        until_stopped(converse())
-
-
-def _check(address: str) -> None:
-    faults = address_faults(address)
-    if faults:
-        raise ProblemFaults(faults)

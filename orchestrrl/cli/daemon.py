@@ -1,13 +1,13 @@
 """`orchestrrl daemon` and `orchestrrl check-config`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.garbage import keep_loaded
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_table, reporting_errors, stdout
+from orchestrrl.cli.output import Output, cells_table, fail, print_line, print_view
 from orchestrrl.cli.running import VerboseFlag, serve
 from planner.model import Mode
 
@@ -31,22 +31,20 @@ def daemon(
     from orchestrrl.daemon.configuration import ReloadableConfig
     from orchestrrl.daemon.wiring import run_daemon
 
-    with reporting_errors():
-        file = ReloadableConfig.load(config)
-        serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)
+    file = ReloadableConfig.load(config)
+    serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)
 
 
 def _announce(address: str) -> None:
     keep_loaded()
-    sys.stdout.write(address + "\n")
-    sys.stdout.flush()
+    print_line(address)
 
 
+@command
 def check_config(
     file: Annotated[Path | None, typer.Argument(help="The configuration file (YAML).")] = None,
     print_example: Annotated[bool, typer.Option("--print-example", help="Print a commented example and stop.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Say what a configuration file means, or every fault in it (exit status 2).
 
     Example: `orchestrrl check-config --print-example > orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
@@ -55,26 +53,23 @@ def check_config(
     from orchestrrl.daemon.configuration import load_config
 
     if print_example:
-        sys.stdout.write(EXAMPLE)
-        return
+        print_view(EXAMPLE)
+        raise typer.Exit
     if file is None:
         fail("FILE: is missing; `--print-example` shows what it may hold", 2)
-    with reporting_errors():
-        config = load_config(file, with_parts=True)
-    if as_json:
-        print_json(config.model_dump(mode="json"))
-    else:
-        _print_config(config)
+    config = load_config(file, with_parts=True)
+    shown = cells_table("configuration", ("setting", "value"), _rows(config))
+    return Output(config.model_dump(mode="json"), [shown, "no faults"])
 
 
-def _print_config(config: "Config") -> None:
+def _rows(config: "Config") -> list[tuple[str, str | None]]:
     listen, fast, slow = config.listen, config.fast, config.slow
     where = f"{listen.address}" + (f" and {listen.socket}" if listen.socket else "")
     acting = "decides and explains, changes nothing"
     deployer = config.fleet.deployer
     if config.mode is Mode.ACT:
         acting = "moves requests" + ("" if deployer is None else ", changes engines")
-    rows = [
+    return [
         ("mode", f"{config.mode}: {acting}"),
         ("listens on", where),
         ("journal", f"{config.journal.path}, at most {config.journal.max_entries} entries"),
@@ -87,10 +82,3 @@ def _print_config(config: "Config") -> None:
         ("deployer", f"{deployer.product}, records in {deployer.folder}" if deployer else None),
         ("switches", ", ".join(f"{entry.id} ({entry.driver})" for entry in config.ocs) or None),
     ]
-    print_table("configuration", ("setting", "value"), rows)
-    stdout().print("no faults")
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(daemon)
-    app.command("check-config")(check_config)

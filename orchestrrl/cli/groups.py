@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import typer
-
 SERVICES = "Services"
 RUNNING_DAEMON = "Ask and steer a running daemon"
 
@@ -26,13 +24,3 @@ GROUPS = {
     "sync": CommandGroup("How new weights reach every engine.", RUNNING_DAEMON),
     "ocs": CommandGroup("Optical circuit switches: what they are and where their light goes.", RUNNING_DAEMON),
 }
-
-
-def group(app: typer.Typer, name: str) -> typer.Typer:
-    """Return the command group `name` of the application, made on the first call."""
-    for registered in app.registered_groups:
-        if registered.name == name and registered.typer_instance is not None:
-            return registered.typer_instance
-    made = typer.Typer()
-    app.add_typer(made, name=name)
-    return made

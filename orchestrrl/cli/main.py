@@ -12,8 +12,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from orchestrrl import __version__
 from orchestrrl.cli import garbage
-from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.commands import COMMANDS, MODULE_OF, PANEL_OF
 from orchestrrl.cli.groups import GROUPS
+from orchestrrl.cli.output import reporting_errors
 
 _SETTINGS: dict[str, Any] = {
     "name": "orchestrrl",
@@ -44,10 +45,10 @@ class TableGroup(TyperGroup):
     def __init__(self, *, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
         self.prefix = prefix
-        for path, listed in COMMANDS.items():
+        for path, summary in COMMANDS.items():
             name = path.removeprefix(prefix)
             if path.startswith(prefix) and " " not in name:
-                self.add_command(TyperCommand(name, help=listed.summary, rich_help_panel=listed.panel))
+                self.add_command(TyperCommand(name, help=summary, rich_help_panel=PANEL_OF.get(path)))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         spare_conversions(self, ctx)
@@ -72,13 +73,20 @@ class _Root(TableGroup):
 
 @functools.cache
 def load(path: str) -> Any:
-    """Import the command at `path`, such as `plan solve`, from its module."""
-    app = typer.Typer(callback=_root, **_SETTINGS)
-    importlib.import_module(f"orchestrrl.cli.{COMMANDS[path].module}").register(app)
-    command: Any = typer.main.get_command(app)
-    for name in path.split():
-        command = command.commands[name]
-    return command
+    """Return the command at `path`, such as `plan solve`. Its function has the name of the path or of its last word."""
+    module = importlib.import_module(f"orchestrrl.cli.{MODULE_OF[path]}")
+    name = path.rpartition(" ")[2]
+    words = (path.replace(" ", "_"), name, f"{name}_")
+    function = next(filter(None, (vars(module).get(each.replace("-", "_")) for each in words)))
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        with reporting_errors():
+            function(**values)
+
+    app = typer.Typer(add_completion=False, **_SETTINGS)
+    app.command(name)(run)
+    return typer.main.get_command(app)
 
 
 def spare_conversions(command: Any, ctx: Any) -> None:

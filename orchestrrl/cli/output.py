@@ -1,28 +1,61 @@
-"""How every command speaks: results on standard output, the rest on standard error, faults with exit status 2."""
+"""What a command prints and how it ends: results on standard output, everything else on standard error."""
 
 import json
+import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 EXIT_FAILURE = 1  # the command was understood and did not succeed
 EXIT_MALFORMED = 2  # malformed input or usage; nothing was done
 EXIT_INFEASIBLE = 3  # a well-formed problem without a feasible answer
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
+EXIT_LEFT = 130  # as shells have it for Ctrl-C: the outcome is not known
 
 # A pipe has no width of its own: wide enough that tables keep their rows on one line each.
 PIPE_COLUMNS = 200
+EMPTY = "-"
+_FIGURE = re.compile(r"[-+]?\d")
+
+Row = TypeVar("Row")
+Getter = str | Callable[[Any], object]  # a key or attribute of the row, or a function of the row
+Columns = Mapping[str, Getter]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of a command.
+
+    `document` is what --json prints. `view` is what people read: lines with rich's markup and other renderables, which
+    an iterator makes only where they are printed; a table; or a text that is written as it is. `failure` is the message
+    of exit status `status`; an empty one is not printed.
+    """
+
+    document: Any
+    view: "Iterable[RenderableType] | Table | str"
+    failure: str | None = None
+    status: int = EXIT_FAILURE
+
+    def emit(self, as_json: bool) -> None:
+        if as_json:
+            print_json(self.document)
+        else:
+            print_view(self.view)
+        if self.failure:
+            fail(self.failure, self.status)
+        if self.failure is not None:
+            raise typer.Exit(self.status)
 
 
 @cache
@@ -40,52 +73,136 @@ def stderr() -> "Console":
 
 
 def print_json(value: Any) -> None:
-    """One JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
+    """Print one JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
     sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def print_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Iterable[object]],
-    *,
-    optional: Collection[str] = (),
-    left: Collection[str] = (),
-) -> None:
-    """A table for people. Cells are shown as they are, right-aligned but for the first column and those of words, named
-    in `left`: numbers read best so.
+def print_line(line: str) -> None:
+    """Print one line at once, also into a pipe."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
-    None shows as `-`; an `optional` column without any value is left out.
-    """
+
+def print_view(view: "Iterable[RenderableType] | Table | str") -> None:
+    """Print lines, never broken, so that they can be searched in a pipe, and other renderables as they are."""
+    if isinstance(view, str):
+        sys.stdout.write(view)
+        return
+    for block in view if isinstance(view, Iterable) else [view]:
+        stdout().print(block, soft_wrap=isinstance(block, str))
+
+
+def note(text: str) -> None:
+    """Print a line about the progress of a command on standard error, with rich's markup."""
+    stderr().print(text, soft_wrap=True)
+
+
+def table(title: str, columns: Columns, rows: Iterable[Row]) -> "Table":
+    """Return a table with a row for each of `rows`, whose cells the columns' getters find."""
+    return cells_table(title, tuple(columns), (row_of(row, columns) for row in rows))
+
+
+def row_of(row: object, columns: Columns) -> tuple[object, ...]:
+    """Return the cells that the columns' getters find in a row."""
+    return tuple(_cell(row, get) for get in columns.values())
+
+
+def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> "Table":
+    """Return a table of cells. Columns of figures are aligned to the right; all but the first column are left out where
+    no row has a value there. None and empty text show as `-`, booleans as yes and no."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    cells = [list(row) for row in rows]
-    shown = [
-        index
-        for index, column in enumerate(columns)
-        if column not in optional or any(row[index] is not None for row in cells)
-    ]
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index in shown:
-        justify: Literal["left", "right"] = "left" if index == 0 or columns[index] in left else "right"
-        table.add_column(columns[index], justify=justify, no_wrap=index == 0)
+    cells = [[_shown(value) for value in row] for row in rows]
+    made = Table(title=title or None, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [place for place in range(len(columns)) if not (place and cells and all(r[place] == EMPTY for r in cells))]
+    for place in shown:
+        values = [row[place] for row in cells if row[place] != EMPTY]
+        figures = place > 0 and all(map(_FIGURE.match, values))
+        made.add_column(columns[place], justify="right" if figures else "left", no_wrap=place == 0)
     for row in cells:
-        table.add_row(*(Text("-" if row[index] is None else str(row[index]), overflow="fold") for index in shown))
-    stdout().print(table)
+        made.add_row(*(Text(row[place], overflow="fold") for place in shown))
+    return made
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Sentences for people, with rich's markup; never broken, so that they can be searched in a pipe."""
-    for line in lines:
-        stdout().print(line, soft_wrap=True)
+def live_table(*columns: str, title: str = "", wrapped: Collection[str] = ()) -> "Table":
+    """Return an empty table without lines, for pictures that are renewed in place; only columns `wrapped` may wrap."""
+    from rich.table import Table
+
+    made = Table(title=title or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        made.add_column(column, no_wrap=column not in wrapped)
+    return made
+
+
+def _cell(row: Any, get: Getter) -> object:
+    if callable(get):
+        return get(row)
+    return row[get] if isinstance(row, Mapping) else getattr(row, get)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return EMPTY if value is None or value == "" else str(value)
+
+
+def fields(value: object, names: str, **renamed: str) -> dict[str, Any]:
+    """Return the attributes `names` of a value, and those that have another name in the document, as a JSON object."""
+    pairs = {name: name for name in names.split()} | renamed
+    return {name: getattr(value, attribute) for name, attribute in pairs.items()}
 
 
 def fail(message: str, status: int = EXIT_FAILURE) -> NoReturn:
-    """Say what is wrong on standard error, as plain lines, and exit."""
+    """Print an error on standard error, as plain lines, and exit."""
     sys.stderr.write(message.rstrip("\n") + "\n")
     raise typer.Exit(status)
+
+
+def raise_faults(faults: Iterable[str]) -> None:
+    """Raise ProblemFaults if there are any."""
+    if found := list(faults):
+        raise ProblemFaults(found)
+
+
+def choice_faults(flag: str, value: object, known: Iterable[object]) -> list[str]:
+    """Return the fault of a value that is none of the known ones."""
+    names = list(map(str, known))
+    return [] if value in names else [f"{flag}: must be one of {', '.join(names)}, got {value!r}"]
+
+
+def number_faults(wish: str, holds: Callable[[float], bool], **values: float) -> list[str]:
+    """Return a fault for each option, by the name of its parameter, whose value is not as wished."""
+    return [
+        f"--{name.replace('_', '-')}: must be {wish}, got {value:g}"
+        for name, value in values.items()
+        if not holds(value)
+    ]
+
+
+def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str, Any]:
+    """Return options given as NAME=VALUE, such as `one_session=true`; values are those of YAML. Adds to `faults`."""
+    import yaml
+
+    values: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        try:
+            if not equals or not name.isidentifier():
+                raise ValueError("must be NAME=VALUE")
+            values[name] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            faults.append(f"{flag}: {error}, got {text!r}")
+    return values
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result, or end the command with the reason why it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
 
 
 @contextmanager

@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, cells_table, choice_faults, raise_faults, table
+from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.cli.sim.generation import seeds_of
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.lab.demo.run import DemoOutcome, Report
     from orchestrrl.lab.demo.scenario import DemoScenario
 
 _Outcome = TypeVar("_Outcome")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(name="demo")(demo)
-
-
+@command
 def demo(
     engine: Annotated[str, typer.Option(help="simulated | vllm (needs `make venv-vllm`)")] = "simulated",
     kv: Annotated[bool, typer.Option("--kv", help="Long prompts, on engines that can hand KV over.")] = False,
@@ -30,8 +31,7 @@ def demo(
     sync: Annotated[bool, typer.Option("--sync", help="The new weights alone, without the comparison.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds. Default: the scenario's.")] = "",
     out: Annotated[Path, typer.Option(help="Where the report, the picture and the logs go.")] = Path("out/demo"),
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Run one generation step without and with OrchestrRL, over several seeds, and compare; then bring new weights.
 
     Starts the engines, a daemon, an agent and a gateway as processes on this machine, and ends them again. Writes
@@ -50,161 +50,79 @@ def demo(
     # Imported here so that every other command starts without the demo's numerics.
     from orchestrrl.lab.demo.scenario import ENGINES, load_scenario
 
-    with reporting_errors():
-        if engine not in ENGINES:
-            raise ProblemFaults([f"--engine: must be one of {', '.join(ENGINES)}, got {engine!r}"])
-        faults = [
-            f"{flag}: goes with --engine simulated, got {engine!r}"
-            for flag, given in (("--kv", kv), ("--redeploy", redeploy))
-            if given and engine != "simulated"
-        ]
-        if kv and redeploy:
-            faults.append("--redeploy: does not go with --kv")
-        if sync and (kv or redeploy or seeds):
-            faults.append("--sync: goes without --kv, --redeploy and --seeds")
-        if faults:
-            raise ProblemFaults(faults)
-        scenario = load_scenario("simulated-redeploy" if redeploy else "simulated-kv" if kv else engine)
-        chosen = _seeds(seeds) or list(scenario.seeds)
+    raise_faults(choice_faults("--engine", engine, ENGINES))
+    faults = [
+        f"{flag}: goes with --engine simulated, got {engine!r}"
+        for flag, given in (("--kv", kv), ("--redeploy", redeploy))
+        if given and engine != "simulated"
+    ]
+    if kv and redeploy:
+        faults.append("--redeploy: does not go with --kv")
+    if sync and (kv or redeploy or seeds):
+        faults.append("--sync: goes without --kv, --redeploy and --seeds")
+    raise_faults(faults)
+    scenario = load_scenario("simulated-redeploy" if redeploy else "simulated-kv" if kv else engine)
+    chosen = seeds_of(seeds) or list(scenario.seeds)
     if redeploy:
-        whole = _demo_redeployment(scenario, chosen, out, json)
-    elif sync:
-        whole = _demo_sync(scenario, engine, out, json)
-    else:
-        whole = _demo(scenario, engine, chosen, out, json)
-    if not whole:
-        raise typer.Exit(EXIT_FAILURE)
+        return _demo_redeployment(scenario, chosen, out)
+    return _demo_sync(scenario, engine, out) if sync else _demo(scenario, engine, chosen, out)
 
 
-def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path, json: bool) -> bool:
-    """Whether nothing was lost, no answer differs, and every engine has the new weights."""
-    from orchestrrl.cli.demo.weight_sync import print_sync_demo
+def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
+    """Exit status 0: nothing was lost, no answer differs, and every engine has the new weights."""
+    from orchestrrl.cli.demo.weight_sync import sync_demo_view
     from orchestrrl.lab.demo.report import as_json, write
     from orchestrrl.lab.demo.run import run_demo
 
-    with reporting_errors():
-        outcome = _with_progress(lambda report: run_demo(scenario, engine, seeds, out, report))
-        report_path, picture_path = write(outcome, out)
-    if json:
-        print_json(as_json(outcome))
-    else:
-        _print_tables(outcome)
-        print_lines(_summary(outcome))
-        if outcome.sync is not None:
-            print_sync_demo(outcome.sync)
-        print_lines([f"wrote {report_path} and {picture_path}"])
-    return outcome.is_well
+    outcome = _finished(lambda report: run_demo(scenario, engine, seeds, out, report))
+    report_path, picture_path = write(outcome, out)
+    synced = [] if outcome.sync is None else sync_demo_view(outcome.sync)
+    view = [*_tables(outcome), *_summary(outcome), *synced, f"wrote {report_path} and {picture_path}"]
+    return Output(as_json(outcome), view, failure=None if outcome.is_well else "")
 
 
-def _demo_sync(scenario: "DemoScenario", engine: str, out: Path, json: bool) -> bool:
-    """Whether every engine has the new weights, and every token is of the version that it should be of."""
-    from orchestrrl.cli.demo.weight_sync import print_sync_demo
+def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
+    """Exit status 0: every engine has the new weights, and every token is of the version that it should be of."""
+    from orchestrrl.cli.demo.weight_sync import sync_demo_view
     from orchestrrl.lab.demo.report import sync_json, write_sync
     from orchestrrl.lab.demo.run import run_sync_demo
 
-    with reporting_errors():
-        outcome = _with_progress(lambda report: run_sync_demo(scenario, engine, out, report))
-        path = write_sync(outcome, out)
-    if json:
-        print_json(sync_json(outcome))
-    else:
-        print_sync_demo(outcome)
-        print_lines([f"wrote {path}"])
-    return outcome.is_well
+    outcome = _finished(lambda report: run_sync_demo(scenario, engine, out, report))
+    view = [*sync_demo_view(outcome), f"wrote {write_sync(outcome, out)}"]
+    return Output(sync_json(outcome), view, failure=None if outcome.is_well else "")
 
 
-def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path, json: bool) -> bool:
-    """The same, of the demo of a redeployment."""
-    from orchestrrl.cli.demo.redeployment import print_redeploy_demo
+def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) -> Output:
+    from orchestrrl.cli.demo.redeployment import redeploy_demo_view
     from orchestrrl.lab.demo.redeploy_report import as_json, write
     from orchestrrl.lab.demo.redeploy_run import run_redeploy_demo
 
-    with reporting_errors():
-        outcome = _with_progress(lambda report: run_redeploy_demo(scenario, seeds, out, report))
-        report_path, picture_path = write(outcome, out)
-    if json:
-        print_json(as_json(outcome))
-    else:
-        print_redeploy_demo(outcome)
-        print_lines([f"wrote {report_path} and {picture_path}"])
-    return not outcome.lost and not outcome.differing
+    outcome = _finished(lambda report: run_redeploy_demo(scenario, seeds, out, report))
+    report_path, picture_path = write(outcome, out)
+    view = [*redeploy_demo_view(outcome), f"wrote {report_path} and {picture_path}"]
+    return Output(as_json(outcome), view, failure="" if outcome.lost or outcome.differing else None)
 
 
-def _with_progress(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
-    """Its outcome, while a bar shows how far it is. Any signal that stops it ends its processes, too."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
+    """Return the outcome of the work. Any signal that stops it ends its processes, too."""
     outcomes: list[_Outcome] = []
 
-    def report(what: str, done: int, total: int) -> None:
-        bars.update(task, description=what, completed=done, total=total or None)
-
-    async def run() -> None:
+    async def run(report: "Report") -> None:
         outcomes.append(await work(report))
 
-    with Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=stderr(),
-        transient=True,
-    ) as bars:
-        task = bars.add_task("", total=None)
-        stopped_by = until_stopped(run(), LEAVE_SIGNALS)
+    stopped_by = with_progress(lambda report: until_stopped(run(report), LEAVE_SIGNALS))
     if stopped_by is not None:
         raise typer.Exit(128 + stopped_by)
     return outcomes[0]
 
 
-def _seeds(text: str) -> list[int]:
-    seeds, faults = [], []
-    for index, part in enumerate(part.strip() for part in text.split(",") if part.strip()):
-        if part.isdecimal():
-            seeds.append(int(part))
-        else:
-            faults.append(f"--seeds[{index}]: must be a whole number, got {part!r}")
-    if faults:
-        raise ProblemFaults(faults)
-    return seeds
-
-
-def _print_tables(demo: "DemoOutcome") -> None:
+def _tables(demo: "DemoOutcome") -> "Iterator[RenderableType]":
     unit = "engine seconds" if demo.scenario.speed != 1 else "seconds"
-    print_table(
-        f"One generation step of {len(demo.seeds[0].samples)} requests: makespan in {unit}",
-        ("seed", "without", "with", "ratio", "oracle's ratio", "moves", "tokens recomputed"),
-        (
-            (
-                outcome.seed,
-                f"{outcome.static.makespan_s:.1f}",
-                f"{outcome.orchestrrl.makespan_s:.1f}",
-                f"{outcome.ratio:.3f}",
-                None if outcome.oracle_ratio is None else f"{outcome.oracle_ratio:.3f}",
-                outcome.moves,
-                f"{outcome.tokens_recomputed:,}",
-            )
-            for outcome in demo.seeds
-        ),
-    )
+    requests = len(demo.seeds[0].samples)
+    yield table(f"One generation step of {requests} requests: makespan in {unit}", SEED_COLUMNS, demo.seeds)
     if demo.moves_by_method:
-        print_table(
-            f"Requests that moved with their context: medians, {unit}",
-            ("by", "moves", "tokens of context", "predicted", "actual", "ratio", "predicted by the other method"),
-            (
-                (
-                    mark.method,
-                    mark.moves,
-                    f"{mark.context_tokens:,.0f}",
-                    f"{mark.predicted_s:.3f}",
-                    f"{mark.actual_s:.3f}",
-                    f"{mark.predicted_over_actual:.2f}",
-                    f"{mark.other_s:.3f}" if mark.other_s else None,
-                )
-                for mark in demo.moves_by_method
-            ),
-        )
-    print_table(
+        yield table(f"Requests that moved with their context: medians, {unit}", METHOD_COLUMNS, demo.moves_by_method)
+    yield cells_table(
         f"Idle {unit} of each engine",
         ("seed", "OrchestrRL", *(f"e{index}" for index in range(demo.scenario.engines))),
         (
@@ -213,6 +131,26 @@ def _print_tables(demo: "DemoOutcome") -> None:
             for which, record in (("without", outcome.static), ("with", outcome.orchestrrl))
         ),
     )
+
+
+SEED_COLUMNS: Columns = {
+    "seed": "seed",
+    "without": lambda outcome: f"{outcome.static.makespan_s:.1f}",
+    "with": lambda outcome: f"{outcome.orchestrrl.makespan_s:.1f}",
+    "ratio": lambda outcome: f"{outcome.ratio:.3f}",
+    "oracle's ratio": lambda outcome: None if outcome.oracle_ratio is None else f"{outcome.oracle_ratio:.3f}",
+    "moves": "moves",
+    "tokens recomputed": lambda outcome: f"{outcome.tokens_recomputed:,}",
+}
+METHOD_COLUMNS: Columns = {
+    "by": "method",
+    "moves": "moves",
+    "tokens of context": lambda mark: f"{mark.context_tokens:,.0f}",
+    "predicted": lambda mark: f"{mark.predicted_s:.3f}",
+    "actual": lambda mark: f"{mark.actual_s:.3f}",
+    "ratio": lambda mark: f"{mark.predicted_over_actual:.2f}",
+    "predicted by the other method": lambda mark: f"{mark.other_s:.3f}" if mark.other_s else None,
+}
 
 
 def _summary(demo: "DemoOutcome") -> Iterator[str]:

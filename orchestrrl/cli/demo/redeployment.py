@@ -3,9 +3,11 @@ worth."""
 
 from collections.abc import Iterator
 
+from rich.console import RenderableType
+
 from orchestrrl.cli.fleet.redeploy_text import change_text, time_line
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import print_lines, print_table, stdout
+from orchestrrl.cli.output import Columns, cells_table, table
 from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
 from orchestrrl.lab.demo.redeploy_report import PAPER, at_s
 from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo
@@ -14,41 +16,34 @@ from orchestrrl.lab.demo.redeploy_stack import modelled_switch_s
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 
 
-def print_redeploy_demo(demo: RedeployDemo) -> None:
+def redeploy_demo_view(demo: RedeployDemo) -> Iterator[RenderableType]:
     speed = demo.scenario.speed
     for outcome in demo.seeds:
         for redeployed in outcome.free.redeployments:
             report = dict(redeployed.report)
-            stdout().print(time_line(report, report["created_unix_s"]))
+            yield time_line(report, report["created_unix_s"])
             began_s = at_s(redeployed, outcome.free, speed)
-            print_table(
-                f"{change_text(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}",
-                COLUMNS,
-                _beside_the_paper(demo, redeployed),
-            )
+            title = f"{change_text(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}"
+            yield cells_table(title, COLUMNS, _beside_the_paper(demo, redeployed))
         if outcome.free.fabric_after is not None:
-            print_table(
-                f"Circuits of {GEN_POD} before and after, seed {outcome.seed}",
-                ("from", "to", "before", "after"),
-                _circuits(outcome.free),
-            )
-    print_table(
-        f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds",
-        ("seed", "pinned", "free to redeploy", "ratio", "gained", "gain predicted", "tokens recomputed for it"),
-        (
-            (
-                outcome.seed,
-                f"{outcome.pinned.record.makespan_s:.1f}",
-                f"{outcome.free.record.makespan_s:.1f}",
-                f"{outcome.ratio:.3f}",
-                f"{outcome.pinned.record.makespan_s - outcome.free.record.makespan_s:.1f}",
-                f"{sum(redeployed.predicted_gain_s for redeployed in outcome.free.redeployments) * speed:.1f}",
-                f"{sum(s.resumption.context_tokens for s in outcome.free.redeployments if s.resumption):,}",
-            )
-            for outcome in demo.seeds
+            title = f"Circuits of {GEN_POD} before and after, seed {outcome.seed}"
+            yield cells_table(title, ("from", "to", "before", "after"), _circuits(outcome.free))
+    columns: Columns = {
+        "seed": "seed",
+        "pinned": lambda outcome: f"{outcome.pinned.record.makespan_s:.1f}",
+        "free to redeploy": lambda outcome: f"{outcome.free.record.makespan_s:.1f}",
+        "ratio": lambda outcome: f"{outcome.ratio:.3f}",
+        "gained": lambda outcome: f"{outcome.pinned.record.makespan_s - outcome.free.record.makespan_s:.1f}",
+        "gain predicted": lambda outcome: (
+            f"{sum(each.predicted_gain_s for each in outcome.free.redeployments) * speed:.1f}"
         ),
-    )
-    print_lines(_summary(demo))
+        "tokens recomputed for it": lambda outcome: (
+            f"{sum(s.resumption.context_tokens for s in outcome.free.redeployments if s.resumption):,}"
+        ),
+    }
+    title = f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds"
+    yield table(title, columns, demo.seeds)
+    yield from _summary(demo)
 
 
 def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> Iterator[tuple[object, ...]]:

@@ -8,18 +8,19 @@ from rich.markup import escape
 
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.lazy import sync_text as words
-from orchestrrl.cli.output import print_lines, print_table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.lab.demo.sync_run import SyncOutcome
 
 FAULTS_SHOWN = 5
 
 
-def print_sync_demo(synced: "SyncOutcome") -> None:
-    took = synced.profile
-    print_table("New weights while requests run", words.PHASE_COLUMNS, words.phase_rows(took), left=words.WORDY)
-    print_lines([*_summary(synced), *words.advice_lines([took])])
+def sync_demo_view(synced: "SyncOutcome") -> "Iterator[RenderableType]":
+    yield words.phases_table("New weights while requests run", synced.profile)
+    yield from _summary(synced)
+    yield from words.advice_lines([synced.profile])
 
 
 def _summary(synced: "SyncOutcome") -> Iterator[str]:

@@ -1,15 +1,18 @@
 """`orchestrrl fabric allocate`: how many circuits each pair of endpoints gets, for a demand in a file."""
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.output import Output, cells_table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.fabric.allocate import Allocation, AllocationProblem
     from planner.fabric.model import Pair
 
@@ -30,63 +33,43 @@ EXAMPLE = {
     "failed_ports": {"tor3": 3},
 }
 
-HELP = """Say how many circuits each pair of endpoints gets, so that the slowest pair ends soonest.
 
-Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (those given
-twice add up); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints (all it has, where
-it names more). Circuits are full duplex. No fewer pairs and bytes are served than by Algorithm 3 of the paper, and none
-later. Nothing is changed.
+@problem_command(lambda: EXAMPLE)
+def fabric_allocate(
+    file: ProblemFile,
+    bipartite: Annotated[
+        bool,
+        typer.Option(
+            "--bipartite",
+            help="For demand between two sides with hot endpoints: spare their ports, and serve the most bytes.",
+        ),
+    ] = False,
+) -> Output:
+    """Say how many circuits each pair of endpoints gets, so that the slowest pair ends soonest.
 
-Example:
+    Reads one JSON problem: `link_gbps`; `endpoints` with their `ports`; `demand`, bytes from `src` to `dst` (those
+    given twice add up); `eligible`, null or the pairs `[a, b]` that may be joined; `failed_ports` of endpoints (all it
+    has, where it names more). Circuits are full duplex. No fewer pairs and bytes are served than by Algorithm 3 of the
+    paper, and none later. Nothing is changed.
 
-    orchestrrl fabric allocate --print-example > demand.json
+    Example:
 
-    orchestrrl fabric allocate demand.json
+        orchestrrl fabric allocate --print-example > demand.json
 
-    orchestrrl fabric allocate - --json < demand.json
-"""
+        orchestrrl fabric allocate demand.json
 
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("allocate", help=HELP)(allocate_circuits)
-
-
-def _print_example(wanted: bool) -> None:
-    if wanted:
-        print_json(EXAMPLE)
-        raise typer.Exit
-
-
-ExampleFlag = Annotated[
-    bool,
-    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
-]
-BipartiteFlag = Annotated[
-    bool,
-    typer.Option(
-        "--bipartite",
-        help="For demand between two sides with hot endpoints: spare their ports, and serve the most bytes.",
-    ),
-]
-
-
-def allocate_circuits(
-    file: ProblemFile, as_json: JsonFlag = False, bipartite: BipartiteFlag = False, _example: ExampleFlag = False
-) -> None:
+        orchestrrl fabric allocate - --json < demand.json
+    """
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
     from orchestrrl.cli.fabric.allocate_problem import CHECKS, AllocateProblem, problem_of
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.allocate import allocate
 
-    with reporting_errors():
-        problem = problem_of(read_problem(file, AllocateProblem, CHECKS))
-        started_s = time.perf_counter()
-        allocation = allocate(problem, bipartite=bipartite)
-        solve_s = time.perf_counter() - started_s
-    if as_json:
-        print_json(_json(allocation, solve_s))
-    else:
-        _show(problem, allocation, solve_s)
+    problem = problem_of(read_problem(file, AllocateProblem, CHECKS))
+    started_s = time.perf_counter()
+    allocation = allocate(problem, bipartite=bipartite)
+    solve_s = time.perf_counter() - started_s
+    return Output(_json(allocation, solve_s), _view(problem, allocation, solve_s))
 
 
 def _json(allocation: "Allocation", solve_s: float) -> dict[str, Any]:
@@ -99,28 +82,28 @@ def _json(allocation: "Allocation", solve_s: float) -> dict[str, Any]:
     }
 
 
-def _show(problem: "AllocationProblem", allocation: "Allocation", solve_s: float) -> None:
+def _view(problem: "AllocationProblem", allocation: "Allocation", solve_s: float) -> "Iterator[RenderableType]":
     rows = [_row(problem, pair, count) for pair, count in allocation.circuits.items()]
     rows.sort(key=lambda row: (-row[0], row[1]))
-    circuits = sum(allocation.circuits.values())
-    pairs = f"{len(rows):,} of {len(rows) + len(allocation.unserved):,}" if allocation.unserved else f"{len(rows):,}"
-    print_lines(
-        [
-            f"[bold]{circuits:,} circuits[/bold] for {pairs} pairs: the slowest ends after"
-            f" {duration(allocation.completion_s)}; with ports dealt out in turn, whatever the demand,"
-            f" {duration(allocation.uniform_completion_s)}; solved in {duration(solve_s)}"
-        ]
+    unserved = allocation.unserved
+    pairs = f"{len(rows):,} of {len(rows) + len(unserved):,}" if unserved else f"{len(rows):,}"
+    yield (
+        f"[bold]{sum(allocation.circuits.values()):,} circuits[/bold] for {pairs} pairs: the slowest ends after"
+        f" {duration(allocation.completion_s)}; with ports dealt out in turn, whatever the demand,"
+        f" {duration(allocation.uniform_completion_s)}; solved in {duration(solve_s)}"
     )
-    print_table(
+    yield cells_table(
         "Pairs, slowest first" if len(rows) <= ROWS_SHOWN else f"The {ROWS_SHOWN} slowest of {len(rows):,} pairs",
         ("a", "b", "circuits", "a to b", "b to a", "seconds"),
         (
             (a, b, count, _bytes(there), _bytes(back), duration(value_s))
             for value_s, (a, b), count, there, back in rows[:ROWS_SHOWN]
         ),
-        left=("b",),
     )
-    _show_unserved(allocation)
+    if unserved:
+        names = ", ".join(f"{a} - {b}" for a, b in unserved[:ROWS_SHOWN])
+        more = f" and {len(unserved) - ROWS_SHOWN:,} more" if len(unserved) > ROWS_SHOWN else ""
+        yield cells_table("Unserved", ("pairs", "which"), [(len(unserved), names + more)])
 
 
 def _row(problem: "AllocationProblem", pair: "Pair", count: int) -> tuple[float, "Pair", int, float, float]:
@@ -128,14 +111,6 @@ def _row(problem: "AllocationProblem", pair: "Pair", count: int) -> tuple[float,
 
     there, back = (problem.demand.get(ends, 0.0) for ends in (pair, (pair[1], pair[0])))
     return seconds(max(there, back) / count, problem.link_gbps), pair, count, there, back
-
-
-def _show_unserved(allocation: "Allocation") -> None:
-    unserved = allocation.unserved
-    if unserved:
-        names = ", ".join(f"{a} - {b}" for a, b in unserved[:ROWS_SHOWN])
-        more = f" and {len(unserved) - ROWS_SHOWN:,} more" if len(unserved) > ROWS_SHOWN else ""
-        print_table("Unserved", ("pairs", "which"), [(len(unserved), names + more)], left=("which",))
 
 
 def _bytes(value: float) -> str | None:

@@ -1,75 +1,56 @@
 """`orchestrrl fabric check`: whether a site's cabling is possible, and what capacity it has."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.output import Columns, Output, cells_table, fields, row_of
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from planner.fabric.survey import PodCapacity, SiteSurvey, SwitchPorts
     from planner.fabric.topology import Site
 
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file that describes the site.")]
 
-Row = tuple[object, ...]
-
-_POD_COLUMNS = (
-    "PoD",
-    "role",
-    "servers",
-    "GPUs",
-    "ToRs",
-    "lanes",
-    "hosts",
-    "ToRs up",
-    "lanes up",
-)
-_SWITCH_COLUMNS = ("switch", "tier", "device", "moves in", "ports", "reserved", "spare")
 ROWS_SHOWN = 24  # of a table; beyond that, neighbours that are alike share a row
 
-HELP = """Find what is impossible in the cabling of a site, all of it at once, and say what capacity there is.
 
-A port used twice or beyond the switch, a fibre without a far end, a ToR or a PoD that nothing reaches, a NIC on the
-wrong rail, a GPU in two servers: exit status 2, one line each. A sound site is summed up: how much more hosts can send
-than ToRs and uplinks can carry, which ports are spare, and what is odd.
+@command
+def check(file: SiteFile) -> Output:
+    """Find what is impossible in the cabling of a site, all of it at once, and say what capacity there is.
 
-Example:
+    A port used twice or beyond the switch, a fibre without a far end, a ToR or a PoD that nothing reaches, a NIC on the
+    wrong rail, a GPU in two servers: exit status 2, one line each. A sound site is summed up: how much more hosts can
+    send than ToRs and uplinks can carry, which ports are spare, and what is odd.
 
-    orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
+    Example:
 
-    orchestrrl fabric check site.yaml
-"""
+        orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
 
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("check", help=HELP)(check)
-
-
-def check(file: SiteFile, as_json: JsonFlag = False) -> None:
+        orchestrrl fabric check site.yaml
+    """
     from orchestrrl.fabric.site import read_site
     from planner.fabric.survey import survey
 
-    with reporting_errors():
-        site = read_site(file)
+    site = read_site(file)
     found = survey(site)
-    if as_json:
-        print_json(_json(site, found))
-        return
-    print_lines([f"{file}: sound", summary(site)])
-    print_table(
-        "PoDs, Tbps each way (in brackets: hosts over it)",
-        _POD_COLUMNS,
-        _grouped(map(_pod_row, found.pods)),
-        left=("role",),
-    )
-    print_table("Switches", _SWITCH_COLUMNS, _grouped(map(_switch_row, found.switches)), left=("tier", "device"))
-    print_lines(f"warning: {warning}" for warning in found.warnings)
+    return Output(_json(site, found), _view(file, site, found))
+
+
+def _view(file: Path, site: "Site", found: "SiteSurvey") -> "Iterator[RenderableType]":
+    yield f"{file}: sound"
+    yield summary(site)
+    yield _grouped("PoDs, Tbps each way (in brackets: hosts over it)", POD_COLUMNS, found.pods)
+    yield _grouped("Switches", SWITCH_COLUMNS, found.switches)
+    yield from (f"warning: {warning}" for warning in found.warnings)
 
 
 def summary(site: "Site") -> str:
@@ -82,20 +63,6 @@ def summary(site: "Site") -> str:
     )
 
 
-def _pod_row(each: "PodCapacity") -> Row:
-    return (
-        each.pod.id,
-        each.pod.role,
-        each.servers,
-        each.gpus,
-        each.tors,
-        each.lanes,
-        _tbps(each.hosts_gbps),
-        _up(each.tors_gbps, each.tor_ratio),
-        _up(each.uplinks_gbps, each.uplink_ratio),
-    )
-
-
 def _tbps(gbps: float) -> str:
     return f"{gbps / 1000:.4g}"
 
@@ -105,63 +72,52 @@ def _up(capacity_gbps: float, ratio: float | None) -> str:
     return _tbps(capacity_gbps) + ("" if ratio is None else f" ({ratio:.3g}:1)")
 
 
-def _switch_row(each: "SwitchPorts") -> Row:
-    return (
-        each.switch.id,
-        each.switch.tier,
-        each.switch.device.name,
-        duration(each.switch.device.reconfiguration_s),
-        each.switch.device.ports,
-        each.reserved,
-        each.spare,
-    )
+POD_COLUMNS: Columns = {
+    "PoD": lambda each: each.pod.id,
+    "role": lambda each: each.pod.role,
+    "servers": "servers",
+    "GPUs": "gpus",
+    "ToRs": "tors",
+    "lanes": "lanes",
+    "hosts": lambda each: _tbps(each.hosts_gbps),
+    "ToRs up": lambda each: _up(each.tors_gbps, each.tor_ratio),
+    "lanes up": lambda each: _up(each.uplinks_gbps, each.uplink_ratio),
+}
+SWITCH_COLUMNS: Columns = {
+    "switch": lambda each: each.switch.id,
+    "tier": lambda each: each.switch.tier,
+    "device": lambda each: each.switch.device.name,
+    "moves in": lambda each: duration(each.switch.device.reconfiguration_s),
+    "ports": lambda each: each.switch.device.ports,
+    "reserved": "reserved",
+    "spare": "spare",
+}
 
 
-def _grouped(rows: Iterable[Row]) -> Iterator[Row]:
-    """As they are if they are few; else neighbours that differ by no more than the name share a row."""
+def _grouped(title: str, columns: Columns, each: "Iterable[PodCapacity | SwitchPorts]") -> "Table":
+    """A row for each if they are few; else neighbours that differ by no more than the name share a row."""
     from orchestrrl.fabric.views import named
 
-    every = list(rows)
-    if len(every) <= ROWS_SHOWN:
-        yield from every
-        return
-    for rest, alike in groupby(every, key=lambda row: row[1:]):
-        yield (named([str(row[0]) for row in alike]), *rest)
+    rows: Sequence[tuple[object, ...]] = [row_of(one, columns) for one in each]
+    if len(rows) > ROWS_SHOWN:
+        alike = groupby(rows, key=lambda row: row[1:])
+        rows = [(named([str(row[0]) for row in group]), *rest) for rest, group in alike]
+    return cells_table(title, tuple(columns), rows)
 
 
 def _json(site: "Site", found: "SiteSurvey") -> dict[str, Any]:
+    of_pod = "servers gpus tors uplinks lanes hosts_gbps tors_gbps uplinks_gbps"
+    ratios = {"tor_oversubscription": "tor_ratio", "uplink_oversubscription": "uplink_ratio"}
     return {
-        "link_gbps": site.link_gbps,
-        "nic_gbps": site.nic_gbps,
+        **fields(site, "link_gbps nic_gbps"),
         "servers": len(site.servers),
         "gpus": len(site.server_of),
-        "pods": [
-            {
-                "id": each.pod.id,
-                "role": each.pod.role,
-                "servers": each.servers,
-                "gpus": each.gpus,
-                "tors": each.tors,
-                "uplinks": each.uplinks,
-                "lanes": each.lanes,
-                "hosts_gbps": each.hosts_gbps,
-                "tors_gbps": each.tors_gbps,
-                "uplinks_gbps": each.uplinks_gbps,
-                "tor_oversubscription": each.tor_ratio,
-                "uplink_oversubscription": each.uplink_ratio,
-            }
-            for each in found.pods
-        ],
+        "pods": [fields(each.pod, "id role") | fields(each, of_pod, **ratios) for each in found.pods],
         "switches": [
             {
-                "id": each.switch.id,
-                "tier": each.switch.tier,
-                "device": each.switch.device.name,
-                "reconfiguration_s": each.switch.device.reconfiguration_s,
-                "ports": each.switch.device.ports,
-                "fibred": each.fibred,
-                "reserved": each.reserved,
-                "spare": each.spare,
+                **fields(each.switch, "id tier"),
+                **fields(each.switch.device, "reconfiguration_s ports", device="name"),
+                **fields(each, "fibred reserved spare"),
             }
             for each in found.switches
         ],

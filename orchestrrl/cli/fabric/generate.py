@@ -2,125 +2,95 @@
 
 import json
 import re
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, fail, print_lines, reporting_errors
+from orchestrrl.cli.command import JsonFlag, with_flags
+from orchestrrl.cli.output import print_view, raise_faults, write_file
 from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 
 if TYPE_CHECKING:
     from planner.fabric.topology import SwitchModel
 
-HELP = """Write the file of a regular site: rail-aligned PoDs, each ToR and uplink fibred to every switch of its PoD,
-each uplink to every switch of the core, and lanes kept for responses.
 
-What is not given is as in the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps, Polatis switches. ToRs
-then have as much capacity up as down, and half of it fits through a PoD's uplinks. There are as few switches as have
-the ports. A combination that cannot be is told with what to change, exit status 2.
-
-Example:
-
-    orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
-
-    orchestrrl fabric generate --train-pods 24 --gen-pods 40 --servers-per-pod 32 --core-device mems_3d_calient
-"""
+def _option(text: str) -> Any:
+    return typer.Option(help=text)
 
 
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("generate", help=HELP)(generate)
+@dataclass(frozen=True, kw_only=True)
+class SiteFlags:
+    """The options of `orchestrrl fabric generate`; those of `SiteShape` have its names."""
 
-
-def _option(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text)
-
-
-def generate(
-    train_pods: Annotated[int, _option("--train-pods", "PoDs that train.")] = 1,
-    gen_pods: Annotated[int, _option("--gen-pods", "PoDs that generate.")] = 1,
-    servers_per_pod: Annotated[int, _option("--servers-per-pod", "Servers of each PoD.")] = 8,
-    gpus_per_server: Annotated[int, _option("--gpus-per-server", "GPUs of each server.")] = 8,
-    nics_per_server: Annotated[int, _option("--nics-per-server", "NICs of each server.")] = 8,
-    rails: Annotated[
-        int | None, _option("--rails", "ToRs that the NICs of one server are on.  [default: one for each NIC]")
-    ] = None,
+    train_pods: Annotated[int, _option("PoDs that train.")] = 1
+    gen_pods: Annotated[int, _option("PoDs that generate.")] = 1
+    servers_per_pod: Annotated[int, _option("Servers of each PoD.")] = 8
+    gpus_per_server: Annotated[int, _option("GPUs of each server.")] = 8
+    nics_per_server: Annotated[int, _option("NICs of each server.")] = 8
+    rails: Annotated[int | None, _option("ToRs that the NICs of one server are on.  [default: one for each NIC]")] = (
+        None
+    )
     servers_per_tor: Annotated[
-        int | None, _option("--servers-per-tor", "Servers on one ToR, at most.  [default: as many as 32 ports take]")
-    ] = None,
-    tor_uplinks: Annotated[
-        int | None, _option("--tor-uplinks", "Fibres of each ToR.  [default: for as much capacity up as down]")
-    ] = None,
-    uplinks_per_pod: Annotated[int, _option("--uplinks-per-pod", "Bundles that a PoD's lanes to the core are in.")] = 1,
+        int | None, _option("Servers on one ToR, at most.  [default: as many as 32 ports take]")
+    ] = None
+    tor_uplinks: Annotated[int | None, _option("Fibres of each ToR.  [default: for as much capacity up as down]")] = (
+        None
+    )
+    uplinks_per_pod: Annotated[int, _option("Bundles that a PoD's lanes to the core are in.")] = 1
     core_lanes: Annotated[
-        int | None, _option("--core-lanes", "Lanes of each PoD to the core.  [default: half of its ToRs' fibres]")
-    ] = None,
+        int | None, _option("Lanes of each PoD to the core.  [default: half of its ToRs' fibres]")
+    ] = None
     response_lanes: Annotated[
         int | None,
         _option(
-            "--response-lanes",
             "Lanes of each Gen PoD that are kept for responses.  [default: 1 if Train PoDs keep half of theirs]",
         ),
-    ] = None,
-    link_gbps: Annotated[float, _option("--link-gbps", "Of a circuit, each way.")] = 200.0,
-    nic_gbps: Annotated[float, _option("--nic-gbps", "Of a NIC, each way.")] = 200.0,
-    device: Annotated[
-        str, _option("--device", "Optical switches: one of table 2's, or NAME:PORTS:RECONFIGURATION_S.")
-    ] = "piezo_polatis",
-    core_device: Annotated[str, _option("--core-device", "Those of the core.  [default: as the others]")] = "",
-    agg_switches: Annotated[
-        int | None, _option("--agg-switches", "Switches of each PoD.  [default: as few as have the ports]")
-    ] = None,
-    core_switches: Annotated[
-        int | None, _option("--core-switches", "Switches of the core.  [default: as few as have the ports]")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it there, not to standard output.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+    ] = None
+    link_gbps: Annotated[float, _option("Of a circuit, each way.")] = 200.0
+    nic_gbps: Annotated[float, _option("Of a NIC, each way.")] = 200.0
+    device: Annotated[str, _option("Optical switches: one of table 2's, or NAME:PORTS:RECONFIGURATION_S.")] = (
+        "piezo_polatis"
+    )
+    core_device: Annotated[str, _option("Those of the core.  [default: as the others]")] = ""
+    agg_switches: Annotated[int | None, _option("Switches of each PoD.  [default: as few as have the ports]")] = None
+    core_switches: Annotated[int | None, _option("Switches of the core.  [default: as few as have the ports]")] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it there, not to standard output.")] = None
+    as_json: JsonFlag = False
+
+
+@with_flags(SiteFlags)
+def generate(flags: SiteFlags) -> None:
+    """Write the file of a regular site: rail-aligned PoDs, each ToR and uplink fibred to every switch of its PoD, each
+    uplink to every switch of the core, and lanes kept for responses.
+
+    What is not given is as in the paper's simulations: servers of 8 GPUs and 8 NICs of 200 Gbps, Polatis switches. ToRs
+    then have as much capacity up as down, and half of it fits through a PoD's uplinks. There are as few switches as
+    have the ports. A combination that cannot be is told with what to change, exit status 2.
+
+    Example:
+
+        orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
+
+        orchestrrl fabric generate --train-pods 24 --gen-pods 40 --servers-per-pod 32 --core-device mems_3d_calient
+    """
     from orchestrrl.cli.fabric.check import summary
     from orchestrrl.fabric.site import site_document, site_text
     from planner.fabric.generate import regular_site
     from planner.fabric.shape import ImpossibleSite, SiteShape
 
-    with reporting_errors():
-        agg, core = _devices(device, core_device)
-        try:
-            site = regular_site(
-                SiteShape(
-                    train_pods=train_pods,
-                    gen_pods=gen_pods,
-                    servers_per_pod=servers_per_pod,
-                    gpus_per_server=gpus_per_server,
-                    nics_per_server=nics_per_server,
-                    rails=rails,
-                    servers_per_tor=servers_per_tor,
-                    tor_uplinks=tor_uplinks,
-                    uplinks_per_pod=uplinks_per_pod,
-                    core_lanes=core_lanes,
-                    response_lanes=response_lanes,
-                    link_gbps=link_gbps,
-                    nic_gbps=nic_gbps,
-                    agg_device=agg,
-                    core_device=core,
-                    agg_switches=agg_switches,
-                    core_switches=core_switches,
-                )
-            )
-        except ImpossibleSite as error:
-            raise ProblemFaults(
-                [_with_flags(f"{each.parameter}: {each.message}, got {each.value}") for each in error.faults]
-            ) from None
-    text = json.dumps(site_document(site), indent=1) + "\n" if as_json else site_text(site)
-    if out is None:
-        sys.stdout.write(text)
-        return
+    agg, core = _devices(flags.device, flags.core_device)
+    sizes = {name: value for name, value in vars(flags).items() if name in SiteShape.__dataclass_fields__}
     try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(f"{out}: {error.strerror}")
-    print_lines([f"{out}: {summary(site)}"])
+        site = regular_site(SiteShape(**{**sizes, "agg_device": agg, "core_device": core}))
+    except ImpossibleSite as error:
+        faults = [_with_flags(f"{each.parameter}: {each.message}, got {each.value}") for each in error.faults]
+        raise ProblemFaults(faults) from None
+    text = json.dumps(site_document(site), indent=1) + "\n" if flags.as_json else site_text(site)
+    if flags.out is not None:
+        write_file(flags.out, text)
+    print_view(text if flags.out is None else [f"{flags.out}: {summary(site)}"])
 
 
 def _with_flags(message: str) -> str:
@@ -142,8 +112,7 @@ def _devices(agg: str, core: str) -> "tuple[SwitchModel, SwitchModel]":
         except ValueError as error:
             fault = f"{flag}: {error}, got {shorten(text)}"
             faults += [fault] if core or flag == "--device" else []
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return found[0], found[1]
 
 

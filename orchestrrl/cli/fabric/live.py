@@ -1,96 +1,82 @@
 """`orchestrrl fabric status|periods|announce|pin|override|release|mask`: the circuits of a running daemon."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon
-from orchestrrl.cli.fabric.text import (
-    route_lines,
-    show_circuits,
-    show_counts,
-    show_hosts,
-    show_periods,
-    show_switch_times,
-)
+from orchestrrl.cli.command import JsonFlag, Reason, TimeToLive, daemon_command
+from orchestrrl.cli.control import answer
+from orchestrrl.cli.fabric.text import circuits_view, counts_view, hosts_view, periods_view, route_lines, times_table
 from orchestrrl.cli.fleet.status import fabric_control_text, period_text
-from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import fabric_pb2
-from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_lines, stdout
-from orchestrrl.cli.plan.live import Reason, TimeToLive
-from orchestrrl.core.addresses import DEFAULT_TARGET
+from orchestrrl.cli.output import Output, fail, raise_faults
+from orchestrrl.cli.progress import showing
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
 PERIODS_SHOWN = 20
 
-JobOption = Annotated[
-    str, typer.Option("--job", help="Whose period; needed where several jobs have announced its name.")
-]
+JobOption = Annotated[str, typer.Option(help="Whose period; needed where several jobs have announced its name.")]
 
 
-def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def status(client: "ControlClient") -> Output:
     """Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.
 
     Example: `orchestrrl fabric status`
     """
-    seen = _fetch(daemon, PERIODS_SHOWN if as_json else 1)
-    if as_json:
-        print_json(seen)
-        return
-    control, latest = seen["control"], next(iter(seen["periods"]), None)
-    lines = [
-        f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}",
-        f"operator: {escape(fabric_control_text(control))}",
-    ]
-    if latest is not None:
-        lines.append(f"last period: {escape(period_text(latest))}")
-    lines += [f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"]]
-    lines += route_lines(seen.get("routes"))
-    print_lines(lines)
-    show_circuits(seen["circuits"])
-    show_switch_times(seen["switch_times"])
-    show_hosts(seen["hosts"])
+    seen = await _fetch(client, PERIODS_SHOWN)
+    return Output(seen, _status_view(seen))
 
 
-def periods(
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most this many.")] = PERIODS_SHOWN,
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
+    yield f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}"
+    yield f"operator: {escape(fabric_control_text(seen['control']))}"
+    yield from (f"last period: {escape(period_text(latest))}" for latest in seen["periods"][:1])
+    yield from (f"[yellow]not used[/yellow]: {escape(what)}" for what in seen["masked"])
+    yield from route_lines(seen.get("routes"))
+    yield from circuits_view(seen["circuits"])
+    yield times_table(seen["switch_times"])
+    yield from hosts_view(seen["hosts"])
+
+
+@daemon_command
+async def periods(
+    client: "ControlClient",
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = PERIODS_SHOWN,
+) -> Output:
     """List what became of the latest periods, and count all of them by state and reason.
 
     Example: `orchestrrl fabric periods --limit 50`
     """
-    seen = _fetch(daemon, limit)
-    if as_json:
-        print_json({"periods": seen["periods"], "counts": seen["counts"]})
-        return
-    show_periods(seen["periods"])
-    show_counts(seen["counts"])
+    seen = await _fetch(client, limit)
+    document = {"periods": seen["periods"], "counts": seen["counts"]}
+    return Output(document, [*periods_view(seen["periods"]), *counts_view(seen["counts"])])
 
 
-def announce(
+@daemon_command
+async def announce(
+    client: "ControlClient",
     period: Annotated[str, typer.Argument(help="Its recurring name.", metavar="PERIOD")],
     intent: Annotated[
-        Path | None, typer.Option("--intent", help="JSON of what it does; by default as before.", metavar="FILE")
+        Path | None, typer.Option(help="JSON of what it does; by default as before.", metavar="FILE")
     ] = None,
-    within_s: Annotated[
-        float, typer.Option("--within-s", help="How long a window is waited for; 0: as configured.")
-    ] = 0,
+    within_s: Annotated[float, typer.Option(help="How long a window is waited for; 0: as configured.")] = 0,
     boundary: Annotated[
         bool, typer.Option("--boundary", help="Nothing runs until this ends: no window is waited for.")
     ] = False,
     job: JobOption = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Announce a communication period, as a trainer does, and follow what becomes of its circuits.
 
     FILE is an intent: {"stage": "train", "traffic": [{"operation": "DP", "primitive": "ring_all_reduce", "groups":
@@ -98,54 +84,44 @@ def announce(
 
     Example: `orchestrrl fabric announce weights --intent weights.json --boundary`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        text = _intent_text(period, intent, within_s)
-        order = fabric_pb2.AnnouncePeriodRequest(
-            period=period, intent_json=text, within_s=within_s, boundary=boundary, job=job
-        )
-        last: dict[str, Any] = {}
+    text = _intent_text(period, intent, within_s)
+    order = fabric_pb2.AnnouncePeriodRequest(
+        period=period, intent_json=text, within_s=within_s, boundary=boundary, job=job
+    )
+    last: dict[str, Any] = {}
+    with showing(_live, _news, aside=as_json) as show:
         async for report in client.watch(client.fabric.AnnouncePeriod, order):
-            seen = plain(report)
-            if not as_json and seen["state"] != last.get("state"):
-                stdout().print(escape(period_text(seen)))
-            last = seen
-        return last
-
-    last = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(last)
-    else:
-        print_lines(escape(note) for note in last["notes"])
-    if last["state"] not in ("committed", "kept"):
-        raise typer.Exit(EXIT_FAILURE)
+            last = plain(report)
+            show(last)
+    failed = last["state"] not in ("committed", "kept")
+    return Output(last, map(escape, last["notes"]), failure="" if failed else None)
 
 
-def pin(
+@daemon_command
+async def pin(
+    client: "ControlClient",
     cross_connects: Annotated[
         list[str] | None, typer.Argument(help="Those that stay; none: all that are up.", metavar="SWITCH:PORT-PORT...")
     ] = None,
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Keep circuits as they are, until released or expired.
 
     Example: `orchestrrl fabric pin core0:1-5 --reason "measuring this link" --ttl-s 600`
     """
     order = fabric_pb2.PinFabricRequest(cross_connects=cross_connects or [], reason=reason, ttl_s=ttl_s)
-    _control(daemon, lambda client: answer(client, client.fabric.PinFabric, order), as_json)
+    return _control(await answer(client, client.fabric.PinFabric, order))
 
 
-def override(
+@daemon_command
+async def override(
+    client: "ControlClient",
     period: Annotated[str, typer.Argument(help="One that was announced before.", metavar="PERIOD")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
     job: JobOption = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Have the circuits of one period, whatever else its job announces, until released or expired.
 
     It stands for those of train and weight_sync, one of generation for those of generation. They are changed as that
@@ -154,19 +130,21 @@ def override(
     Example: `orchestrrl fabric override gradients --reason "comparing" --ttl-s 600`
     """
     order = fabric_pb2.OverrideFabricRequest(period=period, reason=reason, ttl_s=ttl_s, job=job)
-    _control(daemon, lambda client: answer(client, client.fabric.OverrideFabric, order), as_json)
+    return _control(await answer(client, client.fabric.OverrideFabric, order))
 
 
-def release(reason: Reason = "", daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def release(client: "ControlClient", reason: Reason = "") -> Output:
     """Let circuits follow what is announced again.
 
     Example: `orchestrrl fabric release`
     """
-    order = fabric_pb2.ReleaseFabricRequest(reason=reason)
-    _control(daemon, lambda client: answer(client, client.fabric.ReleaseFabric, order), as_json)
+    return _control(await answer(client, client.fabric.ReleaseFabric, fabric_pb2.ReleaseFabricRequest(reason=reason)))
 
 
-def mask(
+@daemon_command
+async def mask(
+    client: "ControlClient",
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -175,9 +153,7 @@ def mask(
         ),
     ] = None,
     reason: Reason = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Say what must not be used, beside what switches report of themselves. The whole list each time.
 
     `orchestrrl fabric status` shows the present list.
@@ -185,23 +161,14 @@ def mask(
     Example: `orchestrrl fabric mask port:core0:7 nic:train0/s1:3 --reason "flapping"`
     """
     masked = [each.replace(":", " ", 1) for each in what or []]
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
-        return await answer(client, client.fabric.MaskFabric, order)
-
-    seen = call_daemon(daemon, conversation)
-    if as_json:
-        print_json({"masked": seen["masked"]})
-    else:
-        print_lines([f"not used: {escape(each)}" for each in seen["masked"]] or ["everything may be used"])
+    order = fabric_pb2.MaskFabricRequest(masked=masked, reason=reason)
+    found = (await answer(client, client.fabric.MaskFabric, order))["masked"]
+    lines = [f"not used: {escape(each)}" for each in found] or ["everything may be used"]
+    return Output({"masked": found}, lines)
 
 
-def _fetch(daemon: str, limit: int) -> dict[str, Any]:
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
-
-    seen = call_daemon(daemon, conversation)
+async def _fetch(client: "ControlClient", limit: int) -> dict[str, Any]:
+    seen = await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
     if not seen["configured"]:
         fail(NONE_HERE)
     return seen
@@ -222,20 +189,17 @@ def _intent_text(period: str, source: Path | None, within_s: float) -> str:
             faults.append("PERIOD: must be a name, got ''")
     except ProblemFaults as error:
         faults += error.faults
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return text
 
 
-def _control(daemon: str, conversation: Any, as_json: bool) -> None:
-    control = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(control)
-    else:
-        stdout().print(escape(f"circuits: {fabric_control_text(control)}"))
+def _live(report: dict[str, Any]) -> str:
+    return escape(period_text(report))
 
 
-def register(app: typer.Typer) -> None:
-    fabric = group(app, "fabric")
-    for command in (status, periods, announce, pin, override, release, mask):
-        fabric.command(command.__name__)(command)
+def _news(before: dict[str, Any] | None, report: dict[str, Any]) -> list[str]:
+    return [] if before is not None and before["state"] == report["state"] else [escape(period_text(report))]
+
+
+def _control(control: dict[str, Any]) -> Output:
+    return Output(control, [escape(f"circuits: {fabric_control_text(control)}")])

@@ -1,14 +1,15 @@
 """`orchestrrl fabric place`: which switch and which ports carry each circuit, for a problem in a file."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.command import ProblemFile, problem_command
+from orchestrrl.cli.output import Columns, Output, cells_table, table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.cli.fabric.place_problem import PlaceProblem
     from planner.fabric.model import Cabling, Pair, PortPair
     from planner.fabric.place import PlacedCircuits, PlacingProblem
@@ -34,52 +35,33 @@ EXAMPLE = {
     "failed_ports": {"ocs0": [8]},
 }
 
-HELP = """Say which switch and which ports carry each circuit.
 
-Reads one JSON problem: `switches` with the ports that each endpoint's fibres end on, the `circuits` wanted, the
-`current` cross-connects and the `failed_ports`. Both ends of a circuit lie on one switch. First as many circuits as can
-be placed, then with as few changes as can be. A current cross-connect on a failed port goes. Nothing is changed.
+@problem_command(lambda: EXAMPLE)
+def fabric_place(file: ProblemFile) -> Output:
+    """Say which switch and which ports carry each circuit.
 
-Example:
+    Reads one JSON problem: `switches` with the ports that each endpoint's fibres end on, the `circuits` wanted, the
+    `current` cross-connects and the `failed_ports`. Both ends of a circuit lie on one switch. First as many circuits as
+    can be placed, then with as few changes as can be. A current cross-connect on a failed port goes. Nothing is
+    changed.
 
-    orchestrrl fabric place --print-example > circuits.json
+    Example:
 
-    orchestrrl fabric place circuits.json
+        orchestrrl fabric place --print-example > circuits.json
 
-    orchestrrl fabric place - --json < circuits.json
-"""
+        orchestrrl fabric place circuits.json
 
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("place", help=HELP)(place_circuits)
-
-
-def _print_example(wanted: bool) -> None:
-    if wanted:
-        print_json(EXAMPLE)
-        raise typer.Exit
-
-
-ExampleFlag = Annotated[
-    bool,
-    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
-]
-
-
-def place_circuits(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+        orchestrrl fabric place - --json < circuits.json
+    """
     # Imported here so that no other command waits for it.
     from orchestrrl.cli.fabric.place_problem import CHECKS, PlaceProblem, problem_of
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.place import place
 
-    with reporting_errors():
-        read = read_problem(file, PlaceProblem, CHECKS)
-        problem = problem_of(read)
-        placed = place(problem)
-    if as_json:
-        print_json(_json(read, problem.cabling, placed))
-    else:
-        _show(problem, placed)
+    read = read_problem(file, PlaceProblem, CHECKS)
+    problem = problem_of(read)
+    placed = place(problem)
+    return Output(_json(read, problem.cabling, placed), _view(problem, placed))
 
 
 def _json(read: "PlaceProblem", cabling: "Cabling", placed: "PlacedCircuits") -> dict[str, Any]:
@@ -109,35 +91,28 @@ def _cross_connect(
     return {"switch": each.switch, "a": a, "b": b, "port_a": port_a, "port_b": port_b}
 
 
-def _show(problem: "PlacingProblem", placed: "PlacedCircuits") -> None:
+def _view(problem: "PlacingProblem", placed: "PlacedCircuits") -> "Iterator[RenderableType]":
     new = set(placed.cross_connects) - set(placed.kept)
     gone = problem.current - set(placed.kept)
-    wanted = sum(problem.circuits.values())
-    print_lines(
-        [
-            f"[bold]{len(placed.cross_connects):,} of {wanted:,} circuits[/bold] placed: {len(placed.kept):,} stay,"
-            f" {len(new):,} new, {len(gone):,} removed" + _proof(placed)
-        ]
+    yield (
+        f"[bold]{len(placed.cross_connects):,} of {sum(problem.circuits.values()):,} circuits[/bold] placed:"
+        f" {len(placed.kept):,} stay, {len(new):,} new, {len(gone):,} removed{_proof(placed)}"
     )
-    counts = [Counter(each.switch for each in group) for group in (placed.cross_connects, placed.kept, new, gone)]
-    print_table(
-        "Switches",
-        ("switch", "circuits", "kept", "new", "removed"),
-        ((switch, *(count[switch] for count in counts)) for switch in sorted(problem.cabling.ports)),
-    )
+    kinds = {"circuits": placed.cross_connects, "kept": placed.kept, "new": new, "removed": gone}
+    counts: Columns = {title: Counter(each.switch for each in kind).__getitem__ for title, kind in kinds.items()}
+    yield table("Switches", {"switch": str, **counts}, sorted(problem.cabling.ports))
     if 0 < len(new) + len(gone) <= LINES_SHOWN:
-        print_table(
+        yield cells_table(
             "Changes",
             ("switch", "change", "ports", "endpoints"),
-            [
+            (
                 (each.switch, word, "{}-{}".format(*each.ports), _ends(problem, each))
                 for word, group in (("remove", gone), ("add", new))
                 for each in sorted(group)
-            ],
-            left=("change", "ports", "endpoints"),
+            ),
         )
     if placed.unplaced:
-        print_table("Unplaced", ("pair", "circuits"), ((_name(pair), count) for pair, count in placed.unplaced.items()))
+        yield cells_table("Unplaced", ("pair", "circuits"), ((_name(pair), n) for pair, n in placed.unplaced.items()))
 
 
 def _proof(placed: "PlacedCircuits") -> str:

@@ -1,50 +1,43 @@
 """`orchestrrl fabric show`: a site drawn as text, and as a picture."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.check import SiteFile, summary
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, fail, print_json, reporting_errors
+from orchestrrl.cli.output import Output, fail, fields
 
 if TYPE_CHECKING:
     from orchestrrl.fabric.views import SiteLayer, SwitchColumn, SwitchRow
 
 GAP = 3  # blanks between columns
 
-HELP = """Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.
 
-A switch is a line across; where an endpoint's fibres end on it, it says how many. What is alike is drawn once.
-
-Example:
-
-    orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
-
-    orchestrrl fabric show site.yaml --svg site.svg
-"""
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("show", help=HELP)(show)
-
-
+@command
 def show(
     file: SiteFile,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="OUT.svg", help="Write a picture as well.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
+    """Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.
+
+    A switch is a line across; where an endpoint's fibres end on it, it says how many. What is alike is drawn once.
+
+    Example:
+
+        orchestrrl fabric generate --train-pods 2 --gen-pods 4 -o site.yaml
+
+        orchestrrl fabric show site.yaml --svg site.svg
+    """
     from orchestrrl.core.charts import save
     from orchestrrl.fabric.pictures import site_figure
     from orchestrrl.fabric.site import read_site
     from orchestrrl.fabric.views import grouped, views
 
-    with reporting_errors():
-        site = read_site(file)
+    site = read_site(file)
     core, each_pod = views(site)
     pods = grouped(site, each_pod)
     if svg is not None:
@@ -52,13 +45,11 @@ def show(
             save(site_figure(site), svg, kind="svg")
         except OSError as error:
             fail(f"{svg}: {error.strerror}")
-    if as_json:
-        print_json({"core": None if core is None else _json(core), "pods": [_json(layer) for layer in pods]})
-        return
+    document = {"core": None if core is None else _json(core), "pods": [_json(layer) for layer in pods]}
     lines = [summary(site)]
     for layer in (*([core] if core else []), *pods):
         lines += ["", *drawing(layer)]
-    sys.stdout.write("\n".join(line.rstrip() for line in lines) + "\n")
+    return Output(document, "".join(f"{line.rstrip()}\n" for line in lines))
 
 
 def drawing(layer: "SiteLayer") -> Iterator[str]:
@@ -118,30 +109,18 @@ def _ports(row: "SwitchRow") -> str:
 def _json(layer: "SiteLayer") -> dict[str, Any]:
     return {
         "pods": list(layer.pods),
-        "role": layer.role,
-        "servers": layer.servers,
-        "gpus": layer.gpus,
-        "lanes": layer.lanes,
+        **fields(layer, "role servers gpus lanes"),
         "endpoints": [
             {
-                "label": column.label,
-                "count": column.count,
+                **fields(column, "label count"),
                 "kind": "uplink" if column.uplink else "tor",
-                "rail": column.rail,
-                "nics": column.nics,
+                **fields(column, "rail nics"),
                 "fibres": list(column.fibres),
             }
             for column in layer.columns
         ],
         "switches": [
-            {
-                "label": row.label,
-                "count": row.count,
-                "device": row.device.name,
-                "ports": row.device.ports,
-                "fibred": row.fibred,
-                "reserved": row.reserved,
-            }
+            fields(row, "label count") | fields(row.device, "ports", device="name") | fields(row, "fibred reserved")
             for row in layer.rows
         ],
     }

@@ -1,59 +1,36 @@
 """`orchestrrl fabric slack`: how long it is quiet between collectives, and which switches fit in."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.control import DaemonOption, call_daemon
 from orchestrrl.cli.formats import bar, count, duration, percent
-from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import fabric_pb2
-from orchestrrl.cli.output import (
-    EXIT_MALFORMED,
-    JsonFlag,
-    fail,
-    print_json,
-    print_lines,
-    print_table,
-    reporting_errors,
-)
+from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, cells_table, fail, raise_faults, table
 from orchestrrl.core.addresses import DEFAULT_TARGET
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from orchestrrl.fabric.slack_traces import CommonQuiet
     from orchestrrl.rpc.control_client import ControlClient
-    from planner.fabric.slack_summary import PositionSummary, SlackSummary
+    from planner.fabric.slack_summary import SlackSummary
 
 POSITIONS_SHOWN = 24  # the longest windows; all of them with --json
 BAR = 24
 RISK = 0.05
 PICTURES = (".png", ".svg", ".pdf")
 
-HELP = """Show how long it is quiet between the collectives of a job, and which optical switches fit in.
 
-Of jobs that run, as the agents of their hosts tell it, or of traces: one JSON object per line, a collective (`rank`,
-`op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the begin of an iteration
-(`rank`, `iteration`, `at_s`). Prints the slack before each operation and the windows of an iteration with what may be
-promised of them; of traces also when it is quiet on all ranks together.
-
-Example:
-
-    orchestrrl fabric slack trace.jsonl
-
-    orchestrrl fabric slack --job trainer --plot slack.svg
-
-    orchestrrl fabric slack rank0.jsonl rank1.jsonl --risk 0.01 --plot slack.svg
-"""
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("slack", help=HELP)(show_slack)
-
-
-def show_slack(
+@command
+def slack(
     traces: Annotated[
         list[Path] | None,
         typer.Argument(metavar="TRACE.jsonl...", help="Recorded collectives; none: of jobs that run, by the daemon."),
@@ -64,8 +41,22 @@ def show_slack(
     job: Annotated[str | None, typer.Option(help="Only this one of the jobs that run.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the distributions: .png, .svg or .pdf.")] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
+    """Show how long it is quiet between the collectives of a job, and which optical switches fit in.
+
+    Of jobs that run, as the agents of their hosts tell it, or of traces: one JSON object per line, a collective
+    (`rank`, `op`, `group`, `bytes`, `start_s`, `end_s`, `async`), a mark (`rank`, `mark`, `at_s`) or the begin of an
+    iteration (`rank`, `iteration`, `at_s`). Prints the slack before each operation and the windows of an iteration with
+    what may be promised of them; of traces also when it is quiet on all ranks together.
+
+    Example:
+
+        orchestrrl fabric slack trace.jsonl
+
+        orchestrrl fabric slack --job trainer --plot slack.svg
+
+        orchestrrl fabric slack rank0.jsonl rank1.jsonl --risk 0.01 --plot slack.svg
+    """
     faults = []
     if risk is not None and not 0 < risk < 1:
         faults.append(f"--risk: must be > 0 and < 1, got {risk:g}")
@@ -75,33 +66,24 @@ def show_slack(
         faults.append(f"--job: is for jobs that run, a trace has none, got {job!r}")
     if not traces and risk is not None:
         faults.append(f"--risk: is for traces, the daemon's agents have their own, got {risk:g}")
-    if faults:
-        fail("\n".join(faults), EXIT_MALFORMED)
-    if traces:
-        _show_traces(traces, RISK if risk is None else risk, plot, as_json)
-    else:
-        _show_live(daemon, job, plot, as_json)
+    raise_faults(faults)
+    return _of_traces(traces, RISK if risk is None else risk, plot) if traces else _of_jobs(daemon, job, plot)
 
 
-def _show_traces(traces: list[Path], risk: float, plot: Path | None, as_json: bool) -> None:
-    with reporting_errors():
-        from orchestrrl.fabric.slack_traces import read_traces, study
-        from planner.fabric.slack_summary import merged
+def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
+    from orchestrrl.fabric.slack_traces import read_traces, study
+    from planner.fabric.slack_summary import merged
 
-        summaries, common = study(read_traces(traces), risk)
-        summary = merged(summaries)
-        if plot is not None:
-            _draw(summary, plot)
-    if as_json:
-        print_json({"ranks": [each.to_json() for each in summaries], "common": _common_json(common)})
-        return
-    show(summary)
-    show_common(common)
+    summaries, common = study(read_traces(traces), risk)
+    summary = merged(summaries)
+    if plot is not None:
+        _draw(summary, plot)
+    document = {"ranks": [each.to_json() for each in summaries], "common": _common_json(common)}
     others = [f"rank {each.ranks[0]}: {each.why_not}" for each in summaries[1:] if each.why_not]
-    print_lines(others)
+    return Output(document, [*_view(summary), _common_table(common), *others])
 
 
-def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -> None:
+def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
     async def conversation(client: "ControlClient") -> list[dict[str, Any]]:
         told = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
         return list(json.loads(told.summary_json))
@@ -123,24 +105,23 @@ def _show_live(daemon: str, job: str | None, plot: Path | None, as_json: bool) -
         fail(f"{of} is traced: `orchestrrl agent --rings FOLDER` on its hosts tells the daemon of it")
     if plot is not None and len(jobs) > 1:
         fail(f"--plot: draws one job, choose it with --job: {', '.join(map(repr, sorted(jobs)))}", EXIT_MALFORMED)
-    told = {name: sorted(ranks, key=lambda each: each.ranks) for name, ranks in sorted(jobs.items())}
-    if as_json:
-        print_json(
-            {
-                "jobs": [
-                    {"job": name, "hosts": sorted(hosts[name]), "ranks": [each.to_json() for each in ranks]}
-                    for name, ranks in told.items()
-                ]
-            }
-        )
-    for name, ranks in told.items():
-        summary = merged(ranks)
-        if plot is not None:
-            _draw(summary, plot)
-        if not as_json:
-            where = ", ".join(sorted(hosts[name]))
-            print_lines([f"[bold]job {escape(name or 'without a name')}[/bold], hosts: {escape(where)}", ""])
-            show(summary)
+    by_name = {name: sorted(ranks, key=lambda each: each.ranks) for name, ranks in sorted(jobs.items())}
+    summaries = {name: merged(ranks) for name, ranks in by_name.items()}
+    document = [
+        {"job": name, "hosts": sorted(hosts[name]), "ranks": [each.to_json() for each in ranks]}
+        for name, ranks in by_name.items()
+    ]
+    if plot is not None:
+        _draw(next(iter(summaries.values())), plot)
+    return Output({"jobs": document}, _jobs_view(summaries, hosts))
+
+
+def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]]) -> "Iterator[RenderableType]":
+    for name, summary in summaries.items():
+        where = ", ".join(sorted(hosts[name]))
+        yield f"[bold]job {escape(name or 'without a name')}[/bold], hosts: {escape(where)}"
+        yield ""
+        yield from _view(summary)
 
 
 def _draw(summary: "SlackSummary", target: Path) -> None:
@@ -150,16 +131,23 @@ def _draw(summary: "SlackSummary", target: Path) -> None:
         fail(f"{target}: cannot be written: {error.strerror}")
 
 
-def show(summary: "SlackSummary") -> None:
+def _view(summary: "SlackSummary") -> "Iterator[RenderableType]":
     """For people. Reads nothing but the summary, wherever it comes from."""
-    show_operations(summary)
-    show_positions(summary)
-    show_devices(summary)
+    yield _operations_table(summary)
+    for op, histogram in sorted(summary.histograms.items()):
+        halves: dict[int, int] = {}
+        for index, number in histogram.bins.items():
+            halves[index // 5] = halves.get(index // 5, 0) + number
+        if halves:
+            yield from (f"[bold]{op}[/bold]", *_bars(halves), "")
+    yield from _positions_view(summary)
+    yield _devices_table(summary)
+    yield from ("What a commit needs beside that delay (control, receivers, routes) comes on top.", "")
 
 
-def show_operations(summary: "SlackSummary") -> None:
+def _operations_table(summary: "SlackSummary") -> "Table":
     most = max((histogram.total for histogram in summary.histograms.values()), default=1)
-    print_table(
+    return cells_table(
         f"Slack before each operation, {_ranks(summary)}",
         ("operation", "collectives", "p5", "p50", "p95", "none", ""),
         (
@@ -172,14 +160,7 @@ def show_operations(summary: "SlackSummary") -> None:
             )
             for op, histogram in sorted(summary.histograms.items())
         ),
-        left=("",),
     )
-    for op, histogram in sorted(summary.histograms.items()):
-        decades: dict[int, int] = {}
-        for index, number in histogram.bins.items():
-            decades[index // 5] = decades.get(index // 5, 0) + number
-        if decades:
-            print_lines([f"[bold]{op}[/bold]", *_bars(decades), ""])
 
 
 def _bars(halves: dict[int, int]) -> list[str]:
@@ -194,39 +175,32 @@ def _bars(halves: dict[int, int]) -> list[str]:
     ]
 
 
-def show_positions(summary: "SlackSummary") -> None:
+def _positions_view(summary: "SlackSummary") -> "Iterator[RenderableType]":
     quiet = [position for position in summary.positions if position.samples]
     shown = sorted(quiet, key=lambda each: -(each.promised_s or 0.0))[:POSITIONS_SHOWN]
     several = len({position.group for position in summary.positions}) > 1
     changes = f", sequence changed {summary.relearned} times: {summary.reason}" if summary.relearned else ""
-    print_table(
+    columns: Columns = {
+        "before": lambda each: f"{each.position} {each.op}",
+        "group": lambda each: _group(each.group) if several else None,
+        "size": lambda each: _size(each.size) if each.size >= 0 else "varies",
+        "after mark": "mark",
+        "opens at": lambda each: duration(each.offset_s),
+        "p5": lambda each: duration(each.p5_s),
+        "p50": lambda each: duration(each.p50_s),
+        "promised": lambda each: duration(each.promised_s),
+        "risk": lambda each: None if each.risk is None else f"{each.risk:.1%}",
+    }
+    yield table(
         f"Windows of an iteration, rank {summary.ranks[0]}: {summary.iterations} iterations of "
         f"{len(summary.positions)} collective{'' if len(summary.positions) == 1 else 's'}{changes}",
-        ("before", "group", "size", "after mark", "opens at", "p5", "p50", "promised", "risk"),
-        (_position_row(each, several) for each in sorted(shown, key=lambda each: each.position)),
-        left=("after mark",),
-        optional=("group", "after mark"),
+        columns,
+        sorted(shown, key=lambda each: each.position),
     )
-    lines = []
     if len(quiet) > len(shown):
-        lines.append(f"The {len(shown)} longest of {len(quiet)} windows; --json prints all.")
+        yield f"The {len(shown)} longest of {len(quiet)} windows; --json prints all."
     if summary.why_not:
-        lines.append(f"Nothing is promised where the trace ends: {summary.why_not}.")
-    print_lines(lines)
-
-
-def _position_row(each: "PositionSummary", several_groups: bool) -> tuple[object, ...]:
-    return (
-        f"{each.position} {each.op}",
-        _group(each.group) if several_groups else None,
-        _size(each.size) if each.size >= 0 else "varies",
-        each.mark or None,
-        duration(each.offset_s),
-        duration(each.p5_s),
-        duration(each.p50_s),
-        duration(each.promised_s),
-        None if each.risk is None else f"{each.risk:.1%}",
-    )
+        yield f"Nothing is promised where the trace ends: {summary.why_not}."
 
 
 def _size(size_bytes: int) -> str:
@@ -241,29 +215,21 @@ def _group(group: int) -> str:
     return str(group) if group < 1 << 16 else f"..{group & 0xFFFF:04x}"
 
 
-def show_devices(summary: "SlackSummary") -> None:
-    from planner.fabric.topology import DEVICES
-
+def _devices_table(summary: "SlackSummary") -> "Table":
     quiet = [position for position in summary.positions if position.samples]
-    print_table(
+    longest = duration(max((position.promised_s or 0.0 for position in quiet), default=0.0))
+    return cells_table(
         "Windows that cover a switch's own delay",
         ("switch", "delay", "windows", "of", "longest promised"),
         (
-            (
-                device.name,
-                duration(device.reconfiguration_s),
-                sum(position.covers(device.reconfiguration_s) for position in quiet),
-                len(quiet),
-                duration(max((position.promised_s or 0.0 for position in quiet), default=0.0)),
-            )
-            for device in DEVICES.values()
+            (name, duration(delay_s), sum(each.covers(delay_s) for each in quiet), len(quiet), longest)
+            for name, delay_s in _delays().items()
         ),
     )
-    print_lines(["What a commit needs beside that delay (control, receivers, routes) comes on top.", ""])
 
 
-def show_common(common: "CommonQuiet") -> None:
-    print_table(
+def _common_table(common: "CommonQuiet") -> "Table":
+    return cells_table(
         f"Quiet on all {common.ranks} ranks together: {len(common.lengths_s)} windows, {percent(common.share)} of "
         f"{duration(common.span_s)}; p50 {duration(common.quantile_s(0.5))}, p95 {duration(common.quantile_s(0.95))}",
         ("switch", "delay", "windows that cover it", "their share of time"),

@@ -1,13 +1,17 @@
 """How the circuits of a running daemon are told to people: periods, windows, routes, traced hosts."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from orchestrrl.cli.fleet.status import name_of_period
 from orchestrrl.cli.formats import duration, time_of_day
-from orchestrrl.cli.output import print_lines, print_table, stdout
+from orchestrrl.cli.output import Columns, stdout, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 CIRCUITS_SHOWN = 40
 REASONS_SHOWN = 8
@@ -18,41 +22,39 @@ WIDE_COLUMNS = 110
 NO_PERIODS = "No period was announced yet: a trainer does, or `orchestrrl fabric announce PERIOD --intent FILE`."
 
 
-def show_circuits(circuits: Sequence[dict[str, Any]]) -> None:
+def circuits_view(circuits: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
     if not circuits:
-        print_lines(["No circuits are up.", ""])
+        yield from ("No circuits are up.", "")
         return
-    rows = [(each["pod"] or "core", each["a"], each["b"], each["count"]) for each in circuits[:CIRCUITS_SHOWN]]
-    title = f"Circuits: {sum(each['count'] for each in circuits)}"
-    print_table(title, ("where", "from", "to", "circuits"), rows, left=("from", "to"))
+    columns: Columns = {"where": lambda each: each["pod"] or "core", "from": "a", "to": "b", "circuits": "count"}
+    yield table(f"Circuits: {sum(each['count'] for each in circuits)}", columns, circuits[:CIRCUITS_SHOWN])
     if len(circuits) > CIRCUITS_SHOWN:
-        print_lines([f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all", ""])
+        yield from (f"and between {len(circuits) - CIRCUITS_SHOWN} other pairs: --json has all", "")
 
 
-def show_switch_times(times: Iterable[dict[str, Any]]) -> None:
-    print_table(
-        "What a change of circuits takes",
-        ("switch", "expected", "changes measured"),
-        [(each["switch_id"], duration(each["usable_s"]), each["samples"]) for each in times],
-    )
+def times_table(times: Iterable[dict[str, Any]]) -> "Table":
+    columns: Columns = {
+        "switch": "switch_id",
+        "expected": lambda each: duration(each["usable_s"]),
+        "changes measured": "samples",
+    }
+    return table("What a change of circuits takes", columns, times)
 
 
-def show_hosts(hosts: Sequence[dict[str, Any]]) -> None:
+def hosts_view(hosts: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
     if not hosts:
-        print_lines(["No host tells of windows: `orchestrrl agent --rings FOLDER` on those that train does."])
+        yield "No host tells of windows: `orchestrrl agent --rings FOLDER` on those that train does."
         return
-    print_table(
-        "Traced hosts",
-        ("host", "ranks", "clock", "agent", "no window now, because"),
-        map(_host_row, hosts),
-        left=("ranks", "clock", "agent", "no window now, because"),
-    )
-
-
-def _host_row(host: dict[str, Any]) -> tuple[object, ...]:
-    ranks = ", ".join(f"{len(job['ranks'])}{' of ' + job['job'] if job['job'] else ''}" for job in host["jobs"])
-    clock = f"within {duration(host['bound_s'])}" if host["bound_s"] else None
-    return host["host"], ranks or None, clock, "attached" if host["attached"] else "gone", _no_window(host)
+    columns: Columns = {
+        "host": "host",
+        "ranks": lambda host: ", ".join(
+            f"{len(job['ranks'])}{' of ' + job['job'] if job['job'] else ''}" for job in host["jobs"]
+        ),
+        "clock": lambda host: f"within {duration(host['bound_s'])}" if host["bound_s"] else None,
+        "agent": lambda host: "attached" if host["attached"] else "gone",
+        "no window now, because": _no_window,
+    }
+    yield table("Traced hosts", columns, hosts)
 
 
 def _no_window(host: dict[str, Any]) -> str | None:
@@ -61,29 +63,17 @@ def _no_window(host: dict[str, Any]) -> str | None:
     return host["detail"] or (None if host["jobs"] else "no recorder runs on it")
 
 
-def show_periods(periods: Sequence[dict[str, Any]]) -> None:
+def periods_view(periods: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
     if not periods:
-        print_lines([NO_PERIODS])
+        yield NO_PERIODS
         return
-    print_table(
-        "Periods",
-        ("announced", "period", "became", "moves", "waited", "took", "window", "commit"),
-        map(_period_row, periods),
-        left=("period", "became", "commit"),
-        optional=("window", "commit"),
-    )
-    print_lines(escape(line) for line in reasons(periods))
+    yield table("Periods", PERIOD_COLUMNS, periods)
+    yield from map(escape, reasons(periods))
 
 
-def show_counts(counts: Sequence[dict[str, Any]]) -> None:
-    if not counts:
-        return
-    print_table(
-        "All that ended so far",
-        ("state", "why", "periods"),
-        [(each["state"], _why(each), each["count"]) for each in counts],
-        left=("why",),
-    )
+def counts_view(counts: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
+    if counts:
+        yield table("All that ended so far", {"state": "state", "why": _why, "periods": "count"}, counts)
 
 
 def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
@@ -98,28 +88,53 @@ def reasons(periods: Iterable[dict[str, Any]]) -> list[str]:
     return [*lines[:REASONS_SHOWN], *more, ""] if lines else []
 
 
-def _period_row(period: dict[str, Any]) -> tuple[object, ...]:
+def _state(period: dict[str, Any]) -> str:
+    return f"{period['state']}: {why}" if (why := _why(period)) else str(period["state"])
+
+
+def _waited(period: dict[str, Any]) -> str:
     commits = period["commits"]
-    first = commits[0] if commits else None
-    windowed = first if first is not None and first["window_until_unix_s"] > 0 else None
-    return (
-        time_of_day(period["announced_unix_s"]),
-        name_of_period(period),
-        period["state"] + (f": {why}" if (why := _why(period)) else ""),
-        _moves(period),
-        duration(first["commanded_unix_s"] - period["announced_unix_s"]) if first else None,
-        duration(sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits)) if first else None,
-        duration(windowed["window_until_unix_s"] - windowed["window_opened_unix_s"]) if windowed else None,
-        in_window(windowed, WINDOW_COLUMNS if stdout().width >= WIDE_COLUMNS else NARROW_WINDOW_COLUMNS)
-        if windowed
-        else None,
-    )
+    return duration(commits[0]["commanded_unix_s"] - period["announced_unix_s"] if commits else None)
+
+
+def _took(period: dict[str, Any]) -> str:
+    commits = period["commits"]
+    spans = [each["usable_unix_s"] - each["commanded_unix_s"] for each in commits]
+    return duration(sum(spans) if commits else None)
+
+
+def _windowed(period: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the first commit, where a window was waited for."""
+    return next((each for each in period["commits"][:1] if each["window_until_unix_s"] > 0), None)
+
+
+def _window(period: dict[str, Any]) -> str | None:
+    commit = _windowed(period)
+    return None if commit is None else duration(commit["window_until_unix_s"] - commit["window_opened_unix_s"])
+
+
+def _commit(period: dict[str, Any]) -> str | None:
+    commit = _windowed(period)
+    columns = WINDOW_COLUMNS if stdout().width >= WIDE_COLUMNS else NARROW_WINDOW_COLUMNS
+    return None if commit is None else in_window(commit, columns)
 
 
 def _moves(period: dict[str, Any]) -> str:
     """Those made, where they are not all."""
     made = sum(each["moves"] for each in period["commits"] if each["done"])
     return str(made) if made == period["moves"] else f"{made} of {period['moves']}"
+
+
+PERIOD_COLUMNS: Columns = {
+    "announced": lambda period: time_of_day(period["announced_unix_s"]),
+    "period": name_of_period,
+    "became": _state,
+    "moves": _moves,
+    "waited": _waited,
+    "took": _took,
+    "window": _window,
+    "commit": _commit,
+}
 
 
 def in_window(commit: dict[str, Any], columns: int) -> str:

@@ -5,18 +5,18 @@ from typing import Annotated
 
 import typer
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import EXIT_MALFORMED, JsonFlag, fail, print_json, print_lines, reporting_errors
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import EXIT_MALFORMED, Output, fail
 
 
+@command
 def trace(
     target: Annotated[Path, typer.Argument(help="The trace; one that is there is replaced.", metavar="FILE.jsonl")],
     rings: Annotated[
         Path | None, typer.Option(help="Where recorders write. Default: as theirs.", metavar="FOLDER")
     ] = None,
     job: Annotated[str | None, typer.Option("--job", help="Whose ranks; needed where there are several.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Write the collectives and marks that this host's recorders still remember into a trace.
 
     A ring holds the latest events of its process, the job need not stop for it. `orchestrrl fabric slack` reads one
@@ -36,23 +36,16 @@ def trace(
         job = next(iter(jobs), "")
     elif jobs and job not in jobs:
         fail(f"{folder}: no job {job!r} is recorded there, but {', '.join(map(repr, jobs))}")
-    with reporting_errors():
-        found = read_rings(folder, job)
-        try:
-            write_trace(found.events, target)
-        except OSError as error:
-            fail(f"{target}: cannot be written: {error.strerror}")
-    if as_json:
-        counts = {"events": len(found.events), "lost": found.lost, "running": found.running}
-        print_json({"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts})
-        return
-    notes = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]
+    found = read_rings(folder, job)
+    try:
+        write_trace(found.events, target)
+    except OSError as error:
+        fail(f"{target}: cannot be written: {error.strerror}")
+    counts = {"events": len(found.events), "lost": found.lost, "running": found.running}
+    document = {"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts}
+    lines = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]
     if found.lost:
-        notes.append(f"{found.lost:,} older events are gone: rings are of a limited size")
+        lines.append(f"{found.lost:,} older events are gone: rings are of a limited size")
     if found.running:
-        notes.append(f"{found.running:,} collectives that still run are left out")
-    print_lines(notes)
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("trace")(trace)
+        lines.append(f"{found.running:,} collectives that still run are left out")
+    return Output(document, lines)

@@ -2,38 +2,23 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
 from rich.markup import escape
 
+from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import bar, duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, ProblemFile, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.output import Output, cells_table, fields
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.fabric.model import Pair, PortPair
     from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
 
 SHOWN_MOVES = 12  # of a stage; more are counted
 SHOWN_STAGES = 60
 BAR_WIDTH = 10
-
-HELP = """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
-
-Reads one JSON problem: which endpoint each port of the `switches` is fibred to, the `current` and the `target`
-cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals come down before its additions go up; what
-is left at each point is shown. Where no order keeps everybody lit, those that suffer are named, as few as can be:
-`dark_pairs` first, then `thin_endpoints`, then stages. Nothing is changed.
-
-Example:
-
-    orchestrrl fabric transition --print-example > transition.json
-
-    orchestrrl fabric transition transition.json
-
-    orchestrrl fabric transition - --json < transition.json
-"""
 
 # Two switches; two pairs change partners, and one keeps its only circuit until another is up on the second switch.
 EXAMPLE: dict[str, Any] = {
@@ -66,36 +51,32 @@ class Least(NamedTuple):
     of: int
 
 
-def register(app: typer.Typer) -> None:
-    group(app, "fabric").command("transition", help=HELP)(show_transition)
+@problem_command(lambda: EXAMPLE)
+def fabric_transition(file: ProblemFile) -> Output:
+    """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
 
+    Reads one JSON problem: which endpoint each port of the `switches` is fibred to, the `current` and the `target`
+    cross-connects, `max_moves_per_stage` and `min_fraction`. A stage's removals come down before its additions go up;
+    what is left at each point is shown. Where no order keeps everybody lit, those that suffer are named, as few as can
+    be: `dark_pairs` first, then `thin_endpoints`, then stages. Nothing is changed.
 
-def _print_example(wanted: bool) -> None:
-    if wanted:
-        print_json(EXAMPLE)
-        raise typer.Exit
+    Example:
 
+        orchestrrl fabric transition --print-example > transition.json
 
-ExampleFlag = Annotated[
-    bool,
-    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
-]
+        orchestrrl fabric transition transition.json
 
-
-def show_transition(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+        orchestrrl fabric transition - --json < transition.json
+    """
     from orchestrrl.cli.fabric.transition_problem import CHECKS, TransitionFile, problem_of
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.transition import transition
 
-    with reporting_errors():
-        problem = problem_of(read_problem(file, TransitionFile, CHECKS))
+    problem = problem_of(read_problem(file, TransitionFile, CHECKS))
     started_s = time.perf_counter()
     found = transition(problem)
     solve_s = time.perf_counter() - started_s
-    if as_json:
-        print_json(_json(problem, found))
-    else:
-        _show(problem, found, solve_s)
+    return Output(_json(problem, found), _view(problem, found, solve_s))
 
 
 def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
@@ -106,7 +87,7 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
     from planner.fabric.transition import bandwidth
 
     def parts(cross_connects: "Iterable[PortPair]") -> list[dict[str, Any]]:
-        return [{"switch": each.switch, "port_a": each.port_a, "port_b": each.port_b} for each in cross_connects]
+        return [fields(each, "switch port_a port_b") for each in cross_connects]
 
     return {
         "stages": [{"remove": parts(stage.remove), "add": parts(stage.add)} for stage in found.stages],
@@ -121,30 +102,25 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
     }
 
 
-def _show(problem: "TransitionProblem", found: "Transition", solve_s: float) -> None:
+def _view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> "Iterator[RenderableType]":
     from planner.fabric.transition import bandwidth
 
     count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)
     up = sum(len(stage.add) for stage in found.stages)
     proven = "no fewer will do" if count == found.stages_at_least else f"at least {found.stages_at_least} are needed"
-    print_lines(
-        [
-            f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
-            f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}",
-            f"dark pairs: {_named(found.dark_pairs)}; thin endpoints: {_escaped(found.thin_endpoints)}"
-            + ("" if found.fewest_suffer else " (fewer may do: not proven)"),
-        ]
+    yield (
+        f"[bold]{_number(count, 'stage')}[/bold] ({proven}): {down:,} down, {up:,} up,"
+        f" {len(problem.current & problem.target):,} untouched; solved in {duration(solve_s)}"
     )
-    lights = bandwidth(problem, found, 1.0)
-    rows = list(_rows(found, lights))
-    print_table(
-        "Stages",
-        ("stage", "point", "cross-connects", "circuits", "least of an endpoint", ""),
-        rows[: 2 * SHOWN_STAGES + 1],
-        left=("point", "cross-connects", ""),
+    yield (
+        f"dark pairs: {_named(found.dark_pairs)}; thin endpoints: {_escaped(found.thin_endpoints)}"
+        + ("" if found.fewest_suffer else " (fewer may do: not proven)")
     )
+    columns = ("stage", "point", "cross-connects", "circuits", "least of an endpoint", "")
+    rows = list(_rows(found, bandwidth(problem, found, 1.0)))
+    yield cells_table("Stages", columns, rows[: 2 * SHOWN_STAGES + 1])
     if len(found.stages) > SHOWN_STAGES:
-        print_lines([f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"])
+        yield f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"
 
 
 def _number(count: int, what: str) -> str:

@@ -1,21 +1,23 @@
 """`orchestrrl engines`: which engines there are, and engines that come and go while the daemon runs."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon
+from orchestrrl.cli.command import Reason, daemon_command
+from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import fetch_status, remarks
-from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr, stdout
-from orchestrrl.core.addresses import DEFAULT_TARGET, check_url
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.cli.output import Columns, Output, note, raise_faults, table
+from orchestrrl.core.addresses import check_url
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
 POLL_EVERY_S = 0.25
@@ -25,40 +27,34 @@ EMPTY_FOR_S = 2.0
 KNOWN_AFTER_S = 5.0
 REMOVE_TIMEOUT_S = 600.0  # moves wait for their destinations' first tokens
 
-COLUMNS = ("engine", "state", "health", "requests", "run", "wait", "pool", "weights", "runs as", "url")
-OPTIONAL = {"pool", "weights", "runs as"}
-
 EngineArgument = Annotated[str, typer.Argument(help="The engine's id.", metavar="ID")]
-ReasonOption = Annotated[str, typer.Option(help="Who and why, for the journal.")]
 
 
-def list_engines(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def engines_list(client: "ControlClient") -> Output:
     """List the engines: which take requests, which are drained, who judges their health.
 
     Example: `orchestrrl engines list`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return {"engines": await _workers(client)}
-
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-        return
-    print_table("Engines", COLUMNS, map(_row, found["engines"]), optional=OPTIONAL)
-    print_lines(_remarks(found["engines"]))
+    found = await _workers(client)
+    return Output({"engines": found}, _view(found))
 
 
-def add(
+def _view(workers: list[dict[str, Any]]) -> "Iterator[RenderableType]":
+    yield table("Engines", COLUMNS, workers)
+    yield from _remarks(workers)
+
+
+@daemon_command
+async def add(
+    client: "ControlClient",
     engine: EngineArgument,
     url: Annotated[str, typer.Option("--url", help="Where it listens.", metavar="URL")] = "",
     configuration: Annotated[str, typer.Option("--configuration", help="One that the daemon knows.", metavar="C")] = "",
     gpus: Annotated[str, typer.Option("--gpus", help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
     pool: Annotated[str, typer.Option("--pool", help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
-    reason: ReasonOption = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+    reason: Reason = "",
+) -> Output:
     """Have every gateway send requests to one more engine, until it is removed.
 
     It stays over restarts and reloads of the daemon. Start its agent afterwards, under the same id: without one it gets
@@ -67,88 +63,66 @@ def add(
 
     Example: `orchestrrl engines add e2 --url http://127.0.0.1:8003 --configuration tp2 --gpus 4,5`
     """
-    with reporting_errors():
-        numbers = _checked(engine, url, gpus)
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.AddEngineRequest(
-            engine_id=engine, url=url, configuration=configuration, gpus=numbers, pool=pool, reason=reason
-        )
-        return await answer(client, client.control.AddEngine, order)
-
-    worker = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(worker)
-        return
-    stdout().print(escape(f"{engine} is added: gateways send it requests"), soft_wrap=True)
-    print_lines(_remarks([worker]))
+    order = control_pb2.AddEngineRequest(
+        engine_id=engine,
+        url=url,
+        configuration=configuration,
+        gpus=_checked(engine, url, gpus),
+        pool=pool,
+        reason=reason,
+    )
+    worker = await answer(client, client.control.AddEngine, order)
+    return Output(worker, [escape(f"{engine} is added: gateways send it requests"), *_remarks([worker])])
 
 
-def drain(
+@daemon_command
+async def drain(
+    client: "ControlClient",
     engine: EngineArgument,
     move: Annotated[bool, typer.Option("--move", help="Have what is there continued elsewhere.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until nothing is there.")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.0, help="Of the wait, in seconds; 0: without end.")] = 0.0,
-    reason: ReasonOption = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+    reason: Reason = "",
+) -> Output:
     """Send an engine nothing new. What is there finishes or, with --move, goes on elsewhere as far as it can.
 
     It stays drained over restarts of the daemon, until --undo.
 
     Example: `orchestrrl engines drain e1 --move --wait`
     """
-    with reporting_errors():
-        if undo and (move or wait):
-            raise ProblemFaults([f"{flag}: cannot go with --undo" for flag, on in _flags(move, wait) if on])
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.DrainEngineRequest(engine_id=engine, move_requests=move, undo=undo, reason=reason)
-        worker = await answer(client, client.control.DrainEngine, order)
-        if not undo and not any(map(_accepts_requests, await _workers(client))):
-            stderr().print(
-                "no engine takes requests now: new ones wait at their gateway, and then fail", soft_wrap=True
-            )
-        return await _until_empty(client, worker, timeout_s) if wait else worker
-
-    worker = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(worker)
-    elif undo:
-        stdout().print(escape(f"{engine} takes requests again"))
-    elif wait:
-        stdout().print(escape(f"{engine} is drained: nothing is there"))
-    else:
-        stdout().print(escape(f"{engine} gets nothing new; {_there(worker)}"))
+    given = {"--move": move, "--wait": wait}
+    raise_faults(f"{flag}: cannot go with --undo" for flag, on in given.items() if on and undo)
+    order = control_pb2.DrainEngineRequest(engine_id=engine, move_requests=move, undo=undo, reason=reason)
+    worker = await answer(client, client.control.DrainEngine, order)
+    if undo:
+        return Output(worker, [escape(f"{engine} takes requests again")])
+    if not any(map(_accepts_requests, await _workers(client))):
+        note("no engine takes requests now: new ones wait at their gateway, and then fail")
+    if not wait:
+        return Output(worker, [escape(f"{engine} gets nothing new; {_there(worker)}")])
+    worker = await _until_empty(client, worker, timeout_s)
+    return Output(worker, [escape(f"{engine} is drained: nothing is there")])
 
 
-def remove(
+@daemon_command
+async def remove(
+    client: "ControlClient",
     engine: EngineArgument,
     force: Annotated[bool, typer.Option("--force", help="Also while requests are there.")] = False,
-    reason: ReasonOption = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+    reason: Reason = "",
+) -> Output:
     """Forget an engine, whoever goes on to report it, until it is added again.
 
     Refused while requests are there. With --force those that can be continued elsewhere are, and the others finish.
 
     Example: `orchestrrl engines remove e1`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.RemoveEngineRequest(engine_id=engine, force=force, reason=reason)
-        return await answer(client, client.control.RemoveEngine, order, timeout_s=REMOVE_TIMEOUT_S)
-
-    removed = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(removed)
-        return
+    order = control_pb2.RemoveEngineRequest(engine_id=engine, force=force, reason=reason)
+    removed = await answer(client, client.control.RemoveEngine, order, timeout_s=REMOVE_TIMEOUT_S)
     moved, left = removed["requests_moved"], removed["requests_left"]
     rest = f"; requests that go on elsewhere: {moved}, that finish there: {left}" if moved or left else ""
-    stdout().print(escape(f"{engine} is removed{rest}"))
+    return Output(removed, [escape(f"{engine} is removed{rest}")])
 
 
 # --- inside
@@ -163,17 +137,12 @@ def _checked(engine: str, url: str, gpus: str) -> list[int]:
         faults.append(f"--url: {error}, got {url!r}")
     words = [word.strip() for word in gpus.split(",")] if gpus else []
     faults += [f"--gpus: must be numbers with commas between them, got {word!r}" for word in words if not _number(word)]
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return [int(word) for word in words]
 
 
 def _number(word: str) -> bool:
     return word.isascii() and word.isdecimal() and int(word) < 1 << 32
-
-
-def _flags(move: bool, wait: bool) -> Iterable[tuple[str, bool]]:
-    return ("--move", move), ("--wait", wait)
 
 
 async def _workers(client: "ControlClient") -> list[dict[str, Any]]:
@@ -192,7 +161,7 @@ async def _until_empty(client: "ControlClient", worker: dict[str, Any], timeout_
     words, told = _there(worker), ""
     while True:
         if words != told:
-            stderr().print(escape(f"{engine}: {words}"), soft_wrap=True)
+            note(escape(f"{engine}: {words}"))
             told = words
         await asyncio.sleep(POLL_EVERY_S)
         now_s, empty = time.monotonic(), False
@@ -237,21 +206,6 @@ def _accepts_requests(worker: dict[str, Any]) -> bool:
     return not worker["draining"] and (worker["health"] == "ok" or not worker["reported"])
 
 
-def _row(worker: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        worker["engine_id"],
-        state(worker),
-        worker["health"] if worker["reported"] else "no agent",
-        worker["requests"],
-        worker["running"] if worker["reported"] else None,
-        worker["waiting"] if worker["reported"] else None,
-        worker["pool"] or None,
-        worker["policy_version"],
-        worker["configuration"] or None,
-        worker["url"] or None,
-    )
-
-
 def state(worker: dict[str, Any]) -> str:
     """serving | draining | drained"""
     if not worker["draining"]:
@@ -267,8 +221,15 @@ def _remarks(workers: list[dict[str, Any]]) -> list[str]:
     return told
 
 
-def register(app: typer.Typer) -> None:
-    engines = group(app, "engines")
-    engines.command("list")(list_engines)
-    for command in (add, drain, remove):
-        engines.command()(command)
+COLUMNS: Columns = {
+    "engine": "engine_id",
+    "state": state,
+    "health": lambda worker: worker["health"] if worker["reported"] else "no agent",
+    "requests": "requests",
+    "run": lambda worker: worker["running"] if worker["reported"] else None,
+    "wait": lambda worker: worker["waiting"] if worker["reported"] else None,
+    "pool": "pool",
+    "weights": "policy_version",
+    "runs as": "configuration",
+    "url": "url",
+}

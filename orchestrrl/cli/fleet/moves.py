@@ -1,50 +1,44 @@
 """`orchestrrl moves`: the fast loop's last decision, and what became of moves."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon
+from orchestrrl.cli.command import daemon_command
+from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import policy_summary
 from orchestrrl.cli.formats import duration, load_index, time_of_day
 from orchestrrl.cli.lazy import control_pb2
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table
-from orchestrrl.core.addresses import DEFAULT_TARGET
+from orchestrrl.cli.output import Columns, Output, table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
-ENDED_COLUMNS = ("ended", "request", "from", "to", "by", "predicted", "actual", "loaded", "recomputed")
 
-
-def moves(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def moves(client: "ControlClient") -> Output:
     """Show the fast loop's last decision: load indices before and after, the moves, why no more. And how moves went.
 
     Example: `orchestrrl moves`
     """
+    found = await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
+    return Output(found, _view(found))
 
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
 
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-        return
-    print_table(
-        "Load index (equation 5)",
-        ("worker", "before", "after"),
-        ((load["engine_id"], _index(load["before"]), _index(load["after"])) for load in found["load_index"]),
-    )
+def _view(found: dict[str, Any]) -> "Iterator[RenderableType]":
+    yield table("Load index (equation 5)", LOAD_COLUMNS, found["load_index"])
     if found["moves"]:
-        print_table("Moves, in order", ("request", "from", "to", "state"), (move_row(move) for move in found["moves"]))
-    print_lines(reasons(found))
+        yield table("Moves, in order", MOVE_COLUMNS, found["moves"])
+    yield from reasons(found)
     if found["ended_moves"]:
-        print_table("Latest moves", ENDED_COLUMNS, (_ended_row(move) for move in found["ended_moves"]))
+        yield table("Latest moves", ENDED_COLUMNS, found["ended_moves"])
 
 
 def reasons(found: dict[str, Any]) -> list[str]:
-    """When and why, in words."""
+    """Return when and why it was decided so, a line each."""
     spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
     return [
         f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
@@ -55,29 +49,30 @@ def reasons(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def move_row(move: dict[str, Any]) -> tuple[str, ...]:
-    return move["request_id"], move["from_engine_id"], move["to_engine_id"], move["state"]
-
-
-def _ended_row(move: dict[str, Any]) -> tuple[str | None, ...]:
-    """A method other than the ordered one is the one that a move fell back to."""
-    method, ordered = move["method"], move["ordered_method"]
-    return (
-        time_of_day(move["ended_unix_s"]),
-        move["request_id"],
-        move["from_engine_id"],
-        move["to_engine_id"],
-        method if method in ("", ordered) else f"{method}, not {ordered}",
-        duration(move["predicted_s"]) if move["predicted_s"] else None,
-        duration(move["actual_s"]) if move["actual_s"] else None,
-        f"{move['loaded_tokens']:,}",
-        f"{move['recomputed_tokens']:,}",
-    )
-
-
 def _index(value: float | None) -> str:
     return "stalled" if value is None else load_index(value)
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(moves)
+def _method(move: dict[str, Any]) -> str:
+    """A method other than the ordered one is the one that a move fell back to."""
+    method, ordered = move["method"], move["ordered_method"]
+    return str(method) if method in ("", ordered) else f"{method}, not {ordered}"
+
+
+MOVE_COLUMNS: Columns = {"request": "request_id", "from": "from_engine_id", "to": "to_engine_id", "state": "state"}
+LOAD_COLUMNS: Columns = {
+    "worker": "engine_id",
+    "before": lambda load: _index(load["before"]),
+    "after": lambda load: _index(load["after"]),
+}
+ENDED_COLUMNS: Columns = {
+    "ended": lambda move: time_of_day(move["ended_unix_s"]),
+    "request": "request_id",
+    "from": "from_engine_id",
+    "to": "to_engine_id",
+    "by": _method,
+    "predicted": lambda move: duration(move["predicted_s"] or None),
+    "actual": lambda move: duration(move["actual_s"] or None),
+    "loaded": lambda move: f"{move['loaded_tokens']:,}",
+    "recomputed": lambda move: f"{move['recomputed_tokens']:,}",
+}

@@ -1,32 +1,35 @@
 """`orchestrrl redeploy`: change which engines there are, watch it, take it back."""
 
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon
-from orchestrrl.cli.fleet.redeploy_follow import (
-    advice,
-    fetch_redeployment,
-    first,
-    poll_redeployment,
-    reports,
-    until_over,
-)
+from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
+from orchestrrl.cli.control import answer
 from orchestrrl.cli.lazy import control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.core.addresses import DEFAULT_TARGET
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.cli.output import Output, raise_faults
+from orchestrrl.cli.progress import POLL_EVERY_S, persistently, until_over
+from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults
+from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
 MOST_ENGINES = (1 << 32) - 1
+# What engines can do is asked of them before the daemon answers.
+FIRST_WITHIN_S = 60.0
+AWAY = "the daemon is away: the redeployment goes on, or back, once it is there again"
 
 
-def redeploy(
+@daemon_command
+async def redeploy(
+    client: "ControlClient",
     to: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,10 +50,9 @@ def redeploy(
             "--id", metavar="REDEPLOYMENT", help="Which, for the last three; else the one under way, or last."
         ),
     ] = "",
-    reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
+    reason: Reason = "",
     as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Bring the fleet to other engines, in steps that can be taken back; without a target, say how the last one stands.
 
     Engines that stay serve on; requests of those that leave move or wait in their gateway. Whatever fails, all goes
@@ -61,30 +63,28 @@ def redeploy(
 
     Example: `orchestrrl redeploy --to tp2=3 --to tp1=2 --reason "the tail is short today"`
     """
-    with reporting_errors():
-        _check(
-            to or [], plan, reason, {"--dry-run": dry_run, "--no-wait": no_wait}, redeployment_id, status, watch, cancel
-        )
-        targets = _targets(to or [])
+    flags = {"--dry-run": dry_run, "--no-wait": no_wait}
+    _check(to or [], plan, reason, flags, redeployment_id, status, watch, cancel)
+    targets = _targets(to or [])
+    if cancel:
+        return await _cancel(client, redeployment_id, reason)
     if not targets and not plan:
-        if cancel:
-            _cancel(daemon, redeployment_id, reason, as_json)
-        elif watch:
-            _end(until_over(daemon, lambda client: poll_redeployment(client, redeployment_id), as_json), as_json)
-        else:
-            _show(call_daemon(daemon, lambda client: fetch_redeployment(client, redeployment_id)), as_json)
-        return
+        if watch:
+            return await _followed(client, None, redeployment_id, as_json)
+        report = await fetch_redeployment(client, redeployment_id)
+        return Output(report, _view(report))
     order = control_pb2.RedeployRequest(targets=targets, plan_id=plan, dry_run=dry_run, reason=reason)
+    if not dry_run and not no_wait:
+        return await _followed(client, order, "", as_json)
+    report = await _first(client, order)
     if dry_run:
-        _show_draft(call_daemon(daemon, lambda client: first(client, order)), as_json)
-    elif no_wait:
-        report = call_daemon(daemon, lambda client: first(client, order))
-        if as_json:
-            print_json(report)
-        else:
-            print_lines([words.begun(report), f"it runs by itself; {advice(report['redeployment_id'])}"])
-    else:
-        _end(until_over(daemon, lambda client: reports(client, order), as_json), as_json)
+        return Output(report, _draft_view(report))
+    return Output(report, [words.begun(report), f"it runs by itself; {advice(report['redeployment_id'])}"])
+
+
+async def fetch_redeployment(client: "ControlClient", redeployment_id: str) -> dict[str, Any]:
+    request = control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
+    return await answer(client, client.control.GetRedeployment, request)
 
 
 # --- what is asked
@@ -119,8 +119,7 @@ def _check(
         _targets(to)
     except ProblemFaults as error:
         faults += error.faults
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
 
 
 def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
@@ -135,70 +134,110 @@ def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
             faults.append(f"--to: must name a configuration once, got {wish!r} again")
         else:
             targets.append(control_pb2.RedeployTarget(configuration=configuration, engines=int(number or 0)))
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return targets
+
+
+# --- how it goes on
+
+
+async def _first(client: "ControlClient", order: "control_pb2.RedeployRequest") -> dict[str, Any]:
+    """Return the draft, or the redeployment as it begins."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(FIRST_WITHIN_S), aclosing(_ordered(client, order)) as told:
+            async for report in told:
+                return report
+    except TimeoutError:
+        raise OutcomeUnknown(f"the daemon at {client.address} gave no answer in time") from None
+    raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
+
+
+async def _ordered(client: "ControlClient", order: "control_pb2.RedeployRequest") -> AsyncGenerator[dict[str, Any]]:
+    async for message in client.watch(client.control.Redeploy, order):
+        yield plain(message)
+
+
+async def _polled(client: "ControlClient", redeployment_id: str) -> AsyncGenerator[dict[str, Any]]:
+    import asyncio
+
+    while True:
+        report = await fetch_redeployment(client, redeployment_id)
+        yield report
+        if not _runs(report):
+            return
+        await asyncio.sleep(POLL_EVERY_S)
+
+
+async def _followed(
+    client: "ControlClient", order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
+) -> Output:
+    """Follow the redeployment that `order` begins or, without one, the one under way, until it is over."""
+
+    def fetch(latest: dict[str, Any] | None) -> AsyncIterator[dict[str, Any]]:
+        if latest is None and order is not None:
+            return _ordered(client, order)
+        return _polled(client, redeployment_id if latest is None else latest["redeployment_id"])
+
+    reports = persistently(fetch, lambda report: not _runs(report), AWAY)
+    report = await until_over(reports, words.picture, words.news, _left, as_json)
+    because = report["detail"] or "no reason given"
+    failure = f"redeployment {report['redeployment_id']} is {words.state_text(report)}: {because}"
+    return Output(report, _end_view(report), None if report["state"] == "done" else failure)
+
+
+def _runs(report: dict[str, Any]) -> bool:
+    return bool(report["state"] == "running")
+
+
+def _left(latest: dict[str, Any] | None) -> str:
+    if latest is None:
+        return "the daemon has not answered: it may have begun; look with [bold]orchestrrl redeploy[/bold]"
+    redeployment_id = latest["redeployment_id"]
+    return f"redeployment [bold]{escape(redeployment_id)}[/bold] goes on by itself; {advice(redeployment_id)}"
+
+
+def advice(redeployment_id: str) -> str:
+    named = f" --id {escape(redeployment_id)}"
+    return (
+        f"watch it with [bold]orchestrrl redeploy --watch{named}[/bold], "
+        f"take it back with [bold]orchestrrl redeploy --cancel{named}[/bold]"
+    )
+
+
+async def _cancel(client: "ControlClient", redeployment_id: str, reason: str) -> Output:
+    order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
+    report = await answer(client, client.control.CancelRedeployment, order)
+    named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
+    watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
+    return Output(report, [f"redeployment [bold]{named}[/bold] goes back to {before}; {watch}"])
 
 
 # --- what is shown
 
 
-def _end(report: dict[str, Any], as_json: bool) -> None:
-    """The whole in a table; exit status 1 where it is not done."""
-    if as_json:
-        print_json(report)
+def _end_view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+    """The whole; why it is not done is the failure of the command."""
+    yield words.taken_table(report)
+    yield from words.outcome(report if report["state"] == "done" else {**report, "detail": ""})
+
+
+def _view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+    yield words.begun(report)
+    yield words.taken_table(report)
+    if _runs(report):
+        yield words.progress(report)
+        yield advice(report["redeployment_id"])
     else:
-        _print_taken(report)
-        # Why it is not done goes to standard error, below.
-        print_lines(words.outcome(report if report["state"] == "done" else {**report, "detail": ""}))
-    if report["state"] != "done":
-        because = report["detail"] or "no reason given"
-        fail(f"redeployment {report['redeployment_id']} is {words.state_text(report)}: {because}")
+        yield from words.outcome(report)
 
 
-def _show(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
-    print_lines([words.begun(report)])
-    _print_taken(report)
-    if report["state"] == "running":
-        print_lines([words.progress(report), advice(report["redeployment_id"])])
-    else:
-        print_lines(words.outcome(report))
-
-
-def _show_draft(report: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(report)
-        return
-    print_lines([words.begun(report)])
-    print_table("Engines", words.ENGINE_COLUMNS, words.engine_rows(report), left=words.WORDY)
+def _draft_view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+    yield words.begun(report)
+    yield words.engines_table(report)
     if not report["steps"]:
-        print_lines(["the fleet is so already: there is nothing to do"])
+        yield "the fleet is so already: there is nothing to do"
         return
-    print_table("Steps", words.PLAN_COLUMNS, words.plan_rows(report), optional={"side by side"}, left=words.WORDY)
-    print_lines(["stages follow each other; within one, engines go on side by side, each through its steps in order"])
-
-
-def _print_taken(report: dict[str, Any]) -> None:
-    rows = words.taken_rows(report)
-    print_table("Steps", words.TAKEN_COLUMNS, rows, optional={"slowest", "remark"}, left=words.WORDY)
-
-
-def _cancel(daemon: str, redeployment_id: str, reason: str, as_json: bool) -> None:
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
-        return await answer(client, client.control.CancelRedeployment, order)
-
-    report = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(report)
-        return
-    named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
-    watch = f"watch it with [bold]orchestrrl redeploy --watch --id {named}[/bold]"
-    print_lines([f"redeployment [bold]{named}[/bold] goes back to {before}; {watch}"])
-
-
-def register(app: typer.Typer) -> None:
-    app.command("redeploy")(redeploy)
+    yield words.plan_table(report)
+    yield "stages follow each other; within one, engines go on side by side, each through its steps in order"

@@ -1,8 +1,9 @@
 """A redeployment in words and tables: what it would do, how far it is, what took how long, and a time line."""
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -14,11 +15,7 @@ from rich.text import Text
 
 from orchestrrl.cli.formats import UNKNOWN, bar, count, duration, ranges, time_of_day
 from orchestrrl.cli.journal import shorten
-
-ENGINE_COLUMNS = ("engine", "", "configuration", "GPUs")
-PLAN_COLUMNS = ("stage", "step", "engines", "side by side", "each within")
-TAKEN_COLUMNS = ("stage", "step", "engines", "state", "took", "slowest", "remark")
-WORDY = {"", "configuration", "GPUs", "step", "engines", "state", "slowest", "remark"}  # columns that are read as words
+from orchestrrl.cli.output import cells_table, live_table
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
 FATES = ("leaves", "stays", "comes")
@@ -120,8 +117,12 @@ def redeployment_summary(report: dict[str, Any] | None) -> list[str]:
 # --- engines
 
 
-def engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+def engines_table(report: dict[str, Any]) -> Table:
     """Who leaves, stays and comes, an engine a row while there are few."""
+    return cells_table("Engines", ("engine", "", "configuration", "GPUs"), _engine_rows(report))
+
+
+def _engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
     old = {engine["engine_id"] for engine in report["old_engines"]}
     new = {engine["engine_id"] for engine in report["new_engines"]}
     fated = [("leaves", engine) for engine in report["old_engines"] if engine["engine_id"] not in new]
@@ -136,8 +137,8 @@ def engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
         yield (
             _named([engine["engine_id"] for _, engine in group]),
             fate,
-            first["configuration"] or None,
-            ranges(sorted(gpu for _, engine in group for gpu in engine["gpus"])) or None,
+            first["configuration"],
+            ranges(sorted(gpu for _, engine in group for gpu in engine["gpus"])),
         )
 
 
@@ -236,39 +237,48 @@ def together(report: dict[str, Any]) -> list[StageSteps]:
     ]
 
 
-def plan_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+def plan_table(report: dict[str, Any]) -> Table:
     """What would be done, by stage."""
-    shown = ""
-    for group in together(report):
-        stage = _stage(group)
-        within_s = max(step["within_s"] for step in group.steps)
-        yield (
-            stage if stage != shown else "",
-            spaced(group.kind),
-            _named(group.engines) or "the fleet",
-            len(group.steps) if group.engines else None,
-            duration(within_s),
-        )
-        shown = stage
+    columns = ("stage", "step", "engines", "side by side", "each within")
+    rows = [
+        (spaced(group.kind), _of(group), len(group.steps) if group.engines else None, duration(_limit_s(group)))
+        for group in together(report)
+    ]
+    return cells_table("Steps", columns, _staged(together(report), rows))
 
 
-def taken_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+def taken_table(report: dict[str, Any]) -> Table:
     """What was done, in seconds; of a redeployment that has ended, what began."""
+    groups = [each for each in together(report) if report["state"] == "running" or each.began_s is not None]
+    columns = ("stage", "step", "engines", "state", "took", "slowest", "remark")
+    rows = [
+        (spaced(each.kind), _of(each), each.state_text, _elapsed_text(each), _slowest_text(each), each.remark)
+        for each in groups
+    ]
+    return cells_table("Steps", columns, _staged(groups, rows))
+
+
+def _staged(groups: Sequence[StageSteps], rows: Iterable[tuple[object, ...]]) -> Iterator[tuple[object, ...]]:
+    """Put the stage before each row, once for rows that follow each other."""
     shown = ""
-    for group in together(report):
-        if report["state"] != "running" and group.began_s is None:
-            continue
-        stage, slowest = _stage(group), group.slowest
-        yield (
-            stage if stage != shown else "",
-            spaced(group.kind),
-            _named(group.engines) or "the fleet",
-            group.state_text,
-            _elapsed_text(group),
-            f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and len(group.steps) > 1 else None,
-            group.remark or None,
-        )
+    for group, row in zip(groups, rows, strict=True):
+        stage = _stage(group)
+        yield (" " if stage == shown else stage, *row)
         shown = stage
+
+
+def _of(group: StageSteps) -> str:
+    return _named(group.engines) or "the fleet"
+
+
+def _limit_s(group: StageSteps) -> float:
+    return max(float(step["within_s"]) for step in group.steps)
+
+
+def _slowest_text(group: StageSteps) -> str | None:
+    slowest = group.slowest
+    several = slowest is not None and len(group.steps) > 1
+    return f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and several else None
 
 
 def _stage(group: StageSteps) -> str:
@@ -287,29 +297,28 @@ def _elapsed_text(group: StageSteps, now_s: float | None = None) -> str | None:
 # --- while it runs
 
 
-def picture(report: dict[str, Any], now_s: float) -> RenderableType:
+def picture(report: dict[str, Any]) -> RenderableType:
     """For a terminal, renewed while it runs."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("stage", "step", "engines", "", "took", "limit", "remark"):
-        table.add_column(column, no_wrap=column in ("stage", "step", "took", "limit"))
-    shown = ""
-    for group in together(report):
-        if group.state == "skipped":
-            continue
-        stage, colour = _stage(group), COLOURS.get(group.state, "")
-        done = sum(step["state"] == "done" for step in group.steps)
-        table.add_row(
-            stage if stage != shown else "",
-            f"[{colour}]{spaced(group.kind)}[/{colour}]",
-            escape(_named(group.engines) or "the fleet"),
-            f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_text}[/{colour}]",
-            _elapsed_text(group, now_s) or UNKNOWN,
-            duration(max(step["within_s"] for step in group.steps)),
-            escape(group.remark),
-        )
-        shown = stage
+    now_s = time.time()
+    groups = [group for group in together(report) if group.state != "skipped"]
+    columns = ("stage", "step", "engines", "", "took", "limit", "remark")
+    table = live_table(*columns, wrapped=("engines", "", "remark"))
+    for row in _staged(groups, (_live_row(group, now_s) for group in groups)):
+        table.add_row(*map(str, row))
     last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
     return Group(Text.from_markup(begun(report)), table, Text.from_markup(last))
+
+
+def _live_row(group: StageSteps, now_s: float) -> tuple[str, ...]:
+    colour, done = COLOURS.get(group.state, ""), sum(step["state"] == "done" for step in group.steps)
+    return (
+        f"[{colour}]{spaced(group.kind)}[/{colour}]",
+        escape(_of(group)),
+        f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_text}[/{colour}]",
+        _elapsed_text(group, now_s) or UNKNOWN,
+        duration(_limit_s(group)),
+        escape(group.remark),
+    )
 
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
@@ -347,28 +356,23 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     ends = [end for end in (piece.ended_s(now_s) for piece in bars) if end is not None]
     end_s = max([*ends, report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)])
     scale = f"0 s{duration(end_s - began_s):>{LINE_WIDTH - 3}}"
-    table = Table(header_style="bold", box=None, pad_edge=False, title="Time line", title_justify="left")
-    for column in ("stage", "step", "engine", scale, "took"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "took" else "left")
-    shown = ""
-    for piece in bars:
-        if piece.began_s is None:
-            continue
-        stage, colour = _stage(piece), COLOURS.get(piece.state, "")
-        till_s = piece.ended_s(now_s) or piece.began_s
-        table.add_row(
-            stage if stage != shown else "",
-            spaced(piece.kind),
-            escape(_named(piece.engines) or "the fleet"),
-            f"[{colour}]{_span(piece.began_s - began_s, till_s - began_s, end_s - began_s)}[/{colour}]",
-            _elapsed_text(piece, now_s) or UNKNOWN,
-        )
-        shown = stage
+    table = live_table("stage", "step", "engine", scale, "took", title="Time line")
+    table.columns[-1].justify = "right"
+    begun_bars = [(piece, at_s) for piece in bars if (at_s := piece.began_s) is not None]
+    rows = (_time_row(piece, at_s - began_s, end_s - began_s, now_s) for piece, at_s in begun_bars)
+    for row in _staged([piece for piece, _ in begun_bars], rows):
+        table.add_row(*map(str, row))
     if (closed := _closed(report)) is not None:
         low_s, high_s = closed[0] - began_s, closed[1] - began_s
         line = _span(low_s, high_s, end_s - began_s)
         table.add_row("", "requests stand still", "", f"[yellow]{line}[/yellow]", duration(high_s - low_s))
     return table
+
+
+def _time_row(piece: StageSteps, since_s: float, whole_s: float, now_s: float) -> tuple[str, ...]:
+    colour, took_s = COLOURS.get(piece.state, ""), (piece.ended_s(now_s) or piece.began_s or 0) - (piece.began_s or 0)
+    line = f"[{colour}]{_span(since_s, since_s + took_s, whole_s)}[/{colour}]"
+    return spaced(piece.kind), escape(_of(piece)), line, _elapsed_text(piece, now_s) or UNKNOWN
 
 
 def _closed(report: dict[str, Any]) -> tuple[float, float] | None:

@@ -1,31 +1,28 @@
 """What the daemon sees, and what it may do: status, workers, requests, mode, move."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon
+from orchestrrl.cli.command import Reason, daemon_command
+from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.pause_text import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import control_pb2, redeploy_text, weights_pb2
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, stdout
+from orchestrrl.cli.output import Columns, Output, table
 from orchestrrl.cli.plan.explain import calibration
-from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.core.errors import Permanent
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
-
-WORKER_COLUMNS = (
-    *("worker", "health", "run", "wait", "max", "KV used", "KV tokens", "decode", "load", "seen", "step times"),
-    *("runs as", "pool"),
-)
 
 
 class ModeOption(StrEnum):
@@ -35,134 +32,88 @@ class ModeOption(StrEnum):
     ACT = "act"
 
 
-def status(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def status(client: "ControlClient") -> Output:
     """Say how the fleet is: mode, workers, nodes, requests, moves, the plan.
 
     Example: `orchestrrl status`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return {**await fetch_status(client), "weights": await fetch_weights(client)}
-
-    seen = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(seen)
-        return
-    print_lines([*summary(seen), *weights_summary(seen["weights"], seen["now_unix_s"])])
-    _print_workers(seen["workers"])
-    print_table(
-        "Nodes",
-        ("node", "kind", "attached", "heard", "url"),
-        (
-            (
-                node["node_id"],
-                node["kind"],
-                "yes" if node["attached"] else "no",
-                ago(node["age_s"]),
-                node["url"] or None,
-            )
-            for node in seen["nodes"]
-        ),
-    )
+    seen = {**await fetch_status(client), "weights": await fetch_weights(client)}
+    return Output(seen, _status_view(seen))
 
 
-def workers(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
+    yield from summary(seen)
+    yield from weights_summary(seen["weights"], seen["now_unix_s"])
+    yield table("Workers", WORKER_COLUMNS, seen["workers"])
+    yield table("Nodes", NODE_COLUMNS, seen["nodes"])
+
+
+@daemon_command
+async def workers(client: "ControlClient") -> Output:
     """List the engines with their load, room, health and what they offer.
 
     Example: `orchestrrl workers --json`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        return await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
-
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-        return
-    _print_workers(found["workers"])
-    print_lines([f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(found["workers"])])
-    print_table(
-        "What they are",
-        ("worker", "engine", "models", "max length", "preemptions", "url", "step times"),
-        (_identity(worker) for worker in found["workers"]),
-    )
+    found = await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
+    return Output(found, _workers_view(found["workers"]))
 
 
-def requests(
+def _workers_view(listed: list[dict[str, Any]]) -> "Iterator[RenderableType]":
+    yield table("Workers", WORKER_COLUMNS, listed)
+    yield from (f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(listed))
+    yield table("What they are", IDENTITY_COLUMNS, listed)
+
+
+@daemon_command
+async def requests(
+    client: "ControlClient",
     engine: Annotated[str, typer.Option("--engine", help="Only those on this engine.", metavar="ENGINE")] = "",
     limit: Annotated[int, typer.Option("--limit", min=0, help="At most this many; 0 is all.")] = 50,
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """List the requests in flight: where each is, how far, whether it may move.
 
     Example: `orchestrrl requests --engine vllm-0 --limit 20`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
-        return await answer(client, client.control.ListRequests, wanted)
-
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-        return
-    print_table(
-        f"Requests: {len(found['requests'])} of {found['total']}",
-        ("request", "engine", "state", "prompt", "generated", "limit", "moves", "age", "movable", "group", "tag"),
-        (_request_row(request) for request in found["requests"]),
-        optional={"limit", "group", "tag"},
-    )
+    wanted = control_pb2.ListRequestsRequest(engine_id=engine, limit=limit)
+    found = await answer(client, client.control.ListRequests, wanted)
+    title = f"Requests: {len(found['requests'])} of {found['total']}"
+    return Output(found, table(title, REQUEST_COLUMNS, found["requests"]))
 
 
-def mode(
+@daemon_command
+async def mode(
+    client: "ControlClient",
     wanted: Annotated[ModeOption | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
-    reason: Annotated[str, typer.Option(help="Who and why, for the journal.")] = "",
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+    reason: Reason = "",
+) -> Output:
     """Say or set whether the daemon acts, or only decides and explains.
 
     Example: `orchestrrl mode act --reason "advice looked right for a day"`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        if wanted is None:
-            return {"mode": (await fetch_status(client))["mode"]}
-        order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.name}"), reason=reason)
-        return await answer(client, client.control.SetMode, order)
-
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-    elif "previous" in found:
-        stdout().print(f"mode {found['mode']}, was {found['previous']}")
-    else:
-        stdout().print(f"mode {found['mode']}")
+    if wanted is None:
+        found = {"mode": (await fetch_status(client))["mode"]}
+        return Output(found, [f"mode {found['mode']}"])
+    order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.name}"), reason=reason)
+    found = await answer(client, client.control.SetMode, order)
+    return Output(found, [f"mode {found['mode']}, was {found['previous']}"])
 
 
-def move(
+@daemon_command
+async def move(
+    client: "ControlClient",
     request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
     to: Annotated[str, typer.Option("--to", help="The engine that shall continue it.", metavar="ENGINE")],
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Move one request to another engine, as the balancer would, whatever the mode.
 
     Example: `orchestrrl move req-17 --to vllm-1`
     """
-
-    async def conversation(client: "ControlClient") -> dict[str, Any]:
-        order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
-        return await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
-
-    found = call_daemon(daemon, conversation)
-    if as_json:
-        print_json(found)
-    elif found["done"]:
-        stdout().print(escape(f"{request} continues on {to}"))
+    order = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to)
+    found = await answer(client, client.control.MoveRequest, order, timeout_s=MOVE_TIMEOUT_S)
     if not found["done"]:
-        fail(f"{request} was not moved: {found['detail']}")
+        return Output(found, [], failure=f"{request} was not moved: {found['detail']}")
+    return Output(found, [escape(f"{request} continues on {to}")])
 
 
 async def fetch_status(client: "ControlClient") -> dict[str, Any]:
@@ -319,24 +270,6 @@ def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None
     return escape(words)
 
 
-def worker_row(worker: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        worker["engine_id"],
-        health_text(worker),
-        worker["running"],
-        worker["waiting"],
-        worker["max_sequences"] or None,
-        percent(kv_used(worker)),
-        count(worker["kv_capacity_tokens"] or None),
-        rate(worker["decode_tokens_per_s"]),
-        load_index(worker["load_index"]),
-        ago(worker["age_s"]),
-        worker["step_times_source"] or None,
-        worker["configuration"] or None,
-        worker["pool"] or None,
-    )
-
-
 def health_text(worker: dict[str, Any]) -> str:
     """Its health, as far as the daemon knows it, and that an operator drains it."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
@@ -353,52 +286,51 @@ def ago(age_s: float | None) -> str:
     return "never" if age_s is None else f"{duration(age_s)} ago"
 
 
-def _print_workers(listed: list[dict[str, Any]]) -> None:
-    print_table(
-        "Workers", WORKER_COLUMNS, (worker_row(worker) for worker in listed), optional={"step times", "runs as", "pool"}
-    )
+WORKER_COLUMNS: Columns = {
+    "worker": "engine_id",
+    "health": health_text,
+    "run": "running",
+    "wait": "waiting",
+    "max": lambda worker: worker["max_sequences"] or None,
+    "KV used": lambda worker: percent(kv_used(worker)),
+    "KV tokens": lambda worker: count(worker["kv_capacity_tokens"] or None),
+    "decode": lambda worker: rate(worker["decode_tokens_per_s"]),
+    "load": lambda worker: load_index(worker["load_index"]),
+    "seen": lambda worker: ago(worker["age_s"]),
+    "step times": "step_times_source",
+    "runs as": "configuration",
+    "pool": "pool",
+}
+NODE_COLUMNS: Columns = {
+    "node": "node_id",
+    "kind": "kind",
+    "attached": "attached",
+    "heard": lambda node: ago(node["age_s"]),
+    "url": "url",
+}
+REQUEST_COLUMNS: Columns = {
+    "request": "request_id",
+    "engine": lambda request: request["engine_id"] or "gateway",
+    "state": "state",
+    "prompt": lambda request: count(request["prompt_tokens"]),
+    "generated": lambda request: count(request["generated_tokens"]),
+    "limit": lambda request: count(request["max_tokens"]),
+    "moves": "moves",
+    "age": lambda request: duration(request["age_s"]),
+    "movable": lambda request: request["movable"] or request["movable_detail"] or "no",
+    "group": "group_id",
+    "tag": "tag",
+}
+IDENTITY_COLUMNS: Columns = {
+    "worker": "engine_id",
+    "engine": lambda worker: _offer(worker, lambda it: f"{it['engine']} {it['version']}") or "not asked yet",
+    "models": lambda worker: _offer(worker, lambda offers: ", ".join(offers["models"])),
+    "max length": lambda worker: _offer(worker, lambda offers: count(offers["max_model_len_tokens"])),
+    "preemptions": "preemptions_total",
+    "url": "url",
+    "step times": "step_times_detail",
+}
 
 
-def _identity(worker: dict[str, Any]) -> tuple[object, ...]:
-    offers = worker["capabilities"]
-    step_times = worker["step_times_detail"] or None
-    if offers is None:
-        return (
-            worker["engine_id"],
-            "not asked yet",
-            None,
-            None,
-            worker["preemptions_total"],
-            worker["url"],
-            step_times,
-        )
-    return (
-        worker["engine_id"],
-        f"{offers['engine']} {offers['version']}",
-        ", ".join(offers["models"]),
-        count(offers["max_model_len_tokens"]),
-        worker["preemptions_total"],
-        worker["url"],
-        step_times,
-    )
-
-
-def _request_row(request: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        request["request_id"],
-        request["engine_id"] or "gateway",
-        request["state"],
-        count(request["prompt_tokens"]),
-        count(request["generated_tokens"]),
-        count(request["max_tokens"]) if request["max_tokens"] is not None else None,
-        request["moves"],
-        duration(request["age_s"]),
-        "yes" if request["movable"] else request["movable_detail"] or "no",
-        request["group_id"] or None,
-        request["tag"] or None,
-    )
-
-
-def register(app: typer.Typer) -> None:
-    for command in (status, workers, requests, mode, move):
-        app.command()(command)
+def _offer(worker: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> str | None:
+    return None if worker["capabilities"] is None else text(worker["capabilities"])

@@ -10,8 +10,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from orchestrrl.cli.command import JsonFlag
 from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
-from orchestrrl.cli.fleet.moves import move_row, reasons
+from orchestrrl.cli.fleet.moves import reasons
 from orchestrrl.cli.fleet.status import (
     ago,
     barrier_summary,
@@ -25,9 +26,8 @@ from orchestrrl.cli.fleet.status import (
     weights_summary,
 )
 from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
-from orchestrrl.cli.journal import print_line
 from orchestrrl.cli.lazy import control_pb2, redeploy_text
-from orchestrrl.cli.output import JsonFlag, print_json, stdout
+from orchestrrl.cli.output import Output, live_table, print_line, stdout
 from orchestrrl.cli.plan.explain import headline
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.core.errors import OrchestrRLError, Permanent
@@ -53,10 +53,7 @@ def top(
 
     if once or not (stdout().is_terminal or as_json):
         seen = call_daemon(daemon, fetch_all)
-        if as_json:
-            print_json(seen)
-        else:
-            stdout().print(picture(seen))
+        Output(seen, (picture(each) for each in [seen])).emit(as_json)
         return
 
     async def print_lines(client: "ControlClient") -> None:
@@ -113,9 +110,7 @@ async def _next_picture(client: "ControlClient") -> RenderableType:
 
 def _workers(workers: list[dict[str, Any]]) -> Table:
     width = 12 if stdout().width >= 110 else 4
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("worker", "health", "running", "waiting", "KV", "decode", "load", "seen"):
-        table.add_column(column, no_wrap=True)
+    table = live_table("worker", "health", "running", "waiting", "KV", "decode", "load", "seen")
     most_waiting = max((worker["waiting"] for worker in workers), default=0)
     for worker in workers:
         colour, used = HEALTH_COLOURS.get(worker["health"] or "", "yellow"), kv_used(worker)
@@ -137,9 +132,7 @@ def _bar(value: int, full: int, width: int) -> str:
 
 
 def _moves(listed: list[dict[str, Any]]) -> list[str]:
-    rows = [move_row(move) for move in listed[-MOVES_SHOWN:]]
-    return [f"  {escape(request)}: {source} -> {destination} ({state})" for request, source, destination, state in rows]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(top)
+    return [
+        f"  {escape(move['request_id'])}: {move['from_engine_id']} -> {move['to_engine_id']} ({move['state']})"
+        for move in listed[-MOVES_SHOWN:]
+    ]

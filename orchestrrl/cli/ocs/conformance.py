@@ -1,7 +1,6 @@
 """`orchestrrl ocs conformance`: the suite of all drivers against one's own switch, on ports that one names."""
 
 import logging
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -9,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, fail, print_json, print_table, reporting_errors, stderr
+from orchestrrl.cli.output import Columns, Output, choice_faults, note, raise_faults, stderr, table, yaml_values
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
     from ocs_drivers.base import OcsDriver
@@ -23,6 +22,7 @@ DEVICE = "lab"
 OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes belongs to that process"}
 
 
+@command
 def conformance(
     driver: Annotated[
         str, typer.Option(metavar="NAME", help="As in `ocs[].driver`; an unknown name lists the known ones.")
@@ -46,8 +46,7 @@ def conformance(
     only: Annotated[
         list[str] | None, typer.Option(metavar="TEST", help="This one only, as the table names it; repeat it.")
     ] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Check that a driver does with your switch what every driver must do.
 
     It runs by itself, without a daemon, and moves mirrors: use a switch in a lab, or ports that nobody needs. Faults
@@ -73,7 +72,7 @@ def conformance(
     from ocs_drivers.errors import DriverError, InvalidOptions
 
     faults: list[str] = []
-    options = _options(option or (), faults)
+    options = yaml_values("--option", option or (), faults)
     if address is not None:
         options["target" if driver == "grpc" else "address"] = address
     try:
@@ -83,14 +82,12 @@ def conformance(
         faults.append(f"--ports: {error}, got {ports!r}")
     known = [_short(name) for name in tests_of(LabConformance(partial(_made, driver, options), pairs))]
     chosen = [_short(name) for name in only or ()]
-    faults += [f"--only: must be one of {', '.join(known)}, got {name!r}" for name in chosen if name not in known]
-    with reporting_errors():
-        try:
-            _made(driver, options)  # opens nothing
-        except InvalidOptions as error:
-            faults += [_as_flag(fault) for fault in error.faults]
-        if faults:
-            raise ProblemFaults(faults)
+    faults += [fault for name in chosen for fault in choice_faults("--only", name, known)]
+    try:
+        _made(driver, options)  # opens nothing
+    except InvalidOptions as error:
+        faults += [_as_flag(fault) for fault in error.faults]
+    raise_faults(faults)
     suite: LabConformance
     if driver == "virtual":
         sides = 1 if options.get("connectivity") == "any_to_any" else 2
@@ -112,46 +109,44 @@ def conformance(
                     outcomes.append(outcome)
 
     def announce_stop() -> None:
-        stderr().print(
-            "stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too"
-        )
+        note("stopping: the ports are freed first; Ctrl-C or SIGTERM, a second or more from now, stops that too")
 
-    stopped_by, stop = None, ""
+    stopped_by = None
     try:
         stopped_by = until_stopped(run(), LEAVE_SIGNALS, announce_stop)
     except InvalidOptions as error:
-        with reporting_errors():
-            raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error
+        raise ProblemFaults([_as_flag(fault) for fault in error.faults]) from error
     except DriverError as error:
-        stop = str(error)
+        raise Permanent(str(error)) from error
     finally:
         if suite.leftover:  # before anything else that could fail
             stderr().print(str(suite.leftover), markup=False, soft_wrap=True)
-    if stop:
-        fail(stop)
     counts = {state: sum(outcome.state is state for outcome in outcomes) for state in LabTestState}
-    if as_json:
-        left = {name: [str(pair) for pair in getattr(suite.leftover, name)] for name in ("up", "gone")}
-        signal_name = stopped_by.name if stopped_by is not None else None
-        tests = [asdict(outcome) for outcome in outcomes]
-        print_json({"driver": driver, **counts, "stopped_by": signal_name, "left": left, "tests": tests})
-    else:
-        rows = [(_short(each.name), each.state, duration(each.elapsed_s), each.detail) for each in outcomes]
-        title = f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
-        print_table(title, ("test", "", "took", "why"), rows, left=("", "why"))
+    document: dict[str, Any] = {
+        "driver": driver,
+        **{state.value: count for state, count in counts.items()},
+        "stopped_by": stopped_by.name if stopped_by is not None else None,
+        "left": {name: [str(pair) for pair in getattr(suite.leftover, name)] for name in ("up", "gone")},
+        "tests": [asdict(outcome) for outcome in outcomes],
+    }
+    view = table(f"{driver}: {', '.join(f'{count} {state}' for state, count in counts.items())}", COLUMNS, outcomes)
     if stopped_by is not None:
-        fail(f"stopped by {stopped_by.name}{'' if suite.leftover else ': the ports are free again'}", 128 + stopped_by)
-    if counts[LabTestState.FAILED]:
-        raise typer.Exit(EXIT_FAILURE)
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "ocs").command("conformance")(conformance)
+        freed = "" if suite.leftover else ": the ports are free again"
+        return Output(document, view, f"stopped by {stopped_by.name}{freed}", 128 + stopped_by)
+    return Output(document, view, failure="" if counts[LabTestState.FAILED] else None)
 
 
 def _short(name: str) -> str:
     """A test as people call it."""
     return name.removeprefix("test_")
+
+
+COLUMNS: Columns = {
+    "test": lambda outcome: _short(outcome.name),
+    "": "state",
+    "took": lambda outcome: duration(outcome.elapsed_s),
+    "why": "detail",
+}
 
 
 def _as_flag(fault: str) -> str:
@@ -172,18 +167,3 @@ def _made(driver: str, options: dict[str, Any]) -> "OcsDriver":
     from ocs_drivers.registry import make_driver
 
     return make_driver(driver, DEVICE, options)
-
-
-def _options(given: Sequence[str], faults: list[str]) -> dict[str, Any]:
-    import yaml
-
-    options: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        try:
-            if not equals or not name.isidentifier():
-                raise ValueError("must be NAME=VALUE")
-            options[name] = yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError) as error:
-            faults.append(f"--option: {error}, got {text!r}")
-    return options

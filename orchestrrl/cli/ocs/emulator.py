@@ -1,9 +1,9 @@
 """The emulated switch of `orchestrrl ocs emulate`: made from its flags, served, and shown as it is used."""
 
 import os
-from collections.abc import Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.text import Text
@@ -17,40 +17,31 @@ from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
 from ocs_drivers.virtual import VirtualSwitchWire
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import reporting_errors, stdout
+from orchestrrl.cli.output import fields, number_faults, stdout, yaml_values
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
+
+if TYPE_CHECKING:
+    from orchestrrl.cli.ocs.emulate import EmulatorFlags
 
 GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
 DEVICE = "emulated"
 SHOWN_CHARS = 400  # of a setter, when it is shown
 
 
-def run(
-    protocol: str,
-    ports: str,
-    delay_ms: float,
-    jitter_ms: float,
-    boot: str,
-    listen: str,
-    allow_remote: bool,
-    faults: Path | None,
-    seed: int,
-    quirks: Sequence[str],
-) -> None:
-    """Serve the switch until a signal; what is wrong with the flags is told at once."""
-    with reporting_errors():
-        wrong: list[str] = []
-        schedule = _schedule(faults, wrong)
-        panel = _panel(wrong, ports, delay_ms, jitter_ms, BootBehaviour(boot), seed, schedule)
-        host, port = _address(listen, allow_remote, wrong)
-        emulator = _made(protocol, panel, _quirks(quirks, wrong), wrong)
-        if emulator is not None:
-            wrong += _beyond(schedule, emulator.device.facts)
-        if wrong or emulator is None:
-            raise ProblemFaults(wrong)
-        until_stopped(_serve(emulator, protocol, host, port))
+def run(flags: "EmulatorFlags") -> None:
+    """Serve the switch until a signal. Raises ProblemFaults."""
+    wrong: list[str] = []
+    schedule = _schedule(flags.faults, wrong)
+    panel = _panel(wrong, flags, schedule)
+    host, port = _address(flags.listen, flags.allow_remote, wrong)
+    emulator = _made(flags.protocol, panel, yaml_values("--quirk", flags.quirk or (), wrong), wrong)
+    if emulator is not None:
+        wrong += _beyond(schedule, emulator.device.facts)
+    if wrong or emulator is None:
+        raise ProblemFaults(wrong)
+    until_stopped(_serve(emulator, flags.protocol, host, port))
 
 
 class GrpcEmulator:
@@ -167,27 +158,17 @@ def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list
         return None
 
 
-def _panel(
-    wrong: list[str],
-    ports: str,
-    delay_ms: float,
-    jitter_ms: float,
-    boot: BootBehaviour,
-    seed: int,
-    schedule: FaultSchedule,
-) -> DevicePanel:
+def _panel(wrong: list[str], flags: "EmulatorFlags", schedule: FaultSchedule) -> DevicePanel:
     """What is wrong is replaced by the default, so that the rest can be looked at."""
-    ingress, cross, egress = ports.partition("x")
+    ingress, cross, egress = flags.ports.partition("x")
     sizes = [int(side) if side.isdecimal() and len(side) < 6 else 0 for side in (ingress, egress)]
     if not cross or 0 in sizes:
-        wrong.append(f"--ports: must be INGRESSxEGRESS, each 1..99999, got {ports!r}")
+        wrong.append(f"--ports: must be INGRESSxEGRESS, each 1..99999, got {flags.ports!r}")
         sizes = [1, 1]
-    for name, value in (("--delay-ms", delay_ms), ("--jitter-ms", jitter_ms)):
-        if not 0 <= value < float("inf"):
-            wrong.append(f"{name}: must be a number >= 0, got {value:g}")
-    if wrong:
-        delay_ms = jitter_ms = 0.0
-    return DevicePanel(sizes[0], sizes[1], delay_ms / 1000, jitter_ms / 1000, boot, seed, schedule)
+    delays_ms = fields(flags, "delay_ms jitter_ms")
+    wrong += number_faults("a number >= 0", lambda value: 0 <= value < inf, **delays_ms)
+    delay_s, jitter_s = (0.0 if wrong else value / 1000 for value in delays_ms.values())
+    return DevicePanel(sizes[0], sizes[1], delay_s, jitter_s, BootBehaviour(flags.boot), flags.seed, schedule)
 
 
 def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
@@ -211,20 +192,6 @@ def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:
         return FaultSchedule()
     wrong += [f"--{fault}" for fault in faults]
     return schedule
-
-
-def _quirks(given: Sequence[str], wrong: list[str]) -> dict[str, Any]:
-    """`one_session=true` as `{"one_session": True}`: values are those of YAML."""
-    quirks: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        try:
-            if not equals or not name.isidentifier():
-                raise ValueError("must be NAME=VALUE")
-            quirks[name] = yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError) as error:
-            wrong.append(f"--quirk: {error}, got {text!r}")
-    return quirks
 
 
 def _beyond(schedule: FaultSchedule, facts: SwitchFacts) -> list[str]:

@@ -1,21 +1,20 @@
 """`orchestrrl ocs`: the optical circuit switches that the daemon drives."""
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ocs_drivers.model import ChangeMode, CrossConnect
-from orchestrrl.cli.control import DaemonOption, call_daemon
+from orchestrrl.cli.command import daemon_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import control_pb2, ocs_pb2
-from orchestrrl.cli.output import EXIT_FAILURE, JsonFlag, print_json, print_table, reporting_errors, stderr, stdout
-from orchestrrl.core.addresses import DEFAULT_TARGET
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.cli.output import Columns, Output, fields, note, raise_faults, stderr, table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrrl.rpc.control_client import ControlClient
 
 # Robotic patch panels take minutes.
@@ -39,42 +38,39 @@ RevertOption = Annotated[
 
 _AFTER_RESTART = {"dark": "gone", "restore": "restored", "unknown": "not known"}
 
-Change = Callable[["ControlClient"], Coroutine[Any, Any, "control_pb2.SwitchChange"]]
 
-
-def list_switches(daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def ocs_list(client: "ControlClient") -> Output:
     """List the switches: what they are, and whether they answer.
 
     Example: `orchestrrl ocs list`
     """
-    request = control_pb2.ListSwitchesRequest()
-    switches = call_daemon(daemon, lambda client: client.call(client.switches.ListSwitches, request)).switches
-    if as_json:
-        print_json({"switches": [_summary(switch) for switch in switches]})
-        return
-    columns = ("switch", "driver", "vendor", "model", "ports", "circuits", "failed ports", "moves in", "state")
-    print_table("Optical circuit switches", columns, [_row(switch) for switch in switches], left=("state",))
+    listed = (await client.call(client.switches.ListSwitches, control_pb2.ListSwitchesRequest())).switches
+    document = {"switches": [_summary(switch) for switch in listed]}
+    return Output(document, table("Optical circuit switches", SWITCH_COLUMNS, listed))
 
 
-def show_switch(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def ocs_show(client: "ControlClient", switch: SwitchArgument) -> Output:
     """Show one switch: its circuits with their state, and the ports that are not as they should be.
 
     Example: `orchestrrl ocs show ocs1`
     """
-    request = control_pb2.ShowSwitchRequest(switch_id=switch)
-    shown = call_daemon(daemon, lambda client: client.call(client.switches.ShowSwitch, request))
-    if as_json:
-        ports = [{"port": p.port, "state": p.state, "power_dbm": _optional(p, "power_dbm")} for p in shown.port_states]
-        circuits = [_circuit(circuit) for circuit in shown.circuits]
-        print_json({**_summary(shown), "circuits": circuits, "ports": ports, "unconfirmed": _unconfirmed(shown)})
-    elif shown.reachable:
-        _print_switch(shown)
-    if not shown.reachable:
-        stderr().print(f"{switch} is {_why_not(shown)}", markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_FAILURE)
+    shown = await client.call(client.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch))
+    document = {
+        **_summary(shown),
+        "circuits": [_circuit(circuit) for circuit in shown.circuits],
+        "ports": [_values(port, "port state power_dbm") for port in shown.port_states],
+        "unconfirmed": _unconfirmed(shown),
+    }
+    if shown.reachable:
+        return Output(document, _switch_view(shown))
+    return Output(document, [], failure=f"{switch} is {_why_not(shown)}")
 
 
-def connect(
+@daemon_command
+async def connect(
+    client: "ControlClient",
     switch: SwitchArgument,
     pairs: PairsArgument,
     mode: Annotated[
@@ -86,9 +82,7 @@ def connect(
     ] = ChangeMode.SAFE,
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Connect ports, all of them or none.
 
     It is your order, so it is carried out in mode `advise` too: that mode binds the daemon's own decisions. What has to
@@ -111,27 +105,26 @@ def connect(
             switch_id=switch, cross_connects=wanted, mode=mode, revert_in_s=revert_in_s, **more
         )
 
-    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        if mode is ChangeMode.SAFE and not dry_run:
-            return await client.call(client.switches.ConnectPorts, request(), CHANGE_TIMEOUT_S)
+    if dry_run:
+        return _outcome(await client.call(client.switches.ConnectPorts, request(dry_run=True)))
+    revision: dict[str, Any] = {}
+    if mode is not ChangeMode.SAFE:
         plan = await client.call(client.switches.ConnectPorts, request(dry_run=True))
-        if dry_run:
-            return plan
+        revision = {"expect_revision": plan.revision}
         if plan.evicted:
-            stderr().print(f"{switch}: evicting {_listed(plan.evicted)}")
-        return await client.call(client.switches.ConnectPorts, request(expect_revision=plan.revision), CHANGE_TIMEOUT_S)
+            note(f"{switch}: evicting {_listed(plan.evicted)}")
+    with stderr().status(f"{switch}: moving mirrors"):
+        return _outcome(await client.call(client.switches.ConnectPorts, request(**revision), CHANGE_TIMEOUT_S))
 
-    _report(_waiting(daemon, switch, order), as_json)
 
-
-def disconnect(
+@daemon_command
+async def disconnect(
+    client: "ControlClient",
     switch: SwitchArgument,
     pairs: PairsArgument,
     revert_in_s: RevertOption = None,
     dry_run: DryRunFlag = False,
-    daemon: DaemonOption = DEFAULT_TARGET,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Disconnect ports. Each pair must name the circuit as it is; one that is gone already is no fault.
 
     It is your order, so it is carried out in mode `advise` too.
@@ -141,29 +134,22 @@ def disconnect(
     request = control_pb2.DisconnectPortsRequest(
         switch_id=switch, cross_connects=_parsed(pairs, revert_in_s), dry_run=dry_run, revert_in_s=revert_in_s
     )
-
-    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.call(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S)
-
-    _report(_waiting(daemon, switch, order), as_json)
+    with stderr().status(f"{switch}: moving mirrors"):
+        return _outcome(await client.call(client.switches.DisconnectPorts, request, CHANGE_TIMEOUT_S))
 
 
-def confirm(switch: SwitchArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False) -> None:
+@daemon_command
+async def confirm(client: "ControlClient", switch: SwitchArgument) -> Output:
     """Keep what was changed with --revert-in-s. Exit status 1 where nothing is on trial, or it was undone already.
 
     Example: `orchestrrl ocs confirm ocs1`
     """
     request = control_pb2.ConfirmPortsRequest(switch_id=switch)
-
-    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.call(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S)
-
-    _report(call_daemon(daemon, order), as_json)
+    return _outcome(await client.call(client.switches.ConfirmPorts, request, CHANGE_TIMEOUT_S))
 
 
-def take_over(
-    switch: SwitchArgument, pairs: PairsArgument, daemon: DaemonOption = DEFAULT_TARGET, as_json: JsonFlag = False
-) -> None:
+@daemon_command
+async def take_over(client: "ControlClient", switch: SwitchArgument, pairs: PairsArgument) -> Output:
     """Make circuits ours that somebody else made. From then on they may be evicted and taken down.
 
     Nothing is sent to the switch. Each pair must name a circuit as it is; with one that is not there, none is taken
@@ -172,27 +158,13 @@ def take_over(
     Example: `orchestrrl ocs take-over ocs1 3:17`
     """
     request = control_pb2.TakeOverPortsRequest(switch_id=switch, cross_connects=_parsed(pairs))
-
-    async def order(client: "ControlClient") -> "control_pb2.SwitchChange":
-        return await client.call(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S)
-
-    _report(call_daemon(daemon, order), as_json)
-
-
-def register(app: typer.Typer) -> None:
-    ocs = group(app, "ocs")
-    ocs.command("list")(list_switches)
-    ocs.command("show")(show_switch)
-    ocs.command("connect")(connect)
-    ocs.command("disconnect")(disconnect)
-    ocs.command("confirm")(confirm)
-    ocs.command("take-over")(take_over)
+    return _outcome(await client.call(client.switches.TakeOverPorts, request, CHANGE_TIMEOUT_S))
 
 
 def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
+    """Return the arguments as cross-connects. Raises ProblemFaults."""
     from orchestrrl.rpc.codecs.ocs import pair_to_pb
 
-    """The arguments as cross-connects, or every fault of them at once."""
     parsed, faults = [], []
     for index, text in enumerate(pairs):
         try:
@@ -201,90 +173,50 @@ def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs
             faults.append(f"pairs[{index}]: {error}, got {text!r}")
     if revert_in_s is not None and not 0 < revert_in_s < inf:
         faults.append(f"--revert-in-s: must be a number > 0, got {revert_in_s:g}")
-    with reporting_errors():
-        if faults:
-            raise ProblemFaults(faults)
+    raise_faults(faults)
     return parsed
 
 
-def _waiting(daemon: str, switch: str, order: Change) -> "control_pb2.SwitchChange":
-    with stderr().status(f"{switch}: moving mirrors"):
-        return call_daemon(daemon, order)
+def _outcome(change: "control_pb2.SwitchChange") -> Output:
+    """Exit status 1 if the change was not done."""
+    failed = f"{change.switch_id}: {change.detail or 'not done'}"
+    return Output(_change(change), _change_view(change), None if change.done or change.dry_run else failed)
 
 
-def _report(change: "control_pb2.SwitchChange", as_json: bool) -> None:
-    """What became of a change; exit status 1 if it was not done."""
-    if as_json:
-        print_json(_change(change))
-    else:
-        _print_change(change)
-    if not change.done and not change.dry_run:
-        raise typer.Exit(EXIT_FAILURE)
-
-
-def _print_change(change: "control_pb2.SwitchChange") -> None:
+def _change_view(change: "control_pb2.SwitchChange") -> "Iterator[RenderableType]":
     title = "would change" if change.dry_run else "changed" if change.done else "tried"
     evicted = {_text(pair) for pair in change.evicted}
+    columns: Columns = {
+        "change": lambda result: f"{result.action} {_text(result.cross_connect)}",
+        "": lambda result: "evicted" if result.action == "remove" and _text(result.cross_connect) in evicted else None,
+        "done": lambda result: None if change.dry_run else "yes" if result.done else "NO",
+        "commanded": _time("commanded_s"),
+        "tuned": _time("tuned_s"),
+        "link up": _time("link_up_s"),
+        "detail": "detail",
+    }
     if change.results:
-        rows = [
-            (
-                f"{result.action} {_text(result.cross_connect)}",
-                "evicted" if _text(result.cross_connect) in evicted and result.action == "remove" else "",
-                None if change.dry_run else "yes" if result.done else "NO",
-                *(_time(_optional(result, name)) for name in ("commanded_s", "tuned_s", "link_up_s")),
-                result.detail,
-            )
-            for result in change.results
-        ]
-        print_table(
-            f"{change.switch_id}: {title}",
-            ("change", "", "done", "commanded", "tuned", "link up", "detail"),
-            rows,
-            left=("detail",),
-        )
+        yield table(f"{change.switch_id}: {title}", columns, change.results)
     if change.done or change.dry_run:
-        stdout().print(f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}")
-    else:
-        stderr().print(f"{change.switch_id}: {change.detail or 'not done'}")
+        yield f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}"
 
 
-def _print_switch(switch: "control_pb2.Switch") -> None:
+def _switch_view(switch: "control_pb2.Switch") -> "Iterator[RenderableType]":
     from orchestrrl.rpc.codecs.ocs import unconfirmed_from_pb
 
     after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)
-    stdout().print(
-        f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}\n"
+    yield f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}"
+    yield (
         f"{switch.connectivity}, ingress {_range(switch.ingress_ports)}, egress {_range(switch.egress_ports)}; "
         f"moves in {duration(switch.reconfiguration_s)}; circuits after a restart: {after_restart}; "
         f"revision {switch.revision}"
     )
     if switch.HasField("unconfirmed"):
-        stdout().print(str(unconfirmed_from_pb(switch)))
-    circuits = [
-        (_text(c.cross_connect), _state(c), _link(c), "ours" if c.ours else "not ours") for c in switch.circuits
-    ]
-    print_table("Circuits", ("ingress:egress", "state", "light", "whose"), circuits)
-    odd = [port for port in switch.port_states if port.state != "enabled"]
-    if odd:
-        ports = [(port.port, port.state, _optional(port, "power_dbm")) for port in odd]
-        print_table("Ports that cannot be used", ("port", "state", "power dBm"), ports)
-
-
-def _row(switch: "control_pb2.Switch") -> tuple[object, ...]:
-    if not switch.reachable:
-        return (switch.switch_id, switch.driver, None, None, None, None, None, None, _why_not(switch))
-    failed = sum(port.state == "failed" for port in switch.port_states)
-    return (
-        switch.switch_id,
-        switch.driver,
-        switch.vendor,
-        switch.model,
-        switch.ports,
-        len(switch.cross_connects),
-        failed,
-        duration(switch.reconfiguration_s),
-        "ok",
-    )
+        yield str(unconfirmed_from_pb(switch))
+    yield table("Circuits", CIRCUIT_COLUMNS, switch.circuits)
+    if odd := [port for port in switch.port_states if port.state != "enabled"]:
+        columns: Columns = {"port": "port", "state": "state", "power dBm": lambda port: _optional(port, "power_dbm")}
+        yield table("Ports that cannot be used", columns, odd)
 
 
 def _why_not(switch: "control_pb2.Switch") -> str:
@@ -292,10 +224,9 @@ def _why_not(switch: "control_pb2.Switch") -> str:
 
 
 def _summary(switch: "control_pb2.Switch") -> dict[str, Any]:
-    names = ("switch_id", "driver", "reachable", "detail", "vendor", "model", "serial", "software", "connectivity")
     more = ("ports", "reconfiguration_s", "boot_behaviour", "revision")
     return {
-        **{name.removesuffix("_id"): getattr(switch, name) for name in names},
+        **fields(switch, "driver reachable detail vendor model serial software connectivity", switch="switch_id"),
         **{name: getattr(switch, name) if switch.reachable else None for name in more},
         "cross_connects": [_text(pair) for pair in switch.cross_connects],
     }
@@ -303,25 +234,17 @@ def _summary(switch: "control_pb2.Switch") -> dict[str, Any]:
 
 def _change(change: "control_pb2.SwitchChange") -> dict[str, Any]:
     return {
-        "switch": change.switch_id,
-        "done": change.done,
-        "dry_run": change.dry_run,
-        "rolled_back": change.rolled_back,
-        "detail": change.detail,
+        **fields(change, "done dry_run rolled_back detail revision", switch="switch_id", operation="operation_id"),
         "evicted": [_text(pair) for pair in change.evicted],
         "results": [
             {
                 "cross_connect": _text(result.cross_connect),
-                "action": result.action,
-                "done": result.done,
-                "detail": result.detail,
-                **{name: _optional(result, name) for name in ("commanded_s", "tuned_s", "link_up_s")},
+                **fields(result, "action done detail"),
+                **_values(result, "commanded_s tuned_s link_up_s"),
             }
             for result in change.results
         ],
-        "revision": change.revision,
         "revert_at_unix_s": _optional(change, "revert_at_unix_s"),
-        "operation": change.operation_id,
     }
 
 
@@ -357,7 +280,12 @@ def _unconfirmed(switch: "control_pb2.Switch") -> dict[str, Any] | None:
 
 
 def _optional(message: Any, field: str) -> Any:
-    return getattr(message, field) if message.HasField(field) else None
+    has_presence = message.DESCRIPTOR.fields_by_name[field].has_presence
+    return getattr(message, field) if not has_presence or message.HasField(field) else None
+
+
+def _values(message: Any, names: str) -> dict[str, Any]:
+    return {name: _optional(message, name) for name in names.split()}
 
 
 def _text(pair: "ocs_pb2.CrossConnect") -> str:
@@ -372,9 +300,28 @@ def _range(ports: "ocs_pb2.PortNumbers") -> str:
     return f"{ports.first}..{ports.first + ports.count - 1}"
 
 
-def _time(value_s: float | None) -> str | None:
-    return None if value_s is None else duration(value_s)
+def _time(field: str) -> Callable[[Any], str]:
+    return lambda result: duration(_optional(result, field))
 
 
-def _link(circuit: "ocs_pb2.Circuit") -> str | None:
-    return None if not circuit.HasField("link_up") else "up" if circuit.link_up else "dark"
+def _of_reachable(get: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda switch: get(switch) if switch.reachable else None
+
+
+SWITCH_COLUMNS: Columns = {
+    "switch": "switch_id",
+    "driver": "driver",
+    "vendor": "vendor",
+    "model": "model",
+    "ports": _of_reachable(lambda switch: switch.ports),
+    "circuits": _of_reachable(lambda switch: len(switch.cross_connects)),
+    "failed ports": _of_reachable(lambda switch: sum(port.state == "failed" for port in switch.port_states)),
+    "moves in": _of_reachable(lambda switch: duration(switch.reconfiguration_s)),
+    "state": lambda switch: "ok" if switch.reachable else _why_not(switch),
+}
+CIRCUIT_COLUMNS: Columns = {
+    "ingress:egress": lambda circuit: _text(circuit.cross_connect),
+    "state": lambda circuit: _state(circuit),
+    "light": lambda circuit: {True: "up", False: "dark", None: None}[_optional(circuit, "link_up")],
+    "whose": lambda circuit: "ours" if circuit.ours else "not ours",
+}

@@ -3,8 +3,6 @@
 import random
 from typing import Any
 
-from orchestrrl.cli.output import print_json
-
 GPUS, PER_NODE = 16, 8
 REQUESTS = 96
 MAX_TOKENS = 15_000
@@ -59,12 +57,3 @@ def example(seed: int = 0) -> dict[str, Any]:
         "kv_balance": None,
         "epsilon_s": 1.0,
     }
-
-
-def print_example(wanted: bool) -> None:
-    """As a typer callback: print it, and stop before the problem's file is asked for."""
-    if wanted:
-        import typer
-
-        print_json(example())
-        raise typer.Exit

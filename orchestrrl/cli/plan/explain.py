@@ -1,28 +1,19 @@
 """A plan in words: what was decided, on what, against which alternatives, and how it came out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from orchestrrl.cli.formats import bar, chart, count, duration, percent, seconds, time_of_day
+from orchestrrl.cli.formats import bar, chart, count, duration, percent, ranges, seconds, time_of_day
+from orchestrrl.cli.output import Columns, cells_table, table
 
-ALTERNATIVE_COLUMNS = (
-    "fleet",
-    "engines",
-    "takes",
-    "decoding",
-    "moves",
-    "switch",
-    "together",
-    "of all samples",
-    "against current",
-    "",
-    "note",
-)
-FLEET_COLUMNS = ("configuration", "engines", "", "requests", "decoding", "moves", "switch", "ends", "GPUs")
+if TYPE_CHECKING:
+    from rich.table import Table
+
 BAR_WIDTH = 16
+RANGES_SHOWN = 6
 ENGINES_SHOWN = 24  # rows of the target fleet, beyond which those that are much alike share one
 
 
@@ -52,57 +43,62 @@ def headline(plan: dict[str, Any], now_unix_s: float) -> list[str]:
     return [*lines, *(f"note: {escape(note)}" for note in plan["notes"])]
 
 
-def alternative_rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+def alternatives_table(plan: dict[str, Any]) -> "Table":
     """Feasible ones first, the fastest at the top, each against what is deployed, as a number and as a bar."""
-    feasible = [option for option in plan["alternatives"] if not option["infeasible_because"]]
-    ruled_out = [option for option in plan["alternatives"] if option["infeasible_because"]]
-    current_s = plan["current_makespan_s"]
+    feasible = sorted((each for each in plan["alternatives"] if not each["infeasible_because"]), key=_together_s)
+    ruled_out = [each for each in plan["alternatives"] if each["infeasible_because"]]
+    current_s, best_s = plan["current_makespan_s"], proposed_s(plan)
     slowest_s = max(map(_together_s, feasible), default=0.0)
-    best_s = proposed_s(plan)
-    for option in sorted(feasible, key=_together_s):
-        together_s = _together_s(option)
-        wanted = best_s is not None and abs(together_s - best_s) < 1e-9
-        yield (
-            _named(option),
-            option["instances"],
-            option["decision"] or None,
-            seconds(option["makespan_s"]),
-            duration(option["migration_cost_s"]),
-            duration(option["redeploy_cost_s"]),
-            seconds(together_s),
-            _between(option),
-            None if current_s is None else f"{together_s - current_s:+,.2f} s",
-            bar(together_s / slowest_s if slowest_s > 0 else 0.0, BAR_WIDTH),
-            ", ".join(note for note, holds in (("deployed", _deployed(option, plan)), ("best", wanted)) if holds)
-            or None,
-        )
-    for option in ruled_out:
-        words = f"infeasible: {option['infeasible_because']}"
-        yield (_named(option), option["instances"] or None, *(None,) * 8, words)
+
+    def note(option: dict[str, Any]) -> str:
+        best = best_s is not None and abs(_together_s(option) - best_s) < 1e-9
+        notes = (("deployed", _deployed(option, plan)), ("best", best))
+        if option["infeasible_because"]:
+            return f"infeasible: {option['infeasible_because']}"
+        return ", ".join(text for text, holds in notes if holds)
+
+    def of_feasible(text: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+        return lambda option: None if option["infeasible_because"] else text(option)
+
+    columns = {
+        "takes": lambda option: option["decision"],
+        "decoding": lambda option: seconds(option["makespan_s"]),
+        "moves": lambda option: duration(option["migration_cost_s"]),
+        "switch": lambda option: duration(option["redeploy_cost_s"]),
+        "together": lambda option: seconds(_together_s(option)),
+        "of all samples": _between,
+        "against current": lambda option: None if current_s is None else f"{_together_s(option) - current_s:+,.2f} s",
+        "": lambda option: bar(_together_s(option) / slowest_s if slowest_s > 0 else 0.0, BAR_WIDTH),
+    }
+    first: Columns = {"fleet": _named, "engines": lambda option: option["instances"] or None}
+    shown = {title: of_feasible(text) for title, text in columns.items()}
+    return table("Alternatives", {**first, **shown, "note": note}, [*feasible, *ruled_out])
 
 
-def fleet_rows(plan: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+def fleet_table(plan: dict[str, Any]) -> "Table":
     """The fleet that is proposed: an engine a row while there are few, else those of a kind together."""
     engines = sorted(
         plan["instances"], key=lambda engine: (engine["configuration"], not engine["kept"], -_ends_s(engine))
     )
     each = len(engines) <= ENGINES_SHOWN
-    for _, alike in groupby(
-        engines, key=lambda e: e["engine_id"] if each else (e["configuration"], e["kept"], _magnitude(e))
-    ):
-        group = list(alike)
-        slowest = max(group, key=_ends_s)
-        yield (
-            group[0]["configuration"],
-            group[0]["engine_id"] if each else len(group),
-            "kept" if group[0]["kept"] else "new",
-            _span([engine["requests_count"] for engine in group]),
-            seconds(slowest["decode_s"]),
-            duration(slowest["migration_s"]),
-            duration(slowest["switch_s"]),
-            seconds(_ends_s(slowest)),
-            _gpus(group),
-        )
+    alike = groupby(engines, key=lambda e: e["engine_id"] if each else (e["configuration"], e["kept"], _magnitude(e)))
+    columns = ("configuration", "engines", "", "requests", "decoding", "moves", "switch", "ends", "GPUs")
+    return cells_table("Proposed fleet", columns, (_fleet_row(list(group), each) for _, group in alike))
+
+
+def _fleet_row(group: list[dict[str, Any]], each: bool) -> tuple[object, ...]:
+    slowest = max(group, key=_ends_s)
+    return (
+        group[0]["configuration"],
+        group[0]["engine_id"] if each else len(group),
+        "kept" if group[0]["kept"] else "new",
+        _span([engine["requests_count"] for engine in group]),
+        seconds(slowest["decode_s"]),
+        duration(slowest["migration_s"]),
+        duration(slowest["switch_s"]),
+        seconds(_ends_s(slowest)),
+        _gpus(group),
+    )
 
 
 def proposed_s(plan: dict[str, Any]) -> float | None:
@@ -192,7 +188,6 @@ def _span(numbers: list[int]) -> str:
 
 
 def _gpus(group: list[dict[str, Any]]) -> str:
-    gpus = sorted(gpu for engine in group for gpu in engine["gpus"])
-    runs = [list(run) for _, run in groupby(enumerate(gpus), key=lambda pair: pair[1] - pair[0])]
-    words = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs]
-    return ", ".join(words[:6]) + (f" and {len(words) - 6} more ranges" if len(words) > 6 else "")
+    runs = ranges(sorted(gpu for engine in group for gpu in engine["gpus"])).split(", ")
+    more = f" and {len(runs) - RANGES_SHOWN} more ranges" if len(runs) > RANGES_SHOWN else ""
+    return ", ".join(runs[:RANGES_SHOWN]) + more

@@ -1,15 +1,14 @@
 """`orchestrrl plan render`: the command lines that engines are started with, without running them."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.formats import ranges
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, reporting_errors
+from orchestrrl.cli.output import Output, fields, raise_faults
 from orchestrrl.core.errors import ProblemFaults, shorten
 from planner.model import ConfigurationId, GpuId
 
@@ -17,48 +16,37 @@ if TYPE_CHECKING:
     from orchestrrl.core.config.schema import FleetSettings
     from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec
 
-HELP = """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
 
-Engines are those of `fleet.engines`; with `--configuration` as many of that one as the fleet's GPUs make, or the one on
-`--gpus`. `fleet.launch` says what they are started with. An engine over several nodes, or under AFD, is several
-processes; each says where it belongs.
-
-Example:
-
-    orchestrrl check-config --print-example > orchestrrl.yaml
-
-    orchestrrl plan render orchestrrl.yaml
-
-    orchestrrl plan render orchestrrl.yaml --configuration tp2 --gpus 4,5
-"""
-
-
-def register(app: typer.Typer) -> None:
-    plans = group(app, "plan")
-    plans.command("render", help=HELP)(render_lines)
-
-
-def render_lines(
+@command
+def render(
     file: Annotated[Path, typer.Argument(help="The configuration file (YAML).")] = Path("orchestrrl.yaml"),
     configuration: Annotated[str, typer.Option("--configuration", help="Engines of this configuration.")] = "",
     gpus: Annotated[str, typer.Option("--gpus", help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
+    """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
+
+    Engines are those of `fleet.engines`; with `--configuration` as many of that one as the fleet's GPUs make, or the
+    one on `--gpus`. `fleet.launch` says what they are started with. An engine over several nodes, or under AFD, is
+    several processes; each says where it belongs.
+
+    Example:
+
+        orchestrrl check-config --print-example > orchestrrl.yaml
+
+        orchestrrl plan render orchestrrl.yaml
+
+        orchestrrl plan render orchestrrl.yaml --configuration tp2 --gpus 4,5
+    """
     from orchestrrl.daemon.configuration import load_config
     from orchestrrl.fleet.deployers.command_line import url_of
     from orchestrrl.fleet.launch import launch_of
 
-    with reporting_errors():
-        fleet = load_config(file).fleet
-        specs = _wanted(fleet, configuration, gpus)
-        rendered = _rendered(fleet, specs)
-        launch = launch_of(fleet)
-    if as_json:
-        engines = [_json(spec, url_of(spec, launch), lines) for spec, lines in rendered]
-        print_json({"engines": engines})
-        return
+    fleet = load_config(file).fleet
+    rendered = _rendered(fleet, _wanted(fleet, configuration, gpus))
+    launch = launch_of(fleet)
+    engines = [_json(spec, url_of(spec, launch), lines) for spec, lines in rendered]
     blocks = [block for spec, lines in rendered for block in _blocks(spec, url_of(spec, launch), lines)]
-    sys.stdout.write("\n".join(blocks))
+    return Output({"engines": engines}, "\n".join(blocks))
 
 
 def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[EngineSpec]":
@@ -84,8 +72,7 @@ def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[Engi
         faults += error.faults
     if not configuration and not fleet.engines:
         faults.append("fleet.engines: has none, got nothing; or name a --configuration")
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet)
 
 
@@ -141,8 +128,7 @@ def _json(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]") -> dict[
         "url": url,
         "processes": [
             {
-                "role": line.role,
-                "node": line.node,
+                **fields(line, "role node"),
                 "gpus": list(line.gpus),
                 "environment": dict(line.environment),
                 "argv": list(line.argv),

@@ -1,13 +1,13 @@
 """`orchestrrl profile measure`, `import` and `show`: profiles of engines made, and looked at."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -21,19 +21,13 @@ if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
 COLD_START_S = 60.0
 VLLM_MAX_SEQUENCES = 1024  # its default on GPUs with 70 GiB and more
 
-OutFile = Annotated[Path, typer.Option("--out", help="The profile file; .json writes JSON, everything else YAML.")]
+OutFile = Annotated[Path, typer.Option(help="The profile file; .json writes JSON, everything else YAML.")]
 SwitchOption = Annotated[
     float | None, typer.Option("--switch-s", help=f"Seconds to start this configuration; {COLD_START_S:g} if left out.")
 ]
 
 
-def register(app: typer.Typer) -> None:
-    profile = group(app, "profile")
-    profile.command("measure")(measure)
-    profile.command("import")(import_)
-    profile.command("show")(show)
-
-
+@command
 def measure(
     url: Annotated[str, typer.Argument(help="The engine's URL; it must be idle.")],
     out: OutFile,
@@ -52,8 +46,7 @@ def measure(
     transfer_gbps: Annotated[float | None, typer.Option(help="Rate at which KV moves between engines.")] = None,
     budget_s: Annotated[float, typer.Option(min=1.0, help="Seconds that it may take.")] = 300.0,
     engine: Annotated[str, typer.Option(help="Kind of engine.")] = "vllm",
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Measure an engine and put its configuration into a profile file, in the place of its namesake.
 
     The engine decodes batches of random prompts of many sizes. What does not fit into the budget is left out, from the
@@ -64,44 +57,38 @@ def measure(
     from orchestrrl.engines.base import connect
     from orchestrrl.engines.profiles.importer import layout_id
     from orchestrrl.engines.profiles.measure import MeasurementInputs
-    from orchestrrl.engines.profiles.store import as_document
     from planner.cost.profile import Parallelism
     from planner.model import ConfigurationId
 
-    with reporting_errors():
-        layout = Parallelism(tp=tp, dp=dp, ep=ep)
-        if gpus is not None and gpus != layout.gpus:
-            raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
-        link = _link(kv_bytes_per_token, transfer_gbps)
-        existing = _existing(out, gpu)
-        wanted = MeasurementInputs(
-            id=ConfigurationId(configuration) if configuration else layout_id(layout),
-            parallelism=layout,
-            switch_s=COLD_START_S if switch_s is None else switch_s,
-            switch_detail=_switch_detail(switch_s),
-            date=_today(),
-            budget_s=budget_s,
-            max_sequences=max_sequences,
-            kv_capacity_tokens=kv_capacity_tokens,
-        )
-        try:
-            check_url(url)
-        except ValueError as error:
-            raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
-        measured: list[MeasuredProfile] = []
-        until_stopped(_measure(connect(engine, url), wanted, existing, measured))
-        if not measured:
-            fail(f"stopped: {out} is as it was")
-        profile = _merged(existing, measured[0], gpu, link)
-        _write(out, profile)
-    for reason in measured[0].skipped:
-        stderr().print(f"left out: {reason}", soft_wrap=True)
-    if json:
-        print_json(as_document(profile))
-        return
-    _table(profile)
+    layout = Parallelism(tp=tp, dp=dp, ep=ep)
+    if gpus is not None and gpus != layout.gpus:
+        raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
+    link = _link(kv_bytes_per_token, transfer_gbps)
+    existing = _existing(out, gpu)
+    wanted = MeasurementInputs(
+        id=ConfigurationId(configuration) if configuration else layout_id(layout),
+        parallelism=layout,
+        switch_s=COLD_START_S if switch_s is None else switch_s,
+        switch_detail=_switch_detail(switch_s),
+        date=_today(),
+        budget_s=budget_s,
+        max_sequences=max_sequences,
+        kv_capacity_tokens=kv_capacity_tokens,
+    )
+    try:
+        check_url(url)
+    except ValueError as error:
+        raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
+    measured: list[MeasuredProfile] = []
+    until_stopped(_measure(connect(engine, url), wanted, existing, measured))
+    if not measured:
+        fail(f"stopped: {out} is as it was")
+    profile = _merged(existing, measured[0], gpu, link)
+    _write(out, profile)
+    return _output(profile, measured[0].skipped)
 
 
+@command
 def import_(
     model: Annotated[str, typer.Option(help="A model's name, or a folder with its config.json.")],
     system: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100_sxm.")],
@@ -112,8 +99,7 @@ def import_(
     precision: Annotated[str, typer.Option(help="Of the weights, e.g. fp8; the model's own if left out.")] = "",
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences of an engine.")] = VLLM_MAX_SEQUENCES,
     switch_s: SwitchOption = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Make a profile from NVIDIA's measured kernel data, with the optional package aiconfigurator-core.
 
     Times are those of kernels: measure your own engines where you can. A layout whose weights leave no room for KV is
@@ -122,48 +108,46 @@ def import_(
     Example: `orchestrrl profile import --model Qwen/Qwen3-32B --system h100_sxm --tp 1,2,4,8 --out profile.yaml`
     """
     from orchestrrl.engines.profiles.importer import Aiconfigurator, ImportInputs, import_profile
-    from orchestrrl.engines.profiles.store import as_document
 
-    with reporting_errors():
-        wanted = _layouts(tp, layouts)
-        given = ImportInputs(
-            max_sequences,
-            COLD_START_S if switch_s is None else switch_s,
-            "command line" if max_sequences != VLLM_MAX_SEQUENCES else "default: vLLM's on large GPUs",
-            _switch_detail(switch_s),
-        )
-        vendor = Aiconfigurator(model, system, backend, precision=precision)
-        imported = import_profile(
-            vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
-        )
-        _write(out, imported.profile)
-    for reason in imported.left_out:
-        stderr().print(f"left out: {reason}", soft_wrap=True)
-    if json:
-        print_json(as_document(imported.profile))
-        return
-    _table(imported.profile)
+    wanted = _layouts(tp, layouts)
+    given = ImportInputs(
+        max_sequences,
+        COLD_START_S if switch_s is None else switch_s,
+        "command line" if max_sequences != VLLM_MAX_SEQUENCES else "default: vLLM's on large GPUs",
+        _switch_detail(switch_s),
+    )
+    vendor = Aiconfigurator(model, system, backend, precision=precision)
+    imported = import_profile(
+        vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
+    )
+    _write(out, imported.profile)
+    return _output(imported.profile, imported.left_out)
 
 
+@command
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile file.")],
     plot: Annotated[Path | None, typer.Option(help="Also draw step time over sequences, to this PNG.")] = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Show a profile: step times, room and costs of each configuration, and where each figure comes from.
 
     Example: `orchestrrl profile show profile.yaml --plot profile.png`
     """
-    from orchestrrl.engines.profiles.store import as_document, read_profile
+    from orchestrrl.engines.profiles.store import read_profile
 
-    with reporting_errors():
-        profile = read_profile(file)
-        if plot is not None:
-            _plot(profile, plot)
-    if json:
-        print_json(as_document(profile))
-        return
-    _table(profile)
+    profile = read_profile(file)
+    if plot is not None:
+        _plot(profile, plot)
+    return _output(profile, ())
+
+
+def _output(profile: "Profile", left_out: Iterable[str]) -> Output:
+    from orchestrrl.engines.profiles.store import as_document
+
+    for reason in left_out:
+        note(f"left out: {reason}")
+    title = f"{profile.model} on {profile.gpu}, {profile.engine}"
+    return Output(as_document(profile), [table(title, COLUMNS, profile.configurations), *_origins(profile)])
 
 
 async def _measure(
@@ -202,8 +186,7 @@ def _same(existing: "Profile", capabilities: Any) -> None:
         faults.append(f"--out: is a profile of {existing.model}; the engine serves, got {capabilities.models[0]!r}")
     if existing.engine != capabilities.engine:
         faults.append(f"--out: is a profile of {existing.engine} engines, got {capabilities.engine!r}")
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
 
 
 def _existing(path: Path, gpu: str) -> "Profile | None":
@@ -269,8 +252,7 @@ def _layouts(tp: str, layouts: str) -> list[Any]:
             faults.append(f"{option}: {error}, got {name.removeprefix('tp') if option == '--tp' else name!r}")
         else:
             found += [layout] if layout not in found else []
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return found
 
 
@@ -284,51 +266,32 @@ def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def _table(profile: "Profile") -> None:
-    print_table(
-        f"{profile.model} on {profile.gpu}, {profile.engine}",
-        (
-            "configuration",
-            "GPUs",
-            "step, 1 seq.",
-            "16",
-            "256",
-            "per 100k KV",
-            "prefill/s",
-            "KV tokens",
-            "sequences",
-            "switch",
-            "source",
-            "date",
-            "fit error",
-            "worst",
-        ),
-        (_row(engine) for engine in profile.configurations),
-        optional={"fit error", "worst"},
+def step_ms(sequences: int) -> Callable[["EngineProfile"], str | None]:
+    """Return the text of the step time of so many sequences; None where the engine takes fewer."""
+    return lambda engine: (
+        f"{engine.step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
     )
-    print_lines(_origins(profile))
 
 
-def _row(engine: "EngineProfile") -> tuple[object, ...]:
-    step, provenance = engine.step, engine.provenance
-    times = (
-        f"{step.base_s.at(sequences) * 1e3:.2f} ms" if sequences <= engine.max_sequences else None
-        for sequences in (1, 16, 256)
-    )
-    return (
-        engine.id,
-        engine.parallelism.gpus,
-        *times,
-        f"{step.kv_s_per_token * 1e8:.2f} ms",
-        f"{engine.prefill_tokens_per_s:.0f}",
-        engine.kv_capacity_tokens,
-        engine.max_sequences,
-        f"{engine.switch_s:g} s",
-        provenance.source,
-        provenance.date,
-        _percent(provenance.fit_error_mean),
-        _percent(provenance.fit_error_max),
-    )
+COST_COLUMNS: Columns = {
+    "configuration": "id",
+    "GPUs": lambda engine: engine.parallelism.gpus,
+    "step, 1 seq.": step_ms(1),
+    "16": step_ms(16),
+    "256": step_ms(256),
+    "per 100k KV": lambda engine: f"{engine.step.kv_s_per_token * 1e8:.2f} ms",
+    "prefill/s": lambda engine: f"{engine.prefill_tokens_per_s:.0f}",
+    "KV tokens": "kv_capacity_tokens",
+    "switch": lambda engine: f"{engine.switch_s:.3g} s",
+}
+COLUMNS: Columns = {
+    **COST_COLUMNS,
+    "sequences": "max_sequences",
+    "source": lambda engine: engine.provenance.source,
+    "date": lambda engine: engine.provenance.date,
+    "fit error": lambda engine: _percent(engine.provenance.fit_error_mean),
+    "worst": lambda engine: _percent(engine.provenance.fit_error_max),
+}
 
 
 def _percent(fraction: float | None) -> str | None:

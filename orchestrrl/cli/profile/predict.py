@@ -5,21 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Output, choice_faults, raise_faults, table
+from orchestrrl.cli.profile.measure import COST_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from planner.cost.models import Model
     from planner.cost.profile import Profile
     from planner.cost.roofline import Precision
 
 
-def register(app: typer.Typer) -> None:
-    group(app, "profile").command(name="predict")(predict)
-
-
+@command
 def predict(
     model: Annotated[str, typer.Argument(help="A model's name or path, or a built-in profile: paper-14b-h800.")],
     gpu: Annotated[str, typer.Option(help="Kind of GPU, e.g. h100.")] = "h100",
@@ -30,8 +26,7 @@ def predict(
     kv_bits: Annotated[int, typer.Option(help="16 or 8.")] = 16,
     phase: Annotated[str, typer.Option(help="bulk or tail: only layouts that are good there.")] = "",
     out: Annotated[Path | None, typer.Option(help="The profile file; .json writes JSON, others YAML.")] = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine constants.
 
     Measure your own engines where you can: `orchestrrl profile score` shows how far such predictions are off.
@@ -41,19 +36,16 @@ def predict(
     from orchestrrl.engines.profiles.store import as_document
     from planner.cost.paper import PROFILES, named_profile
 
-    with reporting_errors():
-        if model in PROFILES:
-            made = named_profile(model)
-        else:
-            made = _predicted(model, gpu, engine, gpus, per_node, weight_bits, kv_bits, phase)
-        if out is not None:
-            _write(out, made)
-    if json:
-        print_json(as_document(made))
-        return
-    _table(made)
+    if model in PROFILES:
+        made = named_profile(model)
+    else:
+        made = _predicted(model, gpu, engine, gpus, per_node, weight_bits, kv_bits, phase)
     if out is not None:
-        print_lines([f"wrote {out}"])
+        _write(out, made)
+    details = sorted({configuration.provenance.detail for configuration in made.configurations})
+    wrote = [] if out is None else [f"wrote {out}"]
+    costs = table(f"{made.model} on {made.gpu}, {made.engine}", COST_COLUMNS, made.configurations)
+    return Output(as_document(made), [costs, *details, *wrote])
 
 
 def _predicted(
@@ -66,7 +58,7 @@ def _predicted(
     kv_bits: int,
     phase_name: str,
 ) -> "Profile":
-    from orchestrrl.core.errors import Permanent, ProblemFaults
+    from orchestrrl.core.errors import Permanent
     from planner.cost.engines import ENGINES
     from planner.cost.hardware import GPUS, UnknownGpu, gpu_named
     from planner.cost.models import MODELS, UnknownModel, model_named
@@ -83,16 +75,14 @@ def _predicted(
         gpu = gpu_named(gpu_name)
     except UnknownGpu:
         faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu_name!r}")
-    if engine_name not in ENGINES:
-        faults.append(f"--engine: must be one of {', '.join(sorted(ENGINES))}, got {engine_name!r}")
+    faults += choice_faults("--engine", engine_name, sorted(ENGINES))
     if weight_bits not in (None, 4, 8, 16):
         faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
     if kv_bits not in (8, 16):
         faults.append(f"--kv-bits: must be 8 or 16, got {kv_bits}")
-    if phase_name not in ("", *StepPhase):
-        faults.append(f"--phase: must be one of {', '.join(StepPhase)}, got {phase_name!r}")
-    if faults:
-        raise ProblemFaults(faults)
+    if phase_name:
+        faults += choice_faults("--phase", phase_name, StepPhase)
+    raise_faults(faults)
     engine, phase = ENGINES[engine_name], StepPhase(phase_name) if phase_name else None
     precision = _precision(model, weight_bits, kv_bits)
     configurations = candidates(model, gpu, gpus, per_node, engine, phase, precision)
@@ -120,23 +110,3 @@ def _write(out: Path, made: "Profile") -> None:
         write_profile(out, made)
     except OSError as error:
         raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {str(out)!r}"]) from error
-
-
-def _table(made: "Profile") -> None:
-    columns = ("", "GPUs", "step, 1 seq.", "16", "256", "per 100k KV", "prefill/s", "KV tokens", "switch")
-    print_table(f"{made.model} on {made.gpu}, {made.engine}", columns, _rows(made))
-    print_lines(sorted({configuration.provenance.detail for configuration in made.configurations}))
-
-
-def _rows(made: "Profile") -> "Iterator[tuple[object, ...]]":
-    for configuration in made.configurations:
-        step = configuration.step
-        yield (
-            configuration.id,
-            configuration.parallelism.gpus,
-            *(f"{step.base_s.at(sequences) * 1e3:.2f} ms" for sequences in (1, 16, 256)),
-            f"{step.kv_s_per_token * 1e8:.2f} ms",
-            f"{configuration.prefill_tokens_per_s:.0f}",
-            configuration.kv_capacity_tokens,
-            f"{configuration.switch_s:.1f} s",
-        )

@@ -8,21 +8,25 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from orchestrrl.cli.output import Columns
+
 if TYPE_CHECKING:
     from orchestrrl.lab.sim.rl.results import ClusterResult, SummaryRow
 
-STAGES = ("gen", "train", "sync", "waits", "idle gen", "idle train", "staleness")
+STAGES: Columns = {
+    "gen": lambda row: f"{row.gen_s:.1f} s",
+    "train": lambda row: f"{row.train_s:.1f} s",
+    "sync": lambda row: f"{row.sync_s:.2f} s",
+    "waits": lambda row: f"{row.waits_s:.2f} s",
+    "idle gen": lambda row: f"{row.idle_gen:.0%}",
+    "idle train": lambda row: f"{row.idle_train:.0%}",
+    "staleness": lambda row: f"{row.staleness:.2f}",
+}
 LEGEND = (
     "gen, train, sync: means of a step; waits: engines for weights or room; per M$: samples/s for each million dollars"
     " of network"
 )
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
-
-
-def stages_of(row: "SummaryRow") -> tuple[str, ...]:
-    seconds = (f"{value:.1f} s" for value in (row.gen_s, row.train_s))
-    finer = (f"{value:.2f} s" for value in (row.sync_s, row.waits_s))
-    return (*seconds, *finer, f"{row.idle_gen:.0%}", f"{row.idle_train:.0%}", f"{row.staleness:.2f}")
 
 
 def rate_of(row: "SummaryRow") -> str:

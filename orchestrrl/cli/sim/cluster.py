@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim.cells import STAGES, notes_of, rate_of, stages_of, total_of, usd_of, worth_of
-from orchestrrl.cli.sim.generation import check_folder, or_faults, parts_of, seeds_of, with_progress
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, print_view, table
+from orchestrrl.cli.progress import with_progress
+from orchestrrl.cli.sim.cells import STAGES, notes_of, rate_of, total_of, usd_of, worth_of
+from orchestrrl.cli.sim.generation import check_folder, or_faults, parts_of, seeds_of
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
@@ -29,14 +30,7 @@ Seeds = Annotated[str, typer.Option(help="Comma-separated seeds. Default: the sc
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the results there, for `sim report`.")]
 
 
-def register(app: typer.Typer) -> None:
-    sim = group(app, "sim")
-    sim.command(name="run")(run)
-    sim.command(name="compare")(compare)
-    sim.command(name="report")(report)
-    sim.command(name="daemon-config")(daemon_config)
-
-
+@command
 def run(
     scenario: Cluster = "",
     print_example: Annotated[
@@ -46,8 +40,7 @@ def run(
     arms: Arms = "",
     seeds: Seeds = "",
     out: Out = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Run a whole cluster in virtual time: training, generation and weight sync on a fabric, as the loop joins them.
 
     Built in: cluster64, cluster512, cluster1024, cluster2048. A step's stages, throughput, what the network costs, and
@@ -56,31 +49,20 @@ def run(
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """
     if print_example:
-        _print_example(scenario)
-        return
+        print_view(_example(scenario))
+        raise typer.Exit
     results, chosen = _ran(scenario, fabrics, arms, seeds, out)
-    if json:
-        _print_json(chosen, results)
-        return
-    from orchestrrl.lab.sim.rl.results import rows
-
-    columns = ("fabric", "arm", *STAGES, "samples/s", "network", "per M$", "with GPUs")
-    cells = [
-        (row.fabric, row.arm, *stages_of(row), rate_of(row), usd_of(row), worth_of(row), total_of(row))
-        for row in rows(results)
-    ]
-    print_table(escape(chosen.name), columns, cells, optional=("with GPUs",), left=("arm",))
-    print_lines(notes_of(results, out))
+    return _output(RUN_COLUMNS, chosen, results, out)
 
 
+@command
 def compare(
     scenario: Cluster,
     fabrics: Fabrics = "",
     arms: Arms = "",
     seeds: Seeds = "",
     out: Out = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Fabrics and arms side by side: ratios to the first, and which of them are on the Pareto frontier.
 
     A mark says that no other has as much throughput for as little money.
@@ -88,35 +70,14 @@ def compare(
     Example: `orchestrrl sim compare cluster64 --fabrics fat_tree,rfabric --arms verl_to,both`
     """
     results, chosen = _ran(scenario, fabrics, arms, seeds, out)
-    if json:
-        _print_json(chosen, results)
-        return
-    from orchestrrl.lab.sim.rl.results import rows
-
-    columns = ("fabric", "arm", "samples/s", "vs first", "network", "per M$", "per M$ vs first", "Pareto", *STAGES)
-    cells = [
-        (
-            row.fabric,
-            row.arm,
-            rate_of(row),
-            f"{row.gain:.2f}x",
-            usd_of(row),
-            worth_of(row),
-            f"{row.gain_per_usd:.2f}x" if row.network_usd else None,
-            "*" if row.pareto and row.network_usd else None,
-            *stages_of(row),
-        )
-        for row in rows(results)
-    ]
-    print_table(escape(chosen.name), columns, cells, left=("arm",))
-    print_lines(notes_of(results, out))
+    return _output(COMPARE_COLUMNS, chosen, results, out)
 
 
+@command
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results file, or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page.")] = Path("report.html"),
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """One self-contained HTML page of results of `sim run`, `sim compare` and `sim sweep`, with its pictures inside.
 
     Example: `orchestrrl sim report out/sim -o page.html`
@@ -124,23 +85,19 @@ def report(
     from orchestrrl.lab.sim.report_page.page import write
     from orchestrrl.lab.sim.rl.results import read
 
-    with reporting_errors():
-        found = read(results)
-        write(found, out, command=shlex.join(["orchestrrl", "sim", "report", str(results), "-o", str(out)]))
-    if json:
-        print_json({"wrote": str(out), "results": len(found)})
-    else:
-        print_lines([escape(f"wrote {out}")])
+    found = read(results)
+    write(found, out, command=shlex.join(["orchestrrl", "sim", "report", str(results), "-o", str(out)]))
+    return Output({"wrote": str(out), "results": len(found)}, [escape(f"wrote {out}")])
 
 
+@command
 def daemon_config(
     scenario: Cluster,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The daemon's file.")] = Path(
         "orchestrrl.yaml"
     ),
     fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Write what was simulated as a daemon's configuration, and beside it the profile of its engines.
 
     Example: `orchestrrl sim daemon-config cluster64 -o orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
@@ -148,14 +105,10 @@ def daemon_config(
     from orchestrrl.lab.sim.rl.deployable import write_daemon
     from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
 
-    with reporting_errors():
-        if out.is_dir():
-            raise ProblemFaults([f"--out: must be a file, got the folder {str(out)!r}"])
-        written = write_daemon(load_cluster_scenario(scenario), fabric, out)
-    if json:
-        print_json({"wrote": [str(path) for path in written]})
-    else:
-        print_lines(escape(f"wrote {path}") for path in written)
+    if out.is_dir():
+        raise ProblemFaults([f"--out: must be a file, got the folder {str(out)!r}"])
+    written = write_daemon(load_cluster_scenario(scenario), fabric, out)
+    return Output({"wrote": [str(path) for path in written]}, [escape(f"wrote {path}") for path in written])
 
 
 def _ran(
@@ -166,19 +119,18 @@ def _ran(
     from orchestrrl.lab.sim.scenario import ARMS
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
-    with reporting_errors():
-        faults: list[str] = []
-        loaded = or_faults(faults, lambda: load_cluster_scenario(source))
-        known = [section.title for section in loaded.fabrics] if loaded is not None else []
-        wanted = or_faults(faults, lambda: chosen(parts_of(fabrics), known, "--fabrics")) if loaded else None
-        named = or_faults(faults, lambda: chosen(parts_of(arms), ARMS, "--arms") if parts_of(arms) else [])
-        numbers = or_faults(faults, lambda: seeds_of(seeds))
-        if out is not None:
-            or_faults(faults, lambda: check_folder(out, "--out"))
-        if loaded is None or faults:
-            raise ProblemFaults(faults)
-        scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
-        return _run_and_keep(scenario, out), scenario
+    faults: list[str] = []
+    loaded = or_faults(faults, lambda: load_cluster_scenario(source))
+    known = [section.title for section in loaded.fabrics] if loaded is not None else []
+    wanted = or_faults(faults, lambda: chosen(parts_of(fabrics), known, "--fabrics")) if loaded else None
+    named = or_faults(faults, lambda: chosen(parts_of(arms), ARMS, "--arms") if parts_of(arms) else [])
+    numbers = or_faults(faults, lambda: seeds_of(seeds))
+    if out is not None:
+        or_faults(faults, lambda: check_folder(out, "--out"))
+    if loaded is None or faults:
+        raise ProblemFaults(faults)
+    scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
+    return _run_and_keep(scenario, out), scenario
 
 
 def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[ClusterResult]":
@@ -201,12 +153,11 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
         raise Permanent(f"{error}; runs before it, which are kept in {out}: {kept}") from error
 
 
-def _print_example(name: str) -> None:
+def _example(name: str) -> str:
     from orchestrrl.lab.sim.rl.scenario_file import FOLDER, SMALLEST
     from orchestrrl.lab.sim.scenario import scenario_text
 
-    with reporting_errors():
-        typer.echo(scenario_text(name or SMALLEST, FOLDER)[0], nl=False)
+    return scenario_text(name or SMALLEST, FOLDER)[0]
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:
@@ -232,13 +183,36 @@ def _narrowed(
     )
 
 
-def _print_json(scenario: "ClusterScenario", results: "Sequence[ClusterResult]") -> None:
+def _output(columns: Columns, scenario: "ClusterScenario", results: "list[ClusterResult]", out: Path | None) -> Output:
     from orchestrrl.lab.sim.rl.results import rows
 
-    def without(result: "ClusterResult") -> dict[str, Any]:
-        document = asdict(result)
-        del document["scenario"]
-        return document
+    summary = rows(results)
+    without_scenario = [{k: v for k, v in asdict(each).items() if k != "scenario"} for each in results]
+    document = {
+        "scenario": scenario.document(),
+        "summary": [asdict(row) for row in summary],
+        "results": without_scenario,
+    }
+    return Output(document, [table(escape(scenario.name), columns, summary), *notes_of(results, out)])
 
-    summary = [asdict(row) for row in rows(results)]
-    print_json({"scenario": scenario.document(), "summary": summary, "results": [without(each) for each in results]})
+
+RUN_COLUMNS: Columns = {
+    "fabric": "fabric",
+    "arm": "arm",
+    **STAGES,
+    "samples/s": rate_of,
+    "network": usd_of,
+    "per M$": worth_of,
+    "with GPUs": total_of,
+}
+COMPARE_COLUMNS: Columns = {
+    "fabric": "fabric",
+    "arm": "arm",
+    "samples/s": rate_of,
+    "vs first": lambda row: f"{row.gain:.2f}x",
+    "network": usd_of,
+    "per M$": worth_of,
+    "per M$ vs first": lambda row: f"{row.gain_per_usd:.2f}x" if row.network_usd else None,
+    "Pareto": lambda row: "*" if row.pareto and row.network_usd else None,
+    **STAGES,
+}

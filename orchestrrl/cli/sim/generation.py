@@ -9,8 +9,9 @@ from typing import Annotated, TypeVar
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Output, cells_table, raise_faults
+from orchestrrl.cli.progress import with_progress
 from orchestrrl.core.errors import ProblemFaults
 
 Result = TypeVar("Result")
@@ -20,10 +21,7 @@ Source = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    group(app, "sim").command(name="gen")(gen)
-
-
+@command
 def gen(
     scenario: Source = "",
     example: Annotated[bool, typer.Option("--example", help="Run the built-in quickstart scenario.")] = False,
@@ -33,8 +31,7 @@ def gen(
         int | None, typer.Option(help="Steps of each seed, warm-up included. Default: the scenario's.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there.")] = None,
-    json: JsonFlag = False,
-) -> None:
+) -> Output:
     """Run generation steps of a scenario in virtual time: static baselines, and what OrchestrRL makes of them.
 
     Arms: verl_to (best static TP), verl_lo (widest), partial_rollout; planning, balancing, both (_paper: moves by the
@@ -44,51 +41,30 @@ def gen(
     Example: `orchestrrl sim gen --example --plot out/sim`
     """
     # Imported here so that every other command starts without the numerics.
-    from orchestrrl.lab.sim.report import COLUMNS, LEGEND, OPTIONAL_COLUMNS, as_json, marks, rows
+    from orchestrrl.lab.sim.report import COLUMNS, LEGEND, as_json, marks, rows
     from orchestrrl.lab.sim.report import plot as draw
     from orchestrrl.lab.sim.run import chosen_arms, run_scenario
     from orchestrrl.lab.sim.scenario import EXAMPLE, load_scenario, with_steps
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)  # engines come and go, as they should
-    with reporting_errors():
-        if bool(scenario) == example:
-            raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
-        faults: list[str] = []
-        loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
-        names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
-        numbers = or_faults(faults, lambda: seeds_of(seeds))
-        if plot is not None:
-            or_faults(faults, lambda: check_folder(plot, "--plot"))
-        if loaded is None or faults:
-            raise ProblemFaults(faults)
-        if plot is not None:
-            make_folder(plot, "--plot")
-        chosen = names or chosen_arms(loaded.arms)
-        outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
-        pictures = draw(outcome, plot) if plot else []
-    if json:
-        print_json(as_json(outcome))
-        return
-    print_table(escape(loaded.name), COLUMNS, rows(outcome), optional=OPTIONAL_COLUMNS)
-    print_lines([LEGEND, *marks(outcome), *(escape(f"wrote {path}") for path in pictures)])
-
-
-def with_progress(work: Callable[[Callable[[str, int, int], None]], Result]) -> Result:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description:40}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=stderr(), transient=True) as bars:
-        task = bars.add_task("", total=None)
-
-        def report(what: str, done: int, total: int) -> None:
-            bars.update(task, description=what, completed=done, total=total or None)
-
-        return work(report)
+    if bool(scenario) == example:
+        raise ProblemFaults([f"SCENARIO: give one, or --example, got {scenario!r} and --example {example}"])
+    faults: list[str] = []
+    loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
+    names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
+    numbers = or_faults(faults, lambda: seeds_of(seeds))
+    if plot is not None:
+        or_faults(faults, lambda: check_folder(plot, "--plot"))
+    if loaded is None or faults:
+        raise ProblemFaults(faults)
+    if plot is not None:
+        make_folder(plot, "--plot")
+    chosen = names or chosen_arms(loaded.arms)
+    outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
+    pictures = draw(outcome, plot) if plot else []
+    wrote = [escape(f"wrote {path}") for path in pictures]
+    shown = cells_table(escape(loaded.name), COLUMNS, rows(outcome))
+    return Output(as_json(outcome), [shown, LEGEND, *marks(outcome), *wrote])
 
 
 def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
@@ -131,6 +107,5 @@ def seeds_of(text: str) -> list[int]:
     faults = [
         f"--seeds[{i}]: must be a whole number, got {part!r}" for i, part in enumerate(parts) if not part.isdecimal()
     ]
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return [int(part) for part in parts]

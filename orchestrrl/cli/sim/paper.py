@@ -6,29 +6,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors
-from orchestrrl.cli.sim.generation import make_folder, parts_of, with_progress
+from orchestrrl.cli.command import command
+from orchestrrl.cli.output import Columns, Output, table
+from orchestrrl.cli.progress import with_progress
+from orchestrrl.cli.sim.generation import make_folder, parts_of
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import RenderableType
 
     from orchestrrl.lab.scoreboard.kept import Made
 
 
-def register(app: typer.Typer) -> None:
-    group(app, "sim").command(name="paper")(paper)
-
-
+@command
 def paper(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and seeds: under 3 minutes.")] = False,
     figures: Annotated[str, typer.Option(help="Comma-separated figures, such as 13,14. Default: all.")] = "",
-    json: JsonFlag = False,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where figures are kept.")] = Path("out/paper"),
     processes: Annotated[int, typer.Option(min=0, help="Side by side. 0: as many as there are cores.")] = 0,
     write_docs: Annotated[Path | None, typer.Option(metavar="PAGE.md", help="Write them as a page, too.")] = None,
-) -> None:
+) -> Output:
     """The paper's figures made again from first principles, beside what it reports; and what is beyond them.
 
     What differs by over 15 % says why. All of it takes under 30 minutes on two cores; an interrupted run goes on.
@@ -41,16 +40,13 @@ def paper(
     from orchestrrl.lab.scoreboard.run import make
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
-    with reporting_errors():
-        wanted = chosen(parts_of(figures))
-        make_folder(out, "--out")
-        made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
-        if write_docs is not None:
-            _write(write_docs, page(made))
-    if json:
-        print_json({"quick": quick, "figures": [as_json(each) for each in made]})
-        return
-    _print(made, [f"wrote {write_docs}"] if write_docs is not None else [])
+    wanted = chosen(parts_of(figures))
+    make_folder(out, "--out")
+    made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
+    if write_docs is not None:
+        _write(write_docs, page(made))
+    wrote = [] if write_docs is None else [f"wrote {write_docs}"]
+    return Output({"quick": quick, "figures": [as_json(each) for each in made]}, _view(made, wrote))
 
 
 def _write(path: Path, text: str) -> None:
@@ -60,22 +56,19 @@ def _write(path: Path, text: str) -> None:
         raise ProblemFaults([f"--write-docs: {error.strerror}, got {str(path)!r}"]) from None
 
 
-def _print(made: "Sequence[Made]", more: "Sequence[str]") -> None:
+def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> "Iterator[RenderableType]":
     from orchestrrl.lab.scoreboard.kept import all_rows
     from orchestrrl.lab.scoreboard.page import counted, difference, number, shown
 
-    columns = ("figure", "what", "paper", "ours", "difference", "why")
-    cells = [
-        (
-            row.figure,
-            row.what,
-            shown(row.paper, row.unit) or None,
-            number(row.ours, row.unit),
-            difference(row) or None,
-            row.why,
-        )
-        for row in all_rows(made)
-    ]
-    print_table("The paper's figures, and ours", columns, cells, left=("what", "why"))
-    less = [f"figure {each.id} quickly: {each.quick}" for each in made if each.quick]
-    print_lines([counted(all_rows(made)), *less, *more])
+    columns: Columns = {
+        "figure": "figure",
+        "what": "what",
+        "paper": lambda row: shown(row.paper, row.unit),
+        "ours": lambda row: number(row.ours, row.unit),
+        "difference": difference,
+        "why": "why",
+    }
+    yield table("The paper's figures, and ours", columns, all_rows(made))
+    yield counted(all_rows(made))
+    yield from (f"figure {each.id} quickly: {each.quick}" for each in made if each.quick)
+    yield from wrote

@@ -1,50 +1,25 @@
 """`orchestrrl sync box`: weight syncs over the circuits of a site that stands as network namespaces on this machine."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import JsonFlag, print_json, print_lines, print_table, reporting_errors, stderr
+from orchestrrl.cli.output import Columns, Output, raise_faults, stderr, table
 from orchestrrl.core.errors import ProblemFaults
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 OUT = Path("out/sync-box")
 MOST_MB = 4000.0
 
-HELP = """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
 
-Hosts and ToRs are network namespaces, as `orchestrrl fabric box` has them; every link has a rate. Each host is a
-process with the product's own carrier: those in PoDs that train hold a part of the weights each, those that generate
-need all of it. Each way in turn gets the circuits that its edges ask the daemon for, after those of generation; what
-was received is compared by SHA-256, and wiped.
-
-| way | |
-|---|---|
-| `tree` | planned on the circuits that are there: into each PoD once, forwarded as it comes |
-| `two_stage` | all to the first host of each PoD, which then broadcasts along a chain (figure 4 of the paper) |
-| `naive` | every receiver straight from those who hold the parts |
-
-The bound is what no plan can beat, at the rate that one circuit was measured to give to the payload of TCP.
-
-It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
-namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
-logs and `sync-box.json`.
-
-Example:
-
-    orchestrrl sync box
-
-    orchestrrl sync box --mb 40 --way tree --way two_stage
-"""
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "sync").command("box", help=HELP)(box)
-
-
+@command
 def box(
     site: Annotated[
         Path | None,
@@ -64,8 +39,32 @@ def box(
         Path | None, typer.Option("--python", help="Of the processes that carry; gloo needs one with torch.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")] = OUT,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Output:
+    """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
+
+    Hosts and ToRs are network namespaces, as `orchestrrl fabric box` has them; every link has a rate. Each host is a
+    process with the product's own carrier: those in PoDs that train hold a part of the weights each, those that
+    generate need all of it. Each way in turn gets the circuits that its edges ask the daemon for, after those of
+    generation; what was received is compared by SHA-256, and wiped.
+
+    | way | |
+    |---|---|
+    | `tree` | planned on the circuits that are there: into each PoD once, forwarded as it comes |
+    | `two_stage` | all to the first host of each PoD, which then broadcasts along a chain (figure 4 of the paper) |
+    | `naive` | every receiver straight from those who hold the parts |
+
+    The bound is what no plan can beat, at the rate that one circuit was measured to give to the payload of TCP.
+
+    It needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces that are permitted; nothing outside its own
+    namespaces is touched, and nothing is left. FOLDER gets the site's file, the daemon's configuration and journal, all
+    logs and `sync-box.json`.
+
+    Example:
+
+        orchestrrl sync box
+
+        orchestrrl sync box --mb 40 --way tree --way two_stage
+    """
     from orchestrrl.core.documents import read_text
     from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder, run
     from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
@@ -81,34 +80,29 @@ def box(
     ]
     if transport not in ("tcp", "gloo"):
         faults.append(f"--transport: must be tcp or gloo, got {transport!r}")
-    with reporting_errors():
-        text = ""
-        try:
-            text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
-            faults += site_faults(text, {PodRole.TRAIN: 1, PodRole.GEN: 2})
-        except ProblemFaults as error:
-            faults += error.faults
-        if faults:
-            raise ProblemFaults(faults)
-        prepare_folder(out, text)
-        order = TestbedOrder(
-            str(out.resolve()),
-            ("weights",),
-            named,
-            mbps=circuit_mbps,
-            sync_bytes=round(mb * 1e6),
-            sync_rounds=rounds,
-            sync_ways=tuple(way for way in SYNC_WAYS if not ways or way in ways),
-            transport=transport,
-            python="" if python is None else str(python.absolute()),
-        )
-        with stderr().status("making the box") as status:
-            found = run(order, lambda at: status.update(f"{at}: real time, real packets"))["weights"]
+    text = ""
+    try:
+        text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
+        faults += site_faults(text, {PodRole.TRAIN: 1, PodRole.GEN: 2})
+    except ProblemFaults as error:
+        faults += error.faults
+    raise_faults(faults)
+    prepare_folder(out, text)
+    order = TestbedOrder(
+        str(out.resolve()),
+        ("weights",),
+        named,
+        mbps=circuit_mbps,
+        sync_bytes=round(mb * 1e6),
+        sync_rounds=rounds,
+        sync_ways=tuple(way for way in SYNC_WAYS if not ways or way in ways),
+        transport=transport,
+        python="" if python is None else str(python.absolute()),
+    )
+    with stderr().status("making the box") as status:
+        found = run(order, lambda at: status.update(f"{at}: real time, real packets"))["weights"]
     _keep(found, out)
-    if as_json:
-        print_json(found)
-    else:
-        _print(found, out)
+    return Output(found, _view(found, out))
 
 
 def _keep(found: dict[str, Any], out: Path) -> None:
@@ -117,39 +111,37 @@ def _keep(found: dict[str, Any], out: Path) -> None:
     (out / "sync-box.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _print(found: dict[str, Any], out: Path) -> None:
+def _view(found: dict[str, Any], out: Path) -> "Iterator[RenderableType]":
     from statistics import median
 
-    print_lines(
-        [
-            f"{found['bytes'] / 1e6:.0f} MB to {found['receivers']} receivers, circuits and NICs of "
-            f"{found['circuit_mbps']:g} Mbit/s, of which TCP's payload has {found['payload']:.1%}",
-            f"no plan can be faster than {duration(found['bound_s'])}; the tree has {found['waves']} waves",
-        ]
+    yield (
+        f"{found['bytes'] / 1e6:.0f} MB to {found['receivers']} receivers, circuits and NICs of "
+        f"{found['circuit_mbps']:g} Mbit/s, of which TCP's payload has {found['payload']:.1%}"
     )
+    yield f"no plan can be faster than {duration(found['bound_s'])}; the tree has {found['waves']} waves"
     by_way: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
         by_way.setdefault(row["way"], []).append(row)
     seconds = {way: median(row["seconds"] for row in rows) for way, rows in by_way.items()}
     slowest = seconds.get("naive")
-    print_table(
-        "Medians of each way",
-        ("way", "took", "by the bound", "naive by it", "MB into PoDs", "identical", "circuits", "cores busy"),
-        (
-            (
-                way,
-                duration(seconds[way]),
-                f"{seconds[way] / found['bound_s']:.2f}",
-                "-" if slowest is None else f"{slowest / seconds[way]:.2f}",
-                f"{median(row['crossed_bytes'] for row in rows) / 1e6:.0f}",
-                f"{min(row['identical'] for row in rows)} of {found['receivers']}",
-                f"{rows[-1]['circuits']['moves']} moves, {duration(rows[-1]['circuits']['elapsed_s'])}",
-                f"{median(row['cores_busy'] for row in rows):.1f}",
-            )
-            for way, rows in by_way.items()
-        ),
-        left=("circuits",),
-    )
-    print_lines(
-        [f"SHA-256 of the weights: {found['sha256']}", f"{out}: all that was measured (sync-box.json), and logs"]
-    )
+
+    def middle(way: str, field: str) -> float:
+        return median(float(row[field]) for row in by_way[way])
+
+    def circuits(way: str) -> str:
+        last = by_way[way][-1]["circuits"]
+        return f"{last['moves']} moves, {duration(last['elapsed_s'])}"
+
+    columns: Columns = {
+        "way": str,
+        "took": lambda way: duration(seconds[way]),
+        "by the bound": lambda way: f"{seconds[way] / found['bound_s']:.2f}",
+        "naive by it": lambda way: None if slowest is None else f"{slowest / seconds[way]:.2f}",
+        "MB into PoDs": lambda way: f"{middle(way, 'crossed_bytes') / 1e6:.0f}",
+        "identical": lambda way: f"{min(row['identical'] for row in by_way[way])} of {found['receivers']}",
+        "circuits": circuits,
+        "cores busy": lambda way: f"{middle(way, 'cores_busy'):.1f}",
+    }
+    yield table("Medians of each way", columns, by_way)
+    yield f"SHA-256 of the weights: {found['sha256']}"
+    yield f"{out}: all that was measured (sync-box.json), and logs"

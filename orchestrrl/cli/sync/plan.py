@@ -2,24 +2,16 @@
 
 import math
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.groups import group
-from orchestrrl.cli.output import (
-    EXIT_INFEASIBLE,
-    JsonFlag,
-    ProblemFile,
-    fail,
-    print_json,
-    print_lines,
-    print_table,
-    reporting_errors,
-)
+from orchestrrl.cli.output import EXIT_INFEASIBLE, Output, cells_table, fail
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from planner.sync_tree.model import SyncPlan, SyncProblem, Wave
 
 ROWS_SHOWN = 30  # waves
@@ -55,63 +47,43 @@ def _example() -> dict[str, Any]:
     }
 
 
-HELP = """Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.
+@problem_command(_example)
+def plan(file: ProblemFile) -> Output:
+    """Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.
 
-Reads one JSON problem: `link_gbps`; `pods` with the circuits that may cross their boundary; `endpoints` with their PoD,
-ToR and NIC; `tor_circuits`, upwards; `shards`, each with its `bytes`, who holds it and who receives it;
-`seeds_per_pod`, how many may receive the same bytes from outside; `chunk_bytes` and `hop_latency_s` of what is
-forwarded while it comes. Phase A crosses PoDs over circuits, phase B fans out inside. The estimate is the model's time
-of the very waves that are printed, beside a bound that no plan beats and the best that every receiver straight from a
-holder could do. Nothing is sent. Exit status 3: a PoD or ToR has no circuits and shards have to pass it.
+    Reads one JSON problem: `link_gbps`; `pods` with the circuits that may cross their boundary; `endpoints` with their
+    PoD, ToR and NIC; `tor_circuits`, upwards; `shards`, each with its `bytes`, who holds it and who receives it;
+    `seeds_per_pod`, how many may receive the same bytes from outside; `chunk_bytes` and `hop_latency_s` of what is
+    forwarded while it comes. Phase A crosses PoDs over circuits, phase B fans out inside. The estimate is the model's
+    time of the very waves that are printed, beside a bound that no plan beats and the best that every receiver straight
+    from a holder could do. Nothing is sent. Exit status 3: a PoD or ToR has no circuits and shards have to pass it.
 
-Where PoDs are joined as they are, by circuits that exist or by Ethernet across sites, `links` say which two, with how
-many circuits in each direction, of which rate: `[{"a", "b", "circuits", "gbps"}]`. There is no way but these then.
+    Where PoDs are joined as they are, by circuits that exist or by Ethernet across sites, `links` say which two, with
+    how many circuits in each direction, of which rate: `[{"a", "b", "circuits", "gbps"}]`. There is no way but these
+    then.
 
-Example:
+    Example:
 
-    orchestrrl sync plan --print-example > sync.json
+        orchestrrl sync plan --print-example > sync.json
 
-    orchestrrl sync plan sync.json
+        orchestrrl sync plan sync.json
 
-    orchestrrl sync plan - --json < sync.json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "sync").command("plan", help=HELP)(plan_sync)
-
-
-def _print_example(wanted: bool) -> None:
-    if wanted:
-        print_json(_example())
-        raise typer.Exit
-
-
-ExampleFlag = Annotated[
-    bool,
-    typer.Option("--print-example", help="Print an example problem and stop.", callback=_print_example, is_eager=True),
-]
-
-
-def plan_sync(file: ProblemFile, as_json: JsonFlag = False, _example: ExampleFlag = False) -> None:
+        orchestrrl sync plan - --json < sync.json
+    """
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
     from orchestrrl.cli.problem import read_problem
     from orchestrrl.cli.sync.plan_problem import CHECKS, SyncPlanProblem, problem_of
     from planner.sync_tree.model import Unreachable
     from planner.sync_tree.plan import make_plan
 
-    with reporting_errors():
-        problem = problem_of(read_problem(file, SyncPlanProblem, CHECKS))
-        started_s = time.perf_counter()
-        try:
-            plan = make_plan(problem)
-        except Unreachable as error:
-            fail(f"infeasible: {error}", EXIT_INFEASIBLE)
-        solve_s = time.perf_counter() - started_s
-    if as_json:
-        print_json(_json(problem, plan, solve_s))
-    else:
-        _show(problem, plan, solve_s)
+    problem = problem_of(read_problem(file, SyncPlanProblem, CHECKS))
+    started_s = time.perf_counter()
+    try:
+        made = make_plan(problem)
+    except Unreachable as error:
+        fail(f"infeasible: {error}", EXIT_INFEASIBLE)
+    solve_s = time.perf_counter() - started_s
+    return Output(_json(problem, made, solve_s), _view(made, solve_s))
 
 
 def _json(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> dict[str, Any]:
@@ -147,23 +119,20 @@ def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
     ]
 
 
-def _show(problem: "SyncProblem", plan: "SyncPlan", solve_s: float) -> None:
-    edges = sum(len(wave.edges.bytes) for wave in plan.waves)
+def _view(plan: "SyncPlan", solve_s: float) -> "Iterator[RenderableType]":
     if not plan.waves:
-        print_lines(["Nothing to send: no shard has a receiver that does not hold it."])
+        yield "Nothing to send: no shard has a receiver that does not hold it."
         return
-    print_lines(
-        [
-            f"[bold]{duration(plan.estimate_s)}[/bold] in {len(plan.waves):,} waves of {edges:,} edges:"
-            f" {plan.estimate_s / plan.lower_bound_s:.2f} times the bound of {duration(plan.lower_bound_s)};"
-            f" {_naive(plan)};"
-            f" solved in {duration(solve_s)}"
-        ]
+    edges = sum(len(wave.edges.bytes) for wave in plan.waves)
+    yield (
+        f"[bold]{duration(plan.estimate_s)}[/bold] in {len(plan.waves):,} waves of {edges:,} edges:"
+        f" {plan.estimate_s / plan.lower_bound_s:.2f} times the bound of {duration(plan.lower_bound_s)};"
+        f" {_naive(plan)}; solved in {duration(solve_s)}"
     )
     shown = plan.waves[:ROWS_SHOWN]
     title = "Waves" if len(shown) == len(plan.waves) else f"The first {ROWS_SHOWN} of {len(plan.waves):,} waves"
     columns = ("wave", "takes", "GB delivered", "PoD to PoD", "circuits", "inside PoDs", "deepest", "shards")
-    print_table(title, columns, [_row(number, wave) for number, wave in enumerate(shown)])
+    yield cells_table(title, columns, (_row(number, wave) for number, wave in enumerate(shown)))
 
 
 def _naive(plan: "SyncPlan") -> str:

@@ -1,22 +1,19 @@
 """`orchestrrl sync publish`: a checkpoint's folder becomes the fleet's weights, without a trainer."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.live import Live
 from rich.markup import escape
-from rich.text import Text
 
+from orchestrrl.cli.command import JsonFlag, command
 from orchestrrl.cli.control import DaemonOption, address_faults
-from orchestrrl.cli.groups import group
 from orchestrrl.cli.lazy import sync_text as words
-from orchestrrl.cli.output import JsonFlag, fail, print_json, print_lines, reporting_errors, stderr, stdout
+from orchestrrl.cli.output import EXIT_LEFT, Output, note, raise_faults
+from orchestrrl.cli.progress import showing
 from orchestrrl.core.addresses import DEFAULT_TARGET
-from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.errors import Permanent
 
 if TYPE_CHECKING:
     from orchestrrl.weights.controller.reports import SyncReport
@@ -26,20 +23,9 @@ if TYPE_CHECKING:
 POLL_EVERY_S = 0.25
 LARGEST = 2**64 - 1
 PATIENCE_S = 15.0  # with a daemon that is away, or has not heard of the peer
-EXIT_LEFT = 130  # as shells have it for Ctrl-C: what it came to is not known
-HELP = """Publish a checkpoint: a folder of safetensors files, one or sharded, as Hugging Face's libraries write them.
-
-For going back to an earlier checkpoint, and for trying; a trainer publishes by itself
-(`orchestrrl.weights.trainer.client`). It runs on the host of a peer, into whose folder the tensors are copied. It ends
-with the sync, or with `--next-pause` when every host has the version; Ctrl-C leaves it running.
-
-Exit status 0 when every engine has the version, or takes it at the next pause; 1 when the fleet has the one before,
-or engines are in quarantine.
-
-Example: `orchestrrl sync publish checkpoints/step-400 --peer train0`
-"""
 
 
+@command
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's.")],
     peer: Annotated[str, typer.Option("--peer", metavar="PEER", help="The peer on this host, by its --id.")],
@@ -55,31 +41,35 @@ def publish(
     ] = False,
     daemon: DaemonOption = DEFAULT_TARGET,
     as_json: JsonFlag = False,
-) -> None:
+) -> Output:
+    """Publish a checkpoint: a folder of safetensors files, one or sharded, as Hugging Face's libraries write them.
+
+    For going back to an earlier checkpoint, and for trying; a trainer publishes by itself
+    (`orchestrrl.weights.trainer.client`). It runs on the host of a peer, into whose folder the tensors are copied. It
+    ends with the sync, or with `--next-pause` when every host has the version; Ctrl-C leaves it running.
+
+    Exit status 0 when every engine has the version, or takes it at the next pause; 1 when the fleet has the one before,
+    or engines are in quarantine.
+
+    Example: `orchestrrl sync publish checkpoints/step-400 --peer train0`
+    """
     # Imported here so that no other command waits for numpy.
     from orchestrrl.rpc.codecs.weights import report_to_pb
     from orchestrrl.rpc.plain_values import plain
     from orchestrrl.weights.trainer.client import WeightsClient
 
-    with reporting_errors():
-        pieces = _pieces(folder, peer, peer_folder, daemon)
-        with WeightsClient(daemon, peer=peer, folder=peer_folder, patience_s=PATIENCE_S) as client:
-            number = client.next_version() if version is None else version
-            size = words.size(sum(piece.bytes for piece in pieces))
-            into = escape(str(client.folder))
-            stderr().print(f"version {number}: staging {len(pieces)} tensors, {size}, in {into}", soft_wrap=True)
-            report = _carried(client, number, pieces, next_pause, as_json)
-    if as_json:
-        print_json(plain(report_to_pb(report)))
-    elif report.over:
-        print_lines([words.outcome(report)])
-    else:
-        now = "[bold]orchestrrl sync install[/bold]"
-        print_lines(
-            [f"{words.named(report)} is on every host: installed when the pause barrier is closed next, or by {now}"]
-        )
-    if report.over and not words.is_well(report):
-        fail(f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}")
+    pieces = _pieces(folder, peer, peer_folder, daemon)
+    with WeightsClient(daemon, peer=peer, folder=peer_folder, patience_s=PATIENCE_S) as client:
+        number = client.next_version() if version is None else version
+        size = words.size(sum(piece.bytes for piece in pieces))
+        note(f"version {number}: staging {len(pieces)} tensors, {size}, in {escape(str(client.folder))}")
+        report = _carried(client, number, pieces, next_pause, as_json)
+    document = plain(report_to_pb(report))
+    if report.over:
+        return Output(document, [words.outcome(report)], words.failure(report))
+    now = "[bold]orchestrrl sync install[/bold]"
+    text = f"{words.named(report)} is on every host: installed when the pause barrier is closed next, or by {now}"
+    return Output(document, [text])
 
 
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
@@ -99,29 +89,28 @@ def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "
         pieces = checkpoint_pieces(folder)
     except Permanent as error:
         faults += [f"FOLDER: {line}" for line in str(error).splitlines()]
-    if faults:
-        raise ProblemFaults(faults)
+    raise_faults(faults)
     return pieces
 
 
 def _carried(
-    client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_pause: bool, quiet: bool
+    client: "WeightsClient", version: int, pieces: "list[TensorPiece]", next_pause: bool, as_json: bool
 ) -> "SyncReport":
     """How it ended, or that it waits for the pause barrier. Raises OrchestrRLError."""
     from orchestrrl.weights.trainer.client import SyncAborted
 
     handle: PublishInProgress = client.start_publish_arrays(version, pieces, install="next_pause" if next_pause else "")
     try:
-        with _progress_listener(quiet) as tell:
+        with showing(words.picture, words.news, aside=as_json) as show:
             while not handle.done():
                 report = handle.report
-                if report is not None:
-                    tell(report)
+                if report is not None and not report.over:
+                    show(report)
                     if _waits_for_barrier(report):
                         return report
                 time.sleep(POLL_EVERY_S)
     except KeyboardInterrupt:
-        stderr().print("\nit goes on by itself; end it with [bold]orchestrrl sync abort[/bold]", soft_wrap=True)
+        note(f"\n{words.GOES_ON}")
         raise typer.Exit(EXIT_LEFT) from None
     try:
         return handle.result()
@@ -133,25 +122,3 @@ def _waits_for_barrier(report: "SyncReport") -> bool:
     from orchestrrl.weights.controller.reports import SyncPhase
 
     return any(took.phase is SyncPhase.NEXT_PAUSE and took.ended_s is None for took in report.phases)
-
-
-@contextmanager
-def _progress_listener(quiet: bool) -> Iterator[Callable[["SyncReport"], None]]:
-    """On a terminal a few lines that are renewed; else a line for what is new."""
-    if stdout().is_terminal and not quiet:
-        with Live(console=stdout(), transient=True, refresh_per_second=4) as live:
-            yield lambda report: live.update(Text.from_markup(words.live_line(report, time.time()), overflow="fold"))
-        return
-    before: list[SyncReport | None] = [None]
-
-    def show(report: "SyncReport") -> None:
-        if not report.over:
-            for line in words.news(before[0], report, time.time()):
-                stderr().print(line, soft_wrap=True)
-        before[0] = report
-
-    yield show
-
-
-def register(app: typer.Typer) -> None:
-    group(app, "sync").command("publish", help=HELP)(publish)

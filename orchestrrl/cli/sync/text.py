@@ -1,11 +1,15 @@
 """Weight syncs in words and tables: how one stands, what became of versions, where the time of one went."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, time_of_day
+from orchestrrl.cli.output import Columns, cells_table, table
 from orchestrrl.weights.controller.advice import Advice, advice
 from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_text, profile
 from orchestrrl.weights.controller.reports import (
@@ -21,30 +25,11 @@ from orchestrrl.weights.controller.reports import (
 
 NONE_YET = "No version was carried out yet: a trainer publishes one, see `orchestrrl sync peer --help`."
 NO_PEERS = "No peer is attached: `orchestrrl sync peer` runs on each host of the trainer and of engines."
+GOES_ON = "it goes on by itself; end it with [bold]orchestrrl sync abort[/bold]"
 BAR_COLUMNS = 24
 LATE_SHOWN = 4
 EDGES_SHOWN = 8
 PATH_SHARE = 0.01  # of the whole, below which a stretch is not told
-
-PEER_COLUMNS = ("peer", "role", "host", "PoD", "ToR", "engines", "versions", "")
-ENGINE_COLUMNS = ("engine", "state", "installed in", "remark")
-HISTORY_COLUMNS = (
-    "version",
-    "published",
-    "became",
-    "took",
-    "transfer",
-    "install",
-    "stood still",
-    "GB",
-    "x estimate",
-    "x bound",
-    "engines",
-)
-PHASE_COLUMNS = ("phase", "seconds", "share", "")
-EDGE_COLUMNS = ("slowest edges", "phase", "GB", "seconds", "planned", "Gb/s")
-LAST_COLUMNS = ("phase", "median", "longest", "of version", "share", "")
-WORDY = {"role", "host", "PoD", "ToR", "engines", "versions", "", "state", "became", "remark"}
 
 COLOURS = {SyncState.DONE: "green", SyncState.ABORTED: "red", SyncState.SUPERSEDED: "yellow"}
 
@@ -137,21 +122,28 @@ def outcome(report: SyncReport) -> str:
     return f"{named(report)}: [{colour}]{report.state}[/{colour}]{code} in {duration(took.whole_s)}{why}"
 
 
-def news(before: SyncReport | None, report: SyncReport, now_s: float) -> Iterator[str]:
+def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
     """What has changed since, a line each: for a pipe."""
     if report.over:
         yield outcome(report)
         return
+    now_s = time.time()
     if before is None or before.state is not report.state or before.attempt != report.attempt:
         yield f"{time_of_day(now_s)} {progress(report, now_s)}"
     known = set() if before is None else set(before.notes)
     yield from (escape(note) for note in report.notes if note not in known)
 
 
-def live_line(report: SyncReport, now_s: float) -> str:
+def picture(report: SyncReport) -> Text:
     """For a terminal, renewed while it runs."""
-    lines = standing(report, now_s)
-    return "\n".join(lines)
+    return Text.from_markup("\n".join(standing(report, time.time())), overflow="fold")
+
+
+def failure(report: SyncReport) -> str | None:
+    """Return why the command that followed it fails; None where the version is the fleet's, on all of it."""
+    if is_well(report):
+        return None
+    return f"version {report.version} is {report.state}: {report.detail or report.code or 'no reason given'}"
 
 
 def is_well(report: SyncReport) -> bool:
@@ -162,88 +154,107 @@ def is_well(report: SyncReport) -> bool:
 # --- rows
 
 
-def peer_rows(peers: Sequence[PeerStatus]) -> Iterator[tuple[object, ...]]:
-    for peer in peers:
-        yield (
-            peer.id,
-            peer.role,
-            peer.host,
-            peer.pod or None,
-            peer.tor or None,
-            ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]) or None,
-            ranges(sorted(peer.versions)) or None,
-            "attached" if peer.attached else "gone",
-        )
+def peers_table(peers: Sequence[PeerStatus]) -> Table:
+    columns: Columns = {
+        "peer": "id",
+        "role": "role",
+        "host": "host",
+        "PoD": "pod",
+        "ToR": "tor",
+        "engines": lambda peer: ", ".join([*peer.engines, *(f"{engine} (other ranks)" for engine in peer.ranks_of)]),
+        "versions": lambda peer: ranges(sorted(peer.versions)),
+        "": lambda peer: "attached" if peer.attached else "gone",
+    }
+    return table("Peers", columns, peers)
 
 
-def engine_rows(engines: Sequence[EngineStatus]) -> Iterator[tuple[object, ...]]:
-    for engine in engines:
-        yield engine.engine, engine.state, duration(engine.install_s or None), engine.detail or None
+def engines_table(engines: Sequence[EngineStatus]) -> Table:
+    columns: Columns = {
+        "engine": "engine",
+        "state": "state",
+        "installed in": lambda engine: duration(engine.install_s or None),
+        "remark": "detail",
+    }
+    return table("Engines", columns, engines)
 
 
-def history_rows(reports: Sequence[SyncReport], now_s: float) -> Iterator[tuple[object, ...]]:
-    for report in reports:
-        took = profile(report, now_s)
-        has = sum(engine.state is EngineSync.SERVES for engine in report.engines)
-        yield (
-            report.version,
-            time_of_day(report.began_s),
-            report.state if report.code in ("", report.state) else f"{report.state}: {report.code}",
-            duration(took.whole_s),
-            duration(took.transfer_s or None),
-            duration(took.seconds(SyncPhase.INSTALL) or None),
-            duration(took.still_s or None),
-            f"{report.bytes / 1e9:,.3g}",
-            times(took.over_estimate),
-            times(took.over_bound),
-            f"{has} of {len(report.engines)}",
-        )
+def history_table(reports: Sequence[SyncReport], now_s: float) -> Table:
+    def of_profile(text: Callable[[SyncProfile], str]) -> Callable[[SyncReport], str]:
+        return lambda report: text(profile(report, now_s))
+
+    columns: Columns = {
+        "version": "version",
+        "published": lambda report: time_of_day(report.began_s),
+        "became": lambda report: (
+            report.state if report.code in ("", report.state) else f"{report.state}: {report.code}"
+        ),
+        "took": of_profile(lambda took: duration(took.whole_s)),
+        "transfer": of_profile(lambda took: duration(took.transfer_s or None)),
+        "install": of_profile(lambda took: duration(took.seconds(SyncPhase.INSTALL) or None)),
+        "stood still": of_profile(lambda took: duration(took.still_s or None)),
+        "GB": lambda report: f"{report.bytes / 1e9:,.3g}",
+        "x estimate": of_profile(lambda took: times(took.over_estimate)),
+        "x bound": of_profile(lambda took: times(took.over_bound)),
+        "engines": lambda report: (
+            f"{sum(engine.state is EngineSync.SERVES for engine in report.engines)} of {len(report.engines)}"
+        ),
+    }
+    return table("Versions", columns, reports)
 
 
-def phase_rows(profile: SyncProfile) -> Iterator[tuple[object, ...]]:
-    for row in profile.rows:
-        share = percent(row.share) if row.phase not in BESIDE else "beside"
-        yield phase_text(row.phase), duration(row.seconds), share, _bar(row.share)
+def phases_table(title: str, profile: SyncProfile) -> Table:
+    rows: list[tuple[SyncPhase | None, float, float]] = [(row.phase, row.seconds, row.share) for row in profile.rows]
     if profile.unnamed_s >= PATH_SHARE * profile.whole_s > 0:
-        share_unnamed = profile.unnamed_s / profile.whole_s
-        yield phase_text(None), duration(profile.unnamed_s), percent(share_unnamed), _bar(share_unnamed)
+        rows.append((None, profile.unnamed_s, profile.unnamed_s / profile.whole_s))
+    cells = (
+        (phase_text(phase), duration(seconds), _share(phase, share), _bar(share)) for phase, seconds, share in rows
+    )
+    return cells_table(title, ("phase", "seconds", "share", ""), cells)
 
 
-def edge_rows(edges: Sequence[EdgeTime]) -> Iterator[tuple[object, ...]]:
-    for edge in edges:
-        yield (
-            f"{edge.src} -> {edge.dst}",
-            edge.phase,
-            f"{edge.bytes / 1e9:,.3g}",
-            duration(edge.seconds),
-            duration(edge.planned_s),
-            f"{edge.gbps:.3g}",
-        )
+def edges_table(edges: Sequence[EdgeTime]) -> Table:
+    columns: Columns = {
+        "slowest edges": lambda edge: f"{edge.src} -> {edge.dst}",
+        "phase": "phase",
+        "GB": lambda edge: f"{edge.bytes / 1e9:,.3g}",
+        "seconds": lambda edge: duration(edge.seconds),
+        "planned": lambda edge: duration(edge.planned_s),
+        "Gb/s": lambda edge: f"{edge.gbps:.3g}",
+    }
+    return table("", columns, edges[:EDGES_SHOWN])
 
 
-def last_rows(profiles: Sequence[SyncProfile]) -> Iterator[tuple[object, ...]]:
+def medians_table(profiles: Sequence[SyncProfile]) -> Table:
     """Of several versions, a phase a row: its median, its longest with the version, its share of all their time."""
     whole_s = sum(each.whole_s for each in profiles)
-    for phase in SyncPhase:
-        took = [(row.seconds, each.report.version, row) for each in profiles for row in each.rows if row.phase is phase]
-        if not took:
-            continue
-        longest_s, version, _ = max(took, key=lambda each: each[0])
-        share = sum(row.waited_s for _, _, row in took) / whole_s if whole_s > 0 and phase not in BESIDE else None
-        yield (
+    took: dict[SyncPhase | None, list[tuple[float, int, float]]] = {phase: [] for phase in (*SyncPhase, None)}
+    for each in profiles:
+        for row in each.rows:
+            took[row.phase].append((row.seconds, each.report.version, row.waited_s))
+        took[None].append((each.unnamed_s, each.report.version, each.unnamed_s))
+    shares = {p: sum(waited_s for *_, waited_s in rows) / whole_s if whole_s > 0 else 0.0 for p, rows in took.items()}
+    cells = (
+        (
             phase_text(phase),
-            duration(median(seconds for seconds, _, _ in took)),
-            duration(longest_s),
-            version,
-            percent(share) if share is not None else "beside",
-            _bar(share or 0.0),
+            duration(median(seconds for seconds, *_ in rows)),
+            *_longest(rows),
+            _share(phase, shares[phase]),
+            _bar(0.0 if phase in BESIDE else shares[phase]),
         )
-    unnamed = [(each.unnamed_s, each.report.version) for each in profiles]
-    share = sum(unnamed_s for unnamed_s, _ in unnamed) / whole_s if whole_s > 0 else 0.0
-    if share >= PATH_SHARE:
-        longest_s, version = max(unnamed)
-        middle_s = median(unnamed_s for unnamed_s, _ in unnamed)
-        yield phase_text(None), duration(middle_s), duration(longest_s), version, percent(share), _bar(share)
+        for phase, rows in took.items()
+        if rows and (phase is not None or shares[None] >= PATH_SHARE)
+    )
+    title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
+    return cells_table(title, ("phase", "median", "longest", "of version", "share", ""), cells)
+
+
+def _longest(rows: list[tuple[float, int, float]]) -> tuple[str, int]:
+    seconds, version, _ = max(rows, key=lambda row: row[0])
+    return duration(seconds), version
+
+
+def _share(phase: SyncPhase | None, share: float) -> str:
+    return "beside" if phase in BESIDE else percent(share)
 
 
 # --- where the time went

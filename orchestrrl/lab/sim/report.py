@@ -26,8 +26,6 @@ COLUMNS = (
     "preempted",
     "off",
 )
-# Those that a table leaves out where no arm has anything to say.
-OPTIONAL_COLUMNS = ("gain", "paper", "moves", "redeployments", "recomputed", "preempted", "off")
 # Of the seeds' figures those that are reported by their names, as medians.
 MEDIANS = (
     *("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions"),

@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from orchestrrl.cli.gateway import GatewayFlags
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.cli.main import application
 from orchestrrl.core.errors import ProblemFaults
@@ -32,7 +33,7 @@ def test_a_gateways_engines_have_one_url_each() -> None:
         "e=http://[::1]:8001",
     ]
     with pytest.raises(ProblemFaults) as caught:
-        read_options(engines=engines, **USUAL)  # type: ignore[arg-type]
+        read_options(GatewayFlags(engines=engines, **USUAL))  # type: ignore[arg-type]
     assert [fault for fault in caught.value.faults if fault.startswith("--engine:")] == [
         "--engine: must have another URL than 'a', got 'b=http://127.0.0.1:8001/'",
         "--engine: must have another URL than 'c', got 'd=http://GPU7:80'",

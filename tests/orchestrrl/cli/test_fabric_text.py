@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.cli import output
-from orchestrrl.cli.fabric.text import NO_PERIODS, show_counts, show_hosts, show_periods
+from orchestrrl.cli.fabric.text import NO_PERIODS, counts_view, hosts_view, periods_view
 
 COMMIT = {
     "window_opened_unix_s": 1000.0,
@@ -38,7 +38,7 @@ def test_each_period_has_one_line_of_a_terminal(capsys: pytest.CaptureFixture[st
         period("gradients", state="kept", code="window_too_short", stages_done=1, moves=12),
         period("weights", code="was_so", moves=0, commits=[]),
     ]
-    show_periods(shown)
+    output.print_view(periods_view(shown))
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines if "█" in line or "was_so" in line]
     assert [row[1] for row in rows] == [each["period"] for each in shown]
@@ -48,8 +48,7 @@ def test_each_period_has_one_line_of_a_terminal(capsys: pytest.CaptureFixture[st
 
 
 def test_nothing_announced_says_who_announces(capsys: pytest.CaptureFixture[str]) -> None:
-    show_periods([])
-    show_counts([])
+    output.print_view([*periods_view([]), *counts_view([])])
     assert capsys.readouterr().out == f"{NO_PERIODS}\n"
 
 
@@ -65,5 +64,5 @@ def test_nothing_announced_says_who_announces(capsys: pytest.CaptureFixture[str]
 def test_a_host_without_a_window_has_a_reason(
     seen: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show_hosts([seen])
+    output.print_view(hosts_view([seen]))
     assert why in " ".join(capsys.readouterr().out.split())

@@ -80,15 +80,10 @@ def printed(*parts: Any) -> str:
 def test_whatever_a_report_says_it_is_shown(report: dict[str, Any], before: dict[str, Any] | None) -> None:
     now_s = 1e9 + 5.0
     printed(words.begun(report), *words.outcome(report), words.progress(report), *words.redeployment_summary(report))
-    printed(words.picture(report, now_s), words.time_line(report, now_s), *words.news(before, report))
+    printed(words.picture(report), words.time_line(report, now_s), *words.news(before, report))
     lines = list(words.news(before, report))
     assert all("\n" not in line for line in lines[1:])
-    for rows, columns in (
-        (words.engine_rows(report), words.ENGINE_COLUMNS),
-        (words.plan_rows(report), words.PLAN_COLUMNS),
-        (words.taken_rows(report), words.TAKEN_COLUMNS),
-    ):
-        assert all(len(row) == len(columns) for row in rows)
+    printed(words.engines_table(report), words.plan_table(report), words.taken_table(report))
 
 
 @given(REPORTS)
@@ -111,7 +106,7 @@ def test_engines_are_named_shortly_and_never_more_than_a_few() -> None:
         step = {"number": 1, "stage": 1, "kind": "stop", "direction": "forward", "state": "done", "within_s": 1.0}
         told = {**step, "detail": "", "began_unix_s": None, "elapsed_s": None}
         report = {"state": "running", "steps": [{**told, "engine_id": id} for id in ids]}
-        return str(next(iter(words.plan_rows(report)))[2])
+        return str(next(iter(words.plan_table(report).columns[2].cells)))
 
     assert named("e0", "e1") == "e0, e1"
     assert named(*(f"e{n}" for n in (0, 1, 2, 7))) == "e0-2, 7"
@@ -123,8 +118,9 @@ def test_engines_are_named_shortly_and_never_more_than_a_few() -> None:
 
 def test_a_large_fleet_takes_no_more_rows_than_a_small_one() -> None:
     engines = [{"engine_id": f"e{n}", "configuration": f"tp{n % 2 + 1}", "gpus": [n]} for n in range(1000)]
-    rows = list(words.engine_rows({"old_engines": engines, "new_engines": engines[500:]}))
-    assert [(row[1], row[2]) for row in rows] == [
+    table = words.engines_table({"old_engines": engines, "new_engines": engines[500:]})
+    fates, configurations = (map(str, table.columns[column].cells) for column in (1, 2))
+    assert list(zip(fates, configurations, strict=True)) == [
         ("leaves", "tp1"),
         ("leaves", "tp2"),
         ("stays", "tp1"),

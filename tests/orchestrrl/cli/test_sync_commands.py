@@ -291,7 +291,7 @@ def test_one_that_is_over_is_told_as_it_ended(daemon: Daemon) -> None:
 
 
 def test_who_watches_stays_while_the_daemon_is_away(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrrl.cli.sync.live.POLL_EVERY_S", 0.01)
+    monkeypatch.setattr("orchestrrl.cli.progress.POLL_EVERY_S", 0.01)
     fleet(daemon, carrying(8))
     broke = threading.Event()
     follow = daemon.syncs.follow

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from orchestrrl.cli.gateway import GatewayFlags
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.http.server import GatewayServer
@@ -105,7 +106,7 @@ def options(**flags: Any) -> GatewayOptions:
         "engine_kind": "vllm", "gateway_id": "", "engine_wait_s": 1.0, "stall_s": 1.0, "report_interval_s": 1.0,
         "drain_s": 1.0, "coalesce_tokens": 1, "processes": 1, "log_level": "info",
     }  # fmt: skip
-    return read_options(**{**usual, **flags})
+    return read_options(GatewayFlags(**{**usual, **flags}))
 
 
 @pytest.mark.parametrize("flag", ["listen", "operator"])

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry
 
+from orchestrrl.cli.gateway import GatewayFlags
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
@@ -153,7 +154,7 @@ FLAGS = {
 
 
 def test_flags_become_a_routing() -> None:
-    options = read_options(
+    flags = GatewayFlags(
         **FLAGS,  # type: ignore[arg-type]
         engines=["a=http://x", "b=http://y"],
         policy="least_tokens",
@@ -162,21 +163,23 @@ def test_flags_become_a_routing() -> None:
         affinity_slack=3,
         queue_depth=5,
     )
+    options = read_options(flags)
     assert options.routing == RoutingPolicy("least_tokens", {"math": "h20", "agent": "h800"}, AffinitySlack(3))
     assert (options.queue_depth, options.pools) == (5, {"a": "h20"})
 
 
 def test_bad_flags_are_named_all_at_once() -> None:
+    given = GatewayFlags(
+        **FLAGS,  # type: ignore[arg-type]
+        engines=["a=http://x"],
+        policy="best",
+        affinity=["math", "m=p", "m=q"],
+        pools=["b=h20", "=x"],
+        affinity_slack=-1,
+        queue_depth=-2,
+    )
     with pytest.raises(ProblemFaults) as caught:
-        read_options(
-            **FLAGS,  # type: ignore[arg-type]
-            engines=["a=http://x"],
-            policy="best",
-            affinity=["math", "m=p", "m=q"],
-            pools=["b=h20", "=x"],
-            affinity_slack=-1,
-            queue_depth=-2,
-        )
+        read_options(given)
     flags = [fault.split(":")[0] for fault in caught.value.faults]
     assert sorted(flags) == sorted(
         ["--policy", "--affinity", "--affinity", "--pool", "--pool", "--affinity-slack", "--queue-depth"]

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.demo.demo import _print_tables
+from orchestrrl.cli.demo.demo import _tables
 from orchestrrl.cli.main import application
+from orchestrrl.cli.output import print_view
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.report import as_json, write
@@ -182,9 +183,9 @@ async def test_predicted_and_actual_are_of_the_same_moves(capsys: pytest.Capture
     demo.moves_by_method = marks
     (reported,) = as_json(demo)["moves_by_method"]
     assert reported["predicted_over_actual"] == pytest.approx(0.5)
-    _print_tables(demo)
+    print_view(_tables(demo))
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["recompute"]]
-    assert row == ["recompute", "3", "200", "10.000", "20.000", "0.50", "-"]
+    assert row == ["recompute", "3", "200", "10.000", "20.000", "0.50"]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.demo.weight_sync import print_sync_demo
+from orchestrrl.cli.demo.weight_sync import sync_demo_view
 from orchestrrl.cli.main import application
+from orchestrrl.cli.output import print_view
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.report import write_sync
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, load_scenario, samples
@@ -85,7 +86,7 @@ def test_it_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (told["version"], told["code"], told["serve_it"]) == (AFTER, "done", 4)
     assert told["tokens_by_version"] == {"1": 900, "2": 100}
     assert told["phases_s"] == {"phase_b": 1.0, "install": 1.0}
-    print_sync_demo(outcome())
+    print_view(sync_demo_view(outcome()))
     shown = " ".join(capsys.readouterr().out.split())
     assert "version 2 (33 MB): 4 of 4 engines have it; requests stood still for 1 s of 2 s" in shown
     assert "answers: 256 of 256, 21 with tokens of both versions" in shown

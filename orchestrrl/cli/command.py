@@ -1,0 +1,119 @@
+"""How a function becomes a command: `--json` for every result, `--daemon` for every call of a daemon."""
+
+import functools
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+
+import typer
+
+from orchestrrl.cli.control import DaemonOption, call_daemon, follow
+from orchestrrl.cli.output import Output, print_json, print_line
+from orchestrrl.core.addresses import DEFAULT_TARGET
+
+if TYPE_CHECKING:
+    from orchestrrl.rpc.control_client import ControlClient
+
+P = ParamSpec("P")
+Flags = TypeVar("Flags")
+Result = TypeVar("Result")
+Command = Callable[..., None]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
+Reason = Annotated[str, typer.Option("--reason", help="Who and why, for the journal.")]
+TimeToLive = Annotated[float, typer.Option("--ttl-s", help="Seconds until it ends by itself; 0: until released.")]
+
+
+def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Callable[..., Result]]:
+    """Give a function of one value the fields of its class, a dataclass, as parameters."""
+
+    def decorate(function: Callable[[Flags], Result]) -> Callable[..., Result]:
+        @functools.wraps(function)
+        def wrapped(**values: Any) -> Result:
+            return function(flags(**values))
+
+        _set_signature(wrapped, inspect.signature(flags).parameters)
+        return wrapped
+
+    return decorate
+
+
+def command(function: Callable[P, Output]) -> Command:
+    """Add --json to a function that returns a result."""
+    return _command(function, lambda call, as_json: call().emit(as_json))
+
+
+def problem_command(example: Callable[[], Any]) -> Callable[[Callable[P, Output]], Command]:
+    """Add --json and --print-example to a function that solves the problem in a file."""
+
+    def print_example(wanted: bool) -> None:
+        if wanted:
+            print_json(example())
+            raise typer.Exit
+
+    text = "Print an example problem and stop."
+    option = typer.Option("--print-example", help=text, callback=print_example, is_eager=True)
+
+    def decorate(function: Callable[P, Output]) -> Command:
+        def run(call: Callable[[], Output], as_json: bool, print_example: bool) -> None:
+            call().emit(as_json)
+
+        return _command(function, run, print_example=(Annotated[bool, option], False))
+
+    return decorate
+
+
+def daemon_command(function: Callable[Concatenate["ControlClient", P], Coroutine[Any, Any, Output]]) -> Command:
+    """Make a conversation with the daemon a command, with --daemon and --json."""
+
+    def run(call: Callable[["ControlClient"], Coroutine[Any, Any, Output]], as_json: bool, daemon: str) -> None:
+        call_daemon(daemon, call).emit(as_json)
+
+    return _command(function, run, daemon=(DaemonOption, DEFAULT_TARGET))
+
+
+Stream = Callable[Concatenate["ControlClient", P], AsyncIterator[dict[str, Any]]]
+
+
+def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
+    """Make a stream of the daemon a command that prints a line for each object, until the operator ends it."""
+
+    def decorate(function: Stream[P]) -> Command:
+        def run(call: Callable[["ControlClient"], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
+            async def print_each(client: "ControlClient") -> None:
+                async for each in call(client):
+                    print_line(json.dumps(each) if as_json else line(each))
+
+            follow(daemon, print_each)
+
+        return _command(function, run, daemon=(DaemonOption, DEFAULT_TARGET))
+
+    return decorate
+
+
+def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, object]) -> Command:
+    """Return a function whose parameters, read by typer, are those of `function` but for the daemon's client, those
+    `added` as annotation and default, and `as_json`. It calls `run` with `function` bound to its own values."""
+    own = dict(inspect.signature(function).parameters)
+    own.pop("client", None)
+    wants_json = "as_json" in own
+    parameters = {name: parameter for name, parameter in own.items() if name != "as_json"}
+    for name, (annotation, default) in {**added, "as_json": (JsonFlag, False)}.items():
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters[name] = inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+    @functools.wraps(function)
+    def wrapped(**values: Any) -> None:
+        of_run = {name: values.pop(name) for name in added}
+        as_json = values["as_json"] if wants_json else values.pop("as_json")
+        run(functools.partial(function, **values), as_json, **of_run)
+
+    _set_signature(wrapped, parameters)
+    return wrapped
+
+
+def _set_signature(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    vars(function)["__signature__"] = inspect.Signature(list(parameters.values()))
+    function.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -26,15 +26,13 @@ def agent(
     urls: Annotated[
         list[str] | None, typer.Option("--url", help="Where the engine listens; repeat for several.")
     ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="The engines' product: vllm or simulated.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The engines' product: vllm or simulated.")] = "vllm",
     ids: Annotated[
         list[str] | None,
         typer.Option("--id", help="The engine's name, one for each --url in order. Default: the URL's HOST:PORT."),
     ] = None,
     daemon: DaemonOption = DEFAULT_TARGET,
-    node_id: Annotated[
-        str, typer.Option("--node-id", help="The agent's own name. Default: agent-, then its engines' names.")
-    ] = "",
+    node_id: Annotated[str, typer.Option(help="The agent's own name. Default: agent-, then its engines' names.")] = "",
     interval_s: Annotated[float, typer.Option(help="Seconds between scrapes of an engine.")] = 0.25,
     slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
     gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,

@@ -4,16 +4,14 @@ import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
 from orchestrrl.cli.control import DaemonOption, call_daemon, follow
+from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.output import Output, print_json, print_line
 from orchestrrl.core.addresses import DEFAULT_TARGET
-
-if TYPE_CHECKING:
-    from orchestrrl.rpc.control_client import ControlClient
 
 P = ParamSpec("P")
 Flags = TypeVar("Flags")
@@ -65,24 +63,24 @@ def problem_command(example: Callable[[], Any]) -> Callable[[Callable[P, Output]
     return decorate
 
 
-def daemon_command(function: Callable[Concatenate["ControlClient", P], Coroutine[Any, Any, Output]]) -> Command:
+def daemon_command(function: Callable[Concatenate[ControlClient, P], Coroutine[Any, Any, Output]]) -> Command:
     """Make a conversation with the daemon a command, with --daemon and --json."""
 
-    def run(call: Callable[["ControlClient"], Coroutine[Any, Any, Output]], as_json: bool, daemon: str) -> None:
+    def run(call: Callable[[ControlClient], Coroutine[Any, Any, Output]], as_json: bool, daemon: str) -> None:
         call_daemon(daemon, call).emit(as_json)
 
     return _command(function, run, daemon=(DaemonOption, DEFAULT_TARGET))
 
 
-Stream = Callable[Concatenate["ControlClient", P], AsyncIterator[dict[str, Any]]]
+Stream = Callable[Concatenate[ControlClient, P], AsyncIterator[dict[str, Any]]]
 
 
 def stream_command(line: Callable[[dict[str, Any]], str]) -> Callable[[Stream[P]], Command]:
     """Make a stream of the daemon a command that prints a line for each object, until the operator ends it."""
 
     def decorate(function: Stream[P]) -> Command:
-        def run(call: Callable[["ControlClient"], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
-            async def print_each(client: "ControlClient") -> None:
+        def run(call: Callable[[ControlClient], AsyncIterator[dict[str, Any]]], as_json: bool, daemon: str) -> None:
+            async def print_each(client: ControlClient) -> None:
                 async for each in call(client):
                     print_line(json.dumps(each) if as_json else line(each))
 

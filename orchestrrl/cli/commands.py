@@ -70,13 +70,11 @@ COMMANDS = {
     "engines set-version": (
         "Tell which weights engines have that got them without the pause barrier, e.g. after a restart."
     ),
-    "plan show": "Show the plan in force, or the one named, and whether an operator has bound the planner.",
     "plan explain": (
         "Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the reason of "
         "plan admission, predicted against actual."
     ),
     "plan list": "List the newest plans, the latest first.",
-    "plan watch": "Print each plan as it is made, the latest first, until Ctrl-C; with --json, one object a line.",
     "plan override": "Replace the planner's choice by a configuration of yours, until released or expired.",
     "plan pin": "Keep the deployment as it is, until released or expired.",
     "plan release": "Give the planner its freedom back.",
@@ -192,7 +190,7 @@ _MODULES = {
     "fleet.balance": ["balance"],
     "fleet.engine": ["engine simulated"],
     "fleet.engines": ["engines list", "engines add", "engines drain", "engines remove"],
-    "plan.live": [f"plan {verb}" for verb in ("show", "explain", "list", "watch", "override", "pin", "release")],
+    "plan.live": [f"plan {verb}" for verb in ("explain", "list", "override", "pin", "release")],
     "profile.score": ["profile fit"],
     "profile.measure": ["profile import", "profile show"],
     "fabric.live": [

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import parse_address
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-    from orchestrrl.rpc.control_client import ControlClient
 
 _Result = TypeVar("_Result")
 _Request = TypeVar("_Request")
@@ -39,28 +39,28 @@ def address_faults(address: str) -> list[str]:
     return []
 
 
-def call_daemon(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
+def call_daemon(address: str, conversation: Callable[[ControlClient], Awaitable[_Result]]) -> _Result:
     """Return the result of a conversation with the daemon. Raises OrchestrRLError."""
     import asyncio
 
     return asyncio.run(_converse(address, conversation))
 
 
-def follow(address: str, conversation: Callable[["ControlClient"], Awaitable[None]]) -> None:
+def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
     """Hold a conversation until the daemon or the operator ends it. Raises OrchestrRLError."""
     until_stopped(_converse(address, conversation))
 
 
-async def _converse(address: str, conversation: Callable[["ControlClient"], Awaitable[_Result]]) -> _Result:
-    from orchestrrl.rpc.control_client import ControlClient
+async def _converse(address: str, conversation: Callable[[ControlClient], Awaitable[_Result]]) -> _Result:
+    from orchestrrl.rpc import control_client
 
     raise_faults(address_faults(address))
-    async with ControlClient(address) as client:
+    async with control_client.ControlClient(address) as client:
         return await conversation(client)
 
 
 async def answer(
-    client: "ControlClient",
+    client: ControlClient,
     method: "grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]",
     request: _Request,
     timeout_s: float | None = None,

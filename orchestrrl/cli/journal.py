@@ -2,18 +2,15 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import stream_command
 from orchestrrl.cli.formats import time_of_day
-from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.core.journal.kinds import EntryKind
 from orchestrrl.rpc.plain_values import plain
-
-if TYPE_CHECKING:
-    from orchestrrl.rpc.control_client import ControlClient
 
 BODY_CHARACTERS = 200
 
@@ -37,7 +34,7 @@ def shorten(text: str) -> str:
 
 @stream_command(entry_text)
 async def journal(
-    client: "ControlClient",
+    client: ControlClient,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with each new entry until Ctrl-C.")] = False,
     tail: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the newest entries first.")] = 20,
     kinds: Annotated[

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from orchestrrl.cli.fleet import redeploy_text
     from orchestrrl.cli.sync import text as sync_text
+    from orchestrrl.rpc.control_client import ControlClient
     from orchestrrl.rpc.pb import agent_pb2, control_pb2, fabric_pb2, ocs_pb2, weights_pb2
 else:
+    ControlClient = Any  # for annotations
 
     class _Module:
         def __init__(self, name: str) -> None:
@@ -21,4 +23,13 @@ else:
     redeploy_text = _Module("orchestrrl.cli.fleet.redeploy_text")
     sync_text = _Module("orchestrrl.cli.sync.text")
 
-__all__ = ["agent_pb2", "control_pb2", "fabric_pb2", "ocs_pb2", "redeploy_text", "sync_text", "weights_pb2"]
+__all__ = [
+    "ControlClient",
+    "agent_pb2",
+    "control_pb2",
+    "fabric_pb2",
+    "ocs_pb2",
+    "redeploy_text",
+    "sync_text",
+    "weights_pb2",
+]

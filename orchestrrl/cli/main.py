@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import io
 import sys
 from collections.abc import Callable
@@ -73,11 +74,12 @@ class _Root(TableGroup):
 
 @functools.cache
 def load(path: str) -> Any:
-    """Return the command at `path`, such as `plan solve`. Its function has the name of the path or of its last word."""
+    """Return the command at `path`, such as `plan solve`. Its function has the name of the path, of its last word,
+    or that word with an underscore."""
     module = importlib.import_module(f"orchestrrl.cli.{MODULE_OF[path]}")
     name = path.rpartition(" ")[2]
     words = (path.replace(" ", "_"), name, f"{name}_")
-    function = next(filter(None, (vars(module).get(each.replace("-", "_")) for each in words)))
+    function = next(filter(inspect.isfunction, (vars(module).get(each.replace("-", "_")) for each in words)))
 
     @functools.wraps(function)
     def run(**values: Any) -> None:

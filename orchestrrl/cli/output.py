@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    View = Iterator[RenderableType]
+else:
+    View = Iterator  # for annotations
+
 EXIT_FAILURE = 1  # the command was understood and did not succeed
 EXIT_MALFORMED = 2  # malformed input or usage; nothing was done
 EXIT_INFEASIBLE = 3  # a well-formed problem without a feasible answer

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, cells_table, choice_faults, raise_faults, table
+from orchestrrl.cli.output import Columns, Output, View, cells_table, choice_faults, raise_faults, table
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.cli.sim.generation import seeds_of
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from orchestrrl.lab.demo.run import DemoOutcome, Report
     from orchestrrl.lab.demo.scenario import DemoScenario
 
@@ -116,7 +114,7 @@ def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Out
     return outcomes[0]
 
 
-def _tables(demo: "DemoOutcome") -> "Iterator[RenderableType]":
+def _tables(demo: "DemoOutcome") -> View:
     unit = "engine seconds" if demo.scenario.speed != 1 else "seconds"
     requests = len(demo.seeds[0].samples)
     yield table(f"One generation step of {requests} requests: makespan in {unit}", SEED_COLUMNS, demo.seeds)

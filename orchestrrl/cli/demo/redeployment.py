@@ -3,11 +3,9 @@ worth."""
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
-
 from orchestrrl.cli.fleet.redeploy_text import change_text, time_line
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, cells_table, table
+from orchestrrl.cli.output import Columns, View, cells_table, table
 from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
 from orchestrrl.lab.demo.redeploy_report import PAPER, at_s
 from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo
@@ -16,7 +14,7 @@ from orchestrrl.lab.demo.redeploy_stack import modelled_switch_s
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 
 
-def redeploy_demo_view(demo: RedeployDemo) -> Iterator[RenderableType]:
+def redeploy_demo_view(demo: RedeployDemo) -> View:
     speed = demo.scenario.speed
     for outcome in demo.seeds:
         for redeployed in outcome.free.redeployments:

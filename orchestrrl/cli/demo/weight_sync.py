@@ -8,16 +8,15 @@ from rich.markup import escape
 
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.lazy import sync_text as words
+from orchestrrl.cli.output import View
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from orchestrrl.lab.demo.sync_run import SyncOutcome
 
 FAULTS_SHOWN = 5
 
 
-def sync_demo_view(synced: "SyncOutcome") -> "Iterator[RenderableType]":
+def sync_demo_view(synced: "SyncOutcome") -> View:
     yield words.phases_table("New weights while requests run", synced.profile)
     yield from _summary(synced)
     yield from words.advice_lines([synced.profile])

@@ -1,18 +1,15 @@
 """`orchestrrl fabric allocate`: how many circuits each pair of endpoints gets, for a demand in a file."""
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Output, cells_table
+from orchestrrl.cli.output import Output, View, cells_table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from planner.fabric.allocate import Allocation, AllocationProblem
     from planner.fabric.model import Pair
 
@@ -82,7 +79,7 @@ def _json(allocation: "Allocation", solve_s: float) -> dict[str, Any]:
     }
 
 
-def _view(problem: "AllocationProblem", allocation: "Allocation", solve_s: float) -> "Iterator[RenderableType]":
+def _view(problem: "AllocationProblem", allocation: "Allocation", solve_s: float) -> View:
     rows = [_row(problem, pair, count) for pair, count in allocation.circuits.items()]
     rows.sort(key=lambda row: (-row[0], row[1]))
     unserved = allocation.unserved

@@ -1,19 +1,15 @@
 """`orchestrrl fabric box`: a site as network namespaces of this machine, and what its circuits do to real traffic."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, cells_table, number_faults, raise_faults, stderr, table
+from orchestrrl.cli.output import Columns, Output, View, cells_table, number_faults, raise_faults, stderr, table
 from orchestrrl.core.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 OUT = Path("out/fabric-box")
 
@@ -21,17 +17,17 @@ OUT = Path("out/fabric-box")
 @command
 def box(
     site: Annotated[
-        Path | None, typer.Option("--site", help="The site.  [default: 2 PoDs, 4 ToRs, 12 hosts]", metavar="FILE")
+        Path | None, typer.Option(help="The site.  [default: 2 PoDs, 4 ToRs, 12 hosts]", metavar="FILE")
     ] = None,
     shows: Annotated[
         list[str] | None, typer.Option("--show", help="Repeat for several.  [default: all]", metavar="SHOW")
     ] = None,
     protocols: Annotated[
-        str, typer.Option("--protocols", help="Of the switches, in turn, separated by commas.  [default: three]")
+        str, typer.Option(help="Of the switches, in turn, separated by commas.  [default: three]")
     ] = "",
-    circuit_mbps: Annotated[float, typer.Option("--circuit-mbps", help="What a circuit carries in the box.")] = 20.0,
-    seconds: Annotated[float, typer.Option("--seconds", help="That each rate is measured for.")] = 2.0,
-    iterations: Annotated[int, typer.Option("--iterations", help="Of training, on its own circuits.")] = 3,
+    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="That each rate is measured for.")] = 2.0,
+    iterations: Annotated[int, typer.Option(help="Of training, on its own circuits.")] = 3,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")] = OUT,
 ) -> Output:
     """Build a site in a box, and show on real TCP what its circuits do.
@@ -98,7 +94,7 @@ def _keep(results: dict[str, Any], out: Path) -> None:
         draw_cycle(results["cycle"], out / "cycle.png")
 
 
-def _view(results: dict[str, Any], out: Path) -> "Iterator[RenderableType]":
+def _view(results: dict[str, Any], out: Path) -> View:
     switches = "; ".join(f"{id} speaks {protocol}" for id, protocol in results["switches"].items())
     yield f"{results['hosts']} hosts, {results['tors']} ToRs; {switches}"
     for show, made in SHOWN.items():
@@ -111,20 +107,20 @@ def _mbps(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}"
 
 
-def _circuits(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _circuits(found: dict[str, Any]) -> View:
     one, other = found["tors"]
     title = f"{one} to {other}, by circuits of {found['line_mbps']:g} Mbit/s"
     yield table(title, CIRCUIT_COLUMNS, found["rows"])
 
 
-def _transition(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _transition(found: dict[str, Any]) -> View:
     one, other = found["tors"]
     mirrors = duration(found["device_delay_s"])
     title = f"One transfer from {one} to {other} while circuits change (mirrors: {mirrors})"
     yield table(title, TRANSITION_COLUMNS, found["rows"])
 
 
-def _failed_port(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _failed_port(found: dict[str, Any]) -> View:
     one, other = found["tors"]
     up, left = found["circuits"]
     before, around, masked = map(_mbps, found["mbps"])
@@ -139,12 +135,12 @@ def _failed_port(found: dict[str, Any]) -> "Iterator[RenderableType]":
     )
 
 
-def _wrong_cable(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _wrong_cable(found: dict[str, Any]) -> View:
     yield f"mixed up: {' and '.join(found['swapped'])}; orchestrrl ocs verify says:"
     yield table("", {"where": "where", "what is wrong": "what"}, found["faults"])
 
 
-def _cycle(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _cycle(found: dict[str, Any]) -> View:
     title = "A cycle: Mbit/s between ToRs, on the circuits that the stage before has left, and on its own"
     yield table(title, CYCLE_COLUMNS, found["stages"])
 

@@ -1,6 +1,6 @@
 """Switches, their fibres and what is cross-connected, as problems about the fabric write them; checked in any shape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -9,7 +9,7 @@ from orchestrrl.cli.problem import Check, ProblemPart, unique, values_at
 from orchestrrl.core.errors import path_of, shorten
 
 if TYPE_CHECKING:
-    from planner.fabric.model import Cabling
+    from planner.fabric.model import Cabling, PortPair
 
 Port = Annotated[int, Field(ge=0, lt=2**31)]
 Fibres = dict[str, dict[int, str]]  # of each switch, the endpoint at each port
@@ -55,36 +55,48 @@ def _ports(switch: Any) -> Iterator[tuple[tuple[int | str, ...], str, int]]:
 
 
 def _one_fibre_a_port(document: Any) -> Iterator[str]:
+    first: dict[tuple[str, int], str] = {}
     for location, switch in values_at(document, "switches[]"):
-        first: dict[int, str] = {}
         for inner, _, port in _ports(switch):
             path = path_of((*location, *inner))
-            if first.setdefault(port, path) != path:
-                yield f"{path}: is used already by {first[port]}, got {port}"
+            at = shorten(switch.get("id")), port
+            if first.setdefault(at, path) != path:
+                yield f"{path}: is fibred already by {first[at]}, got {port}"
 
 
 CABLING_CHECKS: tuple[Check, ...] = (unique("switches[].id"), _one_fibre_a_port)
 
 
-def cross_connects(name: str) -> Check:
-    """A check that the cross-connects at `name` join ports that have a fibre, each used once."""
+def cross_connects(*names: str, ends_differ: bool = False) -> Check:
+    """Return a check that the cross-connects in each of the lists `names` join ports that have a fibre, each used once,
+    and with `ends_differ` ports of two endpoints."""
 
     def check(document: Any) -> Iterator[str]:
         known = fibres(document)
-        first: dict[tuple[str, int], str] = {}
-        for location, each in values_at(document, f"{name}[]"):
-            switch = each.get("switch") if isinstance(each, dict) else None
-            if not isinstance(switch, str):
-                continue
-            if switch not in known:
-                yield f"{path_of((*location, 'switch'))}: does not exist, got {shorten(switch)}"
-            for side in ("port_a", "port_b"):
-                port, path = each.get(side), path_of((*location, side))
-                if type(port) is not int:
+        for name in names:
+            first: dict[tuple[str, int], str] = {}
+            for location, each in values_at(document, f"{name}[]"):
+                switch = each.get("switch") if isinstance(each, dict) else None
+                if not isinstance(switch, str):
                     continue
-                if switch in known and port not in known[switch]:
-                    yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
-                if first.setdefault((switch, port), path) != path:
-                    yield f"{path}: is used already by {first[switch, port]}, got {port}"
+                if switch not in known:
+                    yield f"{path_of((*location, 'switch'))}: does not exist, got {shorten(switch)}"
+                fibred = known.get(switch, {})
+                ports = {side: each[side] for side in ("port_a", "port_b") if type(each.get(side)) is int}
+                for side, port in ports.items():
+                    path = path_of((*location, side))
+                    if switch in known and port not in fibred:
+                        yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+                    elif first.setdefault((switch, port), path) != path:
+                        yield f"{path}: is used already by {first[switch, port]}, got {port}"
+                ends = [fibred[port] for port in set(ports.values()) if port in fibred]
+                if ends_differ and len(ends) == 2 and ends[0] == ends[1]:
+                    yield f"{path_of(location)}: must join two endpoints, got two ports of {shorten(ends[0])}"
 
     return check
+
+
+def port_pairs(parts: Iterable[CrossConnectPart]) -> "frozenset[PortPair]":
+    from planner.fabric.model import OcsId, port_pair
+
+    return frozenset(port_pair(OcsId(part.switch), part.port_a, part.port_b) for part in parts)

@@ -1,6 +1,6 @@
 """`orchestrrl fabric check`: whether a site's cabling is possible, and what capacity it has."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +9,9 @@ import typer
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, cells_table, fields, row_of
+from orchestrrl.cli.output import Columns, Output, View, cells_table, fields, row_of
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
     from planner.fabric.survey import PodCapacity, SiteSurvey, SwitchPorts
@@ -45,7 +44,7 @@ def check(file: SiteFile) -> Output:
     return Output(_json(site, found), _view(file, site, found))
 
 
-def _view(file: Path, site: "Site", found: "SiteSurvey") -> "Iterator[RenderableType]":
+def _view(file: Path, site: "Site", found: "SiteSurvey") -> View:
     yield f"{file}: sound"
     yield summary(site)
     yield _grouped("PoDs, Tbps each way (in brackets: hosts over it)", POD_COLUMNS, found.pods)

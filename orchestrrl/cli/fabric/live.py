@@ -1,8 +1,7 @@
 """`orchestrrl fabric status|periods|announce|pin|override|release|mask`: the circuits of a running daemon."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,16 +10,11 @@ from orchestrrl.cli.command import JsonFlag, Reason, TimeToLive, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fabric.text import circuits_view, counts_view, hosts_view, periods_view, route_lines, times_table
 from orchestrrl.cli.fleet.status import fabric_control_text, period_text
-from orchestrrl.cli.lazy import fabric_pb2
-from orchestrrl.cli.output import Output, fail, raise_faults
+from orchestrrl.cli.lazy import ControlClient, fabric_pb2
+from orchestrrl.cli.output import Output, View, fail, raise_faults
 from orchestrrl.cli.progress import showing
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.plain_values import plain
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
 
 NONE_HERE = "this daemon drives no optical fabric: name its site in fabric.site of its configuration"
 PERIODS_SHOWN = 20
@@ -29,7 +23,7 @@ JobOption = Annotated[str, typer.Option(help="Whose period; needed where several
 
 
 @daemon_command
-async def status(client: "ControlClient") -> Output:
+async def status(client: ControlClient) -> Output:
     """Show which circuits are up, for which period, what is masked or pinned, and whose traffic is traced.
 
     Example: `orchestrrl fabric status`
@@ -38,7 +32,7 @@ async def status(client: "ControlClient") -> Output:
     return Output(seen, _status_view(seen))
 
 
-def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
+def _status_view(seen: dict[str, Any]) -> View:
     yield f"circuits of: {escape(seen['period'] or ('no one period' if seen['circuits'] else 'no period yet'))}"
     yield f"operator: {escape(fabric_control_text(seen['control']))}"
     yield from (f"last period: {escape(period_text(latest))}" for latest in seen["periods"][:1])
@@ -51,7 +45,7 @@ def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
 
 @daemon_command
 async def periods(
-    client: "ControlClient",
+    client: ControlClient,
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = PERIODS_SHOWN,
 ) -> Output:
     """List what became of the latest periods, and count all of them by state and reason.
@@ -65,7 +59,7 @@ async def periods(
 
 @daemon_command
 async def announce(
-    client: "ControlClient",
+    client: ControlClient,
     period: Annotated[str, typer.Argument(help="Its recurring name.", metavar="PERIOD")],
     intent: Annotated[
         Path | None, typer.Option(help="JSON of what it does; by default as before.", metavar="FILE")
@@ -99,7 +93,7 @@ async def announce(
 
 @daemon_command
 async def pin(
-    client: "ControlClient",
+    client: ControlClient,
     cross_connects: Annotated[
         list[str] | None, typer.Argument(help="Those that stay; none: all that are up.", metavar="SWITCH:PORT-PORT...")
     ] = None,
@@ -116,7 +110,7 @@ async def pin(
 
 @daemon_command
 async def override(
-    client: "ControlClient",
+    client: ControlClient,
     period: Annotated[str, typer.Argument(help="One that was announced before.", metavar="PERIOD")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
@@ -134,7 +128,7 @@ async def override(
 
 
 @daemon_command
-async def release(client: "ControlClient", reason: Reason = "") -> Output:
+async def release(client: ControlClient, reason: Reason = "") -> Output:
     """Let circuits follow what is announced again.
 
     Example: `orchestrrl fabric release`
@@ -144,7 +138,7 @@ async def release(client: "ControlClient", reason: Reason = "") -> Output:
 
 @daemon_command
 async def mask(
-    client: "ControlClient",
+    client: ControlClient,
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -167,7 +161,7 @@ async def mask(
     return Output({"masked": found}, lines)
 
 
-async def _fetch(client: "ControlClient", limit: int) -> dict[str, Any]:
+async def _fetch(client: ControlClient, limit: int) -> dict[str, Any]:
     seen = await answer(client, client.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=limit))
     if not seen["configured"]:
         fail(NONE_HERE)

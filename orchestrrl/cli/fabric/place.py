@@ -1,15 +1,12 @@
 """`orchestrrl fabric place`: which switch and which ports carry each circuit, for a problem in a file."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.cli.command import ProblemFile, problem_command
-from orchestrrl.cli.output import Columns, Output, cells_table, table
+from orchestrrl.cli.output import Columns, Output, View, cells_table, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from orchestrrl.cli.fabric.place_problem import PlaceProblem
     from planner.fabric.model import Cabling, Pair, PortPair
     from planner.fabric.place import PlacedCircuits, PlacingProblem
@@ -91,7 +88,7 @@ def _cross_connect(
     return {"switch": each.switch, "a": a, "b": b, "port_a": port_a, "port_b": port_b}
 
 
-def _view(problem: "PlacingProblem", placed: "PlacedCircuits") -> "Iterator[RenderableType]":
+def _view(problem: "PlacingProblem", placed: "PlacedCircuits") -> View:
     new = set(placed.cross_connects) - set(placed.kept)
     gone = problem.current - set(placed.kept)
     yield (

@@ -13,6 +13,7 @@ from orchestrrl.cli.fabric.cabling import (
     cabling,
     cross_connects,
     fibres,
+    port_pairs,
 )
 from orchestrrl.cli.problem import ProblemPart, values_at
 from orchestrrl.core.errors import path_of, shorten
@@ -79,12 +80,12 @@ CHECKS = (*CABLING_CHECKS, _circuits, cross_connects("current"), _failed)
 
 
 def problem_of(read: PlaceProblem) -> "PlacingProblem":
-    from planner.fabric.model import EndpointId, OcsId, pair_of, port_pair
+    from planner.fabric.model import EndpointId, OcsId, pair_of
     from planner.fabric.place import PlacingProblem
 
     return PlacingProblem(
         cabling=cabling(read.switches),
         circuits={pair_of(EndpointId(each.a), EndpointId(each.b)): each.count for each in read.circuits if each.count},
-        current=frozenset(port_pair(OcsId(each.switch), each.port_a, each.port_b) for each in read.current),
+        current=port_pairs(read.current),
         failed_ports={OcsId(switch): frozenset(ports) for switch, ports in read.failed_ports.items()},
     )

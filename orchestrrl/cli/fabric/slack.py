@@ -1,7 +1,6 @@
 """`orchestrrl fabric slack`: how long it is quiet between collectives, and which switches fit in."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +10,14 @@ from rich.markup import escape
 from orchestrrl.cli.command import command
 from orchestrrl.cli.control import DaemonOption, call_daemon
 from orchestrrl.cli.formats import bar, count, duration, percent
-from orchestrrl.cli.lazy import fabric_pb2
-from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, cells_table, fail, raise_faults, table
+from orchestrrl.cli.lazy import ControlClient, fabric_pb2
+from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, View, cells_table, fail, raise_faults, table
 from orchestrrl.core.addresses import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
     from orchestrrl.fabric.slack_traces import CommonQuiet
-    from orchestrrl.rpc.control_client import ControlClient
     from planner.fabric.slack_summary import SlackSummary
 
 POSITIONS_SHOWN = 24  # the longest windows; all of them with --json
@@ -84,7 +81,7 @@ def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
 
 
 def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
-    async def conversation(client: "ControlClient") -> list[dict[str, Any]]:
+    async def conversation(client: ControlClient) -> list[dict[str, Any]]:
         told = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
         return list(json.loads(told.summary_json))
 
@@ -116,7 +113,7 @@ def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
     return Output({"jobs": document}, _jobs_view(summaries, hosts))
 
 
-def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]]) -> "Iterator[RenderableType]":
+def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]]) -> View:
     for name, summary in summaries.items():
         where = ", ".join(sorted(hosts[name]))
         yield f"[bold]job {escape(name or 'without a name')}[/bold], hosts: {escape(where)}"
@@ -131,7 +128,7 @@ def _draw(summary: "SlackSummary", target: Path) -> None:
         fail(f"{target}: cannot be written: {error.strerror}")
 
 
-def _view(summary: "SlackSummary") -> "Iterator[RenderableType]":
+def _view(summary: "SlackSummary") -> View:
     """For people. Reads nothing but the summary, wherever it comes from."""
     yield _operations_table(summary)
     for op, histogram in sorted(summary.histograms.items()):
@@ -175,7 +172,7 @@ def _bars(halves: dict[int, int]) -> list[str]:
     ]
 
 
-def _positions_view(summary: "SlackSummary") -> "Iterator[RenderableType]":
+def _positions_view(summary: "SlackSummary") -> View:
     quiet = [position for position in summary.positions if position.samples]
     shown = sorted(quiet, key=lambda each: -(each.promised_s or 0.0))[:POSITIONS_SHOWN]
     several = len({position.group for position in summary.positions}) > 1

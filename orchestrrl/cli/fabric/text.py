@@ -1,16 +1,15 @@
 """How the circuits of a running daemon are told to people: periods, windows, routes, traced hosts."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from orchestrrl.cli.fleet.status import name_of_period
 from orchestrrl.cli.formats import duration, time_of_day
-from orchestrrl.cli.output import Columns, stdout, table
+from orchestrrl.cli.output import Columns, View, stdout, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
 CIRCUITS_SHOWN = 40
@@ -22,7 +21,7 @@ WIDE_COLUMNS = 110
 NO_PERIODS = "No period was announced yet: a trainer does, or `orchestrrl fabric announce PERIOD --intent FILE`."
 
 
-def circuits_view(circuits: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
+def circuits_view(circuits: Sequence[dict[str, Any]]) -> View:
     if not circuits:
         yield from ("No circuits are up.", "")
         return
@@ -41,7 +40,7 @@ def times_table(times: Iterable[dict[str, Any]]) -> "Table":
     return table("What a change of circuits takes", columns, times)
 
 
-def hosts_view(hosts: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
+def hosts_view(hosts: Sequence[dict[str, Any]]) -> View:
     if not hosts:
         yield "No host tells of windows: `orchestrrl agent --rings FOLDER` on those that train does."
         return
@@ -63,7 +62,7 @@ def _no_window(host: dict[str, Any]) -> str | None:
     return host["detail"] or (None if host["jobs"] else "no recorder runs on it")
 
 
-def periods_view(periods: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
+def periods_view(periods: Sequence[dict[str, Any]]) -> View:
     if not periods:
         yield NO_PERIODS
         return
@@ -71,7 +70,7 @@ def periods_view(periods: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]
     yield from map(escape, reasons(periods))
 
 
-def counts_view(counts: Sequence[dict[str, Any]]) -> "Iterator[RenderableType]":
+def counts_view(counts: Sequence[dict[str, Any]]) -> View:
     if counts:
         yield table("All that ended so far", {"state": "state", "why": _why, "periods": "count"}, counts)
 

@@ -15,7 +15,7 @@ def trace(
     rings: Annotated[
         Path | None, typer.Option(help="Where recorders write. Default: as theirs.", metavar="FOLDER")
     ] = None,
-    job: Annotated[str | None, typer.Option("--job", help="Whose ranks; needed where there are several.")] = None,
+    job: Annotated[str | None, typer.Option(help="Whose ranks; needed where there are several.")] = None,
 ) -> Output:
     """Write the collectives and marks that this host's recorders still remember into a trace.
 

@@ -8,11 +8,9 @@ from rich.markup import escape
 
 from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import bar, duration
-from orchestrrl.cli.output import Output, cells_table, fields
+from orchestrrl.cli.output import Output, View, cells_table, fields
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from planner.fabric.model import Pair, PortPair
     from planner.fabric.transition import CircuitsUp, Transition, TransitionProblem
 
@@ -102,7 +100,7 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
     }
 
 
-def _view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> "Iterator[RenderableType]":
+def _view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> View:
     from planner.fabric.transition import bandwidth
 
     count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)

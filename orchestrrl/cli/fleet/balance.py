@@ -1,15 +1,12 @@
 """`orchestrrl balance`: the moves that the fast loop would make on a fleet described in a file."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.cli.command import ProblemFile, command
-from orchestrrl.cli.output import Columns, Output, table
+from orchestrrl.cli.output import Columns, Output, View, table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from balancer.load_index_moves import Balance
 
 STOPPED = {
@@ -56,7 +53,7 @@ def _json(result: "Balance") -> dict[str, Any]:
     }
 
 
-def _view(result: "Balance") -> "Iterator[RenderableType]":
+def _view(result: "Balance") -> View:
     leaving = Counter(move.source for move in result.moves)
     arriving = Counter(move.destination for move in result.moves)
     columns: Columns = {

@@ -1,8 +1,7 @@
 """`orchestrrl engines`: which engines there are, and engines that come and go while the daemon runs."""
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -10,15 +9,10 @@ from rich.markup import escape
 from orchestrrl.cli.command import Reason, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import fetch_status, remarks
-from orchestrrl.cli.lazy import control_pb2
-from orchestrrl.cli.output import Columns, Output, note, raise_faults, table
+from orchestrrl.cli.lazy import ControlClient, control_pb2
+from orchestrrl.cli.output import Columns, Output, View, note, raise_faults, table
 from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
 
 POLL_EVERY_S = 0.25
 # Gateways report several times in this, so a request that was on its way when the drain was told has shown itself.
@@ -31,7 +25,7 @@ EngineArgument = Annotated[str, typer.Argument(help="The engine's id.", metavar=
 
 
 @daemon_command
-async def engines_list(client: "ControlClient") -> Output:
+async def engines_list(client: ControlClient) -> Output:
     """List the engines: which take requests, which are drained, who judges their health.
 
     Example: `orchestrrl engines list`
@@ -40,19 +34,19 @@ async def engines_list(client: "ControlClient") -> Output:
     return Output({"engines": found}, _view(found))
 
 
-def _view(workers: list[dict[str, Any]]) -> "Iterator[RenderableType]":
+def _view(workers: list[dict[str, Any]]) -> View:
     yield table("Engines", COLUMNS, workers)
     yield from _remarks(workers)
 
 
 @daemon_command
 async def add(
-    client: "ControlClient",
+    client: ControlClient,
     engine: EngineArgument,
-    url: Annotated[str, typer.Option("--url", help="Where it listens.", metavar="URL")] = "",
-    configuration: Annotated[str, typer.Option("--configuration", help="One that the daemon knows.", metavar="C")] = "",
-    gpus: Annotated[str, typer.Option("--gpus", help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
-    pool: Annotated[str, typer.Option("--pool", help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
+    url: Annotated[str, typer.Option(help="Where it listens.", metavar="URL")] = "",
+    configuration: Annotated[str, typer.Option(help="One that the daemon knows.", metavar="C")] = "",
+    gpus: Annotated[str, typer.Option(help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
+    pool: Annotated[str, typer.Option(help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
     reason: Reason = "",
 ) -> Output:
     """Have every gateway send requests to one more engine, until it is removed.
@@ -77,7 +71,7 @@ async def add(
 
 @daemon_command
 async def drain(
-    client: "ControlClient",
+    client: ControlClient,
     engine: EngineArgument,
     move: Annotated[bool, typer.Option("--move", help="Have what is there continued elsewhere.")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
@@ -107,7 +101,7 @@ async def drain(
 
 @daemon_command
 async def remove(
-    client: "ControlClient",
+    client: ControlClient,
     engine: EngineArgument,
     force: Annotated[bool, typer.Option("--force", help="Also while requests are there.")] = False,
     reason: Reason = "",
@@ -145,13 +139,13 @@ def _number(word: str) -> bool:
     return word.isascii() and word.isdecimal() and int(word) < 1 << 32
 
 
-async def _workers(client: "ControlClient") -> list[dict[str, Any]]:
+async def _workers(client: ControlClient) -> list[dict[str, Any]]:
     listed = await answer(client, client.control.ListWorkers, control_pb2.ListWorkersRequest())
     workers: list[dict[str, Any]] = listed["workers"]
     return workers
 
 
-async def _until_empty(client: "ControlClient", worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+async def _until_empty(client: ControlClient, worker: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The engine once nothing is there by the word of gateways, or it is not known any more."""
     import asyncio
 

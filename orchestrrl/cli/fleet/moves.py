@@ -1,7 +1,6 @@
 """`orchestrrl moves`: the fast loop's last decision, and what became of moves."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 
@@ -9,17 +8,12 @@ from orchestrrl.cli.command import daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import policy_summary
 from orchestrrl.cli.formats import duration, load_index, time_of_day
-from orchestrrl.cli.lazy import control_pb2
-from orchestrrl.cli.output import Columns, Output, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.cli.lazy import ControlClient, control_pb2
+from orchestrrl.cli.output import Columns, Output, View, table
 
 
 @daemon_command
-async def moves(client: "ControlClient") -> Output:
+async def moves(client: ControlClient) -> Output:
     """Show the fast loop's last decision: load indices before and after, the moves, why no more. And how moves went.
 
     Example: `orchestrrl moves`
@@ -28,7 +22,7 @@ async def moves(client: "ControlClient") -> Output:
     return Output(found, _view(found))
 
 
-def _view(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _view(found: dict[str, Any]) -> View:
     yield table("Load index (equation 5)", LOAD_COLUMNS, found["load_index"])
     if found["moves"]:
         yield table("Moves, in order", MOVE_COLUMNS, found["moves"])

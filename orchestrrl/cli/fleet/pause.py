@@ -1,8 +1,8 @@
 """`orchestrrl pause`, `renew`, `resume`, `barrier`: bring the fleet to rest while weights change. And `cancel`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -10,13 +10,8 @@ from rich.markup import escape
 from orchestrrl.cli.command import Reason, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.pause_text import barrier_lines, progress
-from orchestrrl.cli.lazy import agent_pb2, control_pb2
-from orchestrrl.cli.output import Columns, Output, note, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.cli.lazy import ControlClient, agent_pb2, control_pb2
+from orchestrrl.cli.output import Columns, Output, View, note, table
 
 POLL_EVERY_S = 0.5
 USUAL_S = 60.0  # as the daemon has it
@@ -48,7 +43,7 @@ LeaseSeconds = Annotated[float, typer.Option("--lease-s", min=0.0, help="Seconds
 
 @daemon_command
 async def pause(
-    client: "ControlClient",
+    client: ControlClient,
     mode: Annotated[PauseModeOption, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
         PauseModeOption.KEEP
     ),
@@ -89,7 +84,7 @@ async def pause(
 
 @daemon_command
 async def renew(
-    client: "ControlClient",
+    client: ControlClient,
     lease: Annotated[str, typer.Argument(help="As `pause` told it.", metavar="LEASE")],
     lease_s: LeaseSeconds = USUAL_S,
 ) -> Output:
@@ -104,7 +99,7 @@ async def renew(
 
 @daemon_command
 async def resume(
-    client: "ControlClient",
+    client: ControlClient,
     lease: Annotated[str, typer.Argument(help="Left out: whoever's it is.", metavar="[LEASE]")] = "",
     policy_version: Annotated[
         int | None, typer.Option(min=0, help="Of the weights that engines have now; left out: the same as before.")
@@ -131,7 +126,7 @@ async def resume(
 
 
 @daemon_command
-async def barrier(client: "ControlClient") -> Output:
+async def barrier(client: ControlClient) -> Output:
     """Say whether requests stand still, for whom and how long, and which weights engines have.
 
     Example: `orchestrrl barrier`
@@ -140,7 +135,7 @@ async def barrier(client: "ControlClient") -> Output:
     return Output(found, _barrier_view(found))
 
 
-def _barrier_view(found: dict[str, Any]) -> "Iterator[RenderableType]":
+def _barrier_view(found: dict[str, Any]) -> View:
     yield from barrier_lines(found)
     yield table("Gateways", GATEWAY_COLUMNS, found["gateways"])
     yield table("Engines", ENGINE_COLUMNS, found["engines"])
@@ -148,7 +143,7 @@ def _barrier_view(found: dict[str, Any]) -> "Iterator[RenderableType]":
 
 @daemon_command
 async def set_version(
-    client: "ControlClient",
+    client: ControlClient,
     policy_version: Annotated[int, typer.Argument(min=0, help="Of the weights.", metavar="N")],
     engine: Annotated[list[str], typer.Option(metavar="ENGINE", help="That has them; repeat it.")],
     weights: WeightsOption = "",
@@ -168,7 +163,7 @@ async def set_version(
 
 @daemon_command
 async def cancel(
-    client: "ControlClient",
+    client: ControlClient,
     group: Annotated[list[str] | None, typer.Option(metavar="GROUP", help="All of its requests; repeat it.")] = None,
     request: Annotated[list[str] | None, typer.Option(metavar="REQUEST", help="This one; repeat it.")] = None,
     reason: Annotated[str, typer.Option(help="Becomes the answers' stop_reason.")] = "",
@@ -184,7 +179,7 @@ async def cancel(
     return Output(found, lines, f"no answer from {silent}: more may have ended there" if silent else None)
 
 
-async def _seen(client: "ControlClient") -> dict[str, Any]:
+async def _seen(client: ControlClient) -> dict[str, Any]:
     return await answer(client, client.control.GetPauseBarrier, control_pb2.GetPauseBarrierRequest())
 
 

@@ -1,26 +1,21 @@
 """`orchestrrl balancer|fabric|sync pause|resume`: let a part of the control plane stand still, and go on."""
 
-from typing import TYPE_CHECKING
-
 from rich.markup import escape
 
 from orchestrrl.cli.command import Command, Reason, TimeToLive, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import operator_pause_text
-from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.output import Output, raise_faults
 from orchestrrl.core.ttl import lifetime_faults
 
-if TYPE_CHECKING:
-    from orchestrrl.rpc.control_client import ControlClient
-
 
 def _commands(part: str, held: str) -> tuple[Command, Command]:
-    async def pause(client: "ControlClient", reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
+    async def pause(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
         raise_faults(lifetime_faults(ttl_s, "--ttl-s", until="resumed"))
         return await _set(client, control_pb2.SetPauseRequest(part=part, paused=True, reason=reason, ttl_s=ttl_s))
 
-    async def resume(client: "ControlClient", reason: Reason = "") -> Output:
+    async def resume(client: ControlClient, reason: Reason = "") -> Output:
         return await _set(client, control_pb2.SetPauseRequest(part=part, paused=False, reason=reason))
 
     example = f'Example: `orchestrrl {part} pause --reason "looking at it" --ttl-s 600`'
@@ -29,7 +24,7 @@ def _commands(part: str, held: str) -> tuple[Command, Command]:
     return daemon_command(pause), daemon_command(resume)
 
 
-async def _set(client: "ControlClient", order: "control_pb2.SetPauseRequest") -> Output:
+async def _set(client: ControlClient, order: "control_pb2.SetPauseRequest") -> Output:
     found = await answer(client, client.control.SetPause, order)
     part, in_force = order.part, {pause["part"]: pause for pause in found["pauses"]}
     if part in in_force:

@@ -1,25 +1,20 @@
 """`orchestrrl redeploy`: change which engines there are, watch it, take it back."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
 from orchestrrl.cli.control import answer
-from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
-from orchestrrl.cli.output import Output, raise_faults
+from orchestrrl.cli.output import Output, View, raise_faults
 from orchestrrl.cli.progress import POLL_EVERY_S, persistently, until_over
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
 
 MOST_ENGINES = (1 << 32) - 1
 # What engines can do is asked of them before the daemon answers.
@@ -29,7 +24,7 @@ AWAY = "the daemon is away: the redeployment goes on, or back, once it is there 
 
 @daemon_command
 async def redeploy(
-    client: "ControlClient",
+    client: ControlClient,
     to: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,7 +36,6 @@ async def redeploy(
     plan: Annotated[str, typer.Option(metavar="PLAN", help="The fleet that this plan proposes.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the steps; do nothing.")] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Begin, and leave it to itself.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="How it stands; the same as no target at all.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the one under way until it ends.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Go back to the engines from before.")] = False,
     redeployment_id: Annotated[
@@ -64,7 +58,7 @@ async def redeploy(
     Example: `orchestrrl redeploy --to tp2=3 --to tp1=2 --reason "the tail is short today"`
     """
     flags = {"--dry-run": dry_run, "--no-wait": no_wait}
-    _check(to or [], plan, reason, flags, redeployment_id, status, watch, cancel)
+    _check(to or [], plan, reason, flags, redeployment_id, watch, cancel)
     targets = _targets(to or [])
     if cancel:
         return await _cancel(client, redeployment_id, reason)
@@ -82,7 +76,7 @@ async def redeploy(
     return Output(report, [words.begun(report), f"it runs by itself; {advice(report['redeployment_id'])}"])
 
 
-async def fetch_redeployment(client: "ControlClient", redeployment_id: str) -> dict[str, Any]:
+async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dict[str, Any]:
     request = control_pb2.GetRedeploymentRequest(redeployment_id=redeployment_id)
     return await answer(client, client.control.GetRedeployment, request)
 
@@ -96,13 +90,12 @@ def _check(
     reason: str,
     flags: dict[str, bool],
     redeployment_id: str,
-    status: bool,
     watch: bool,
     cancel: bool,
 ) -> None:
     """Raises ProblemFaults with all that does not go together."""
     target, faults = bool(to or plan), []
-    about = {"--status": status, "--watch": watch, "--cancel": cancel}
+    about = {"--watch": watch, "--cancel": cancel}
     asked = [flag for flag, on in about.items() if on]
     if to and plan:
         faults.append(f"--plan: cannot go with --to, got {plan!r}")
@@ -141,7 +134,7 @@ def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
 # --- how it goes on
 
 
-async def _first(client: "ControlClient", order: "control_pb2.RedeployRequest") -> dict[str, Any]:
+async def _first(client: ControlClient, order: "control_pb2.RedeployRequest") -> dict[str, Any]:
     """Return the draft, or the redeployment as it begins."""
     import asyncio
 
@@ -154,12 +147,12 @@ async def _first(client: "ControlClient", order: "control_pb2.RedeployRequest") 
     raise OutcomeUnknown(f"the daemon at {client.address} ended the call without an answer")
 
 
-async def _ordered(client: "ControlClient", order: "control_pb2.RedeployRequest") -> AsyncGenerator[dict[str, Any]]:
+async def _ordered(client: ControlClient, order: "control_pb2.RedeployRequest") -> AsyncGenerator[dict[str, Any]]:
     async for message in client.watch(client.control.Redeploy, order):
         yield plain(message)
 
 
-async def _polled(client: "ControlClient", redeployment_id: str) -> AsyncGenerator[dict[str, Any]]:
+async def _polled(client: ControlClient, redeployment_id: str) -> AsyncGenerator[dict[str, Any]]:
     import asyncio
 
     while True:
@@ -171,7 +164,7 @@ async def _polled(client: "ControlClient", redeployment_id: str) -> AsyncGenerat
 
 
 async def _followed(
-    client: "ControlClient", order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
+    client: ControlClient, order: "control_pb2.RedeployRequest | None", redeployment_id: str, as_json: bool
 ) -> Output:
     """Follow the redeployment that `order` begins or, without one, the one under way, until it is over."""
 
@@ -206,7 +199,7 @@ def advice(redeployment_id: str) -> str:
     )
 
 
-async def _cancel(client: "ControlClient", redeployment_id: str, reason: str) -> Output:
+async def _cancel(client: ControlClient, redeployment_id: str, reason: str) -> Output:
     order = control_pb2.CancelRedeploymentRequest(redeployment_id=redeployment_id, reason=reason)
     report = await answer(client, client.control.CancelRedeployment, order)
     named, before = escape(report["redeployment_id"]), escape(words.fleet_text(report["old_engines"]))
@@ -217,13 +210,13 @@ async def _cancel(client: "ControlClient", redeployment_id: str, reason: str) ->
 # --- what is shown
 
 
-def _end_view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+def _end_view(report: dict[str, Any]) -> View:
     """The whole; why it is not done is the failure of the command."""
     yield words.taken_table(report)
     yield from words.outcome(report if report["state"] == "done" else {**report, "detail": ""})
 
 
-def _view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+def _view(report: dict[str, Any]) -> View:
     yield words.begun(report)
     yield words.taken_table(report)
     if _runs(report):
@@ -233,7 +226,7 @@ def _view(report: dict[str, Any]) -> "Iterator[RenderableType]":
         yield from words.outcome(report)
 
 
-def _draft_view(report: dict[str, Any]) -> "Iterator[RenderableType]":
+def _draft_view(report: dict[str, Any]) -> View:
     yield words.begun(report)
     yield words.engines_table(report)
     if not report["steps"]:

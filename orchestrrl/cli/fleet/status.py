@@ -1,9 +1,9 @@
 """What the daemon sees, and what it may do: status, workers, requests, mode, move."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,15 +12,10 @@ from orchestrrl.cli.command import Reason, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.pause_text import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
-from orchestrrl.cli.lazy import control_pb2, redeploy_text, weights_pb2
-from orchestrrl.cli.output import Columns, Output, table
+from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text, weights_pb2
+from orchestrrl.cli.output import Columns, Output, View, table
 from orchestrrl.cli.plan.explain import calibration
 from orchestrrl.core.errors import Permanent
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
 
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
 
@@ -33,7 +28,7 @@ class ModeOption(StrEnum):
 
 
 @daemon_command
-async def status(client: "ControlClient") -> Output:
+async def status(client: ControlClient) -> Output:
     """Say how the fleet is: mode, workers, nodes, requests, moves, the plan.
 
     Example: `orchestrrl status`
@@ -42,7 +37,7 @@ async def status(client: "ControlClient") -> Output:
     return Output(seen, _status_view(seen))
 
 
-def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
+def _status_view(seen: dict[str, Any]) -> View:
     yield from summary(seen)
     yield from weights_summary(seen["weights"], seen["now_unix_s"])
     yield table("Workers", WORKER_COLUMNS, seen["workers"])
@@ -50,7 +45,7 @@ def _status_view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
 
 
 @daemon_command
-async def workers(client: "ControlClient") -> Output:
+async def workers(client: ControlClient) -> Output:
     """List the engines with their load, room, health and what they offer.
 
     Example: `orchestrrl workers --json`
@@ -59,7 +54,7 @@ async def workers(client: "ControlClient") -> Output:
     return Output(found, _workers_view(found["workers"]))
 
 
-def _workers_view(listed: list[dict[str, Any]]) -> "Iterator[RenderableType]":
+def _workers_view(listed: list[dict[str, Any]]) -> View:
     yield table("Workers", WORKER_COLUMNS, listed)
     yield from (f"[yellow]{escape(remark)}[/yellow]" for remark in remarks(listed))
     yield table("What they are", IDENTITY_COLUMNS, listed)
@@ -67,9 +62,9 @@ def _workers_view(listed: list[dict[str, Any]]) -> "Iterator[RenderableType]":
 
 @daemon_command
 async def requests(
-    client: "ControlClient",
-    engine: Annotated[str, typer.Option("--engine", help="Only those on this engine.", metavar="ENGINE")] = "",
-    limit: Annotated[int, typer.Option("--limit", min=0, help="At most this many; 0 is all.")] = 50,
+    client: ControlClient,
+    engine: Annotated[str, typer.Option(help="Only those on this engine.", metavar="ENGINE")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="At most this many; 0 is all.")] = 50,
 ) -> Output:
     """List the requests in flight: where each is, how far, whether it may move.
 
@@ -83,7 +78,7 @@ async def requests(
 
 @daemon_command
 async def mode(
-    client: "ControlClient",
+    client: ControlClient,
     wanted: Annotated[ModeOption | None, typer.Argument(metavar="[advise|act]", help="Leave out to ask.")] = None,
     reason: Reason = "",
 ) -> Output:
@@ -101,9 +96,9 @@ async def mode(
 
 @daemon_command
 async def move(
-    client: "ControlClient",
+    client: ControlClient,
     request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
-    to: Annotated[str, typer.Option("--to", help="The engine that shall continue it.", metavar="ENGINE")],
+    to: Annotated[str, typer.Option(help="The engine that shall continue it.", metavar="ENGINE")],
 ) -> Output:
     """Move one request to another engine, as the balancer would, whatever the mode.
 
@@ -116,11 +111,11 @@ async def move(
     return Output(found, [escape(f"{request} continues on {to}")])
 
 
-async def fetch_status(client: "ControlClient") -> dict[str, Any]:
+async def fetch_status(client: ControlClient) -> dict[str, Any]:
     return await answer(client, client.control.GetStatus, control_pb2.GetStatusRequest())
 
 
-async def fetch_weights(client: "ControlClient") -> dict[str, Any] | None:
+async def fetch_weights(client: ControlClient) -> dict[str, Any] | None:
     """None of a daemon that brings no weights."""
     with contextlib.suppress(Permanent):
         return await answer(client, client.weights.GetWeights, weights_pb2.GetWeightsRequest())

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -26,14 +26,11 @@ from orchestrrl.cli.fleet.status import (
     weights_summary,
 )
 from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
-from orchestrrl.cli.lazy import control_pb2, redeploy_text
+from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text
 from orchestrrl.cli.output import Output, live_table, print_line, stdout
 from orchestrrl.cli.plan.explain import headline
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-
-if TYPE_CHECKING:
-    from orchestrrl.rpc.control_client import ControlClient
 
 MOVES_SHOWN = 8
 HEALTH_COLOURS = {"ok": "green", "slow": "yellow", "gone": "red", "nonsense": "red"}
@@ -56,12 +53,12 @@ def top(
         Output(seen, (picture(each) for each in [seen])).emit(as_json)
         return
 
-    async def print_lines(client: "ControlClient") -> None:
+    async def print_lines(client: ControlClient) -> None:
         while True:
             print_line(json.dumps(await fetch_all(client)))
             await asyncio.sleep(interval_s)
 
-    async def show_live(client: "ControlClient") -> None:
+    async def show_live(client: ControlClient) -> None:
         first = await fetch_all(client)  # without a daemon, say so rather than show an empty screen
         with Live(picture(first), console=stdout(), screen=True, auto_refresh=False) as live:
             while True:
@@ -71,7 +68,7 @@ def top(
     follow(daemon, print_lines if as_json else show_live)
 
 
-async def fetch_all(client: "ControlClient") -> dict[str, Any]:
+async def fetch_all(client: ControlClient) -> dict[str, Any]:
     """Everything that one picture shows: `status`, `balance`, `plan` and `weights`, null where there is none yet."""
     seen: dict[str, Any] = {"status": await fetch_status(client), "balance": None, "plan": None}
     seen["weights"] = await fetch_weights(client)
@@ -100,7 +97,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-async def _next_picture(client: "ControlClient") -> RenderableType:
+async def _next_picture(client: ControlClient) -> RenderableType:
     """A daemon that is away for a while does not end the view."""
     try:
         return picture(await fetch_all(client))

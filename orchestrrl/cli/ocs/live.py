@@ -1,21 +1,16 @@
 """`orchestrrl ocs`: the optical circuit switches that the daemon drives."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ocs_drivers.model import ChangeMode, CrossConnect
 from orchestrrl.cli.command import daemon_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.lazy import control_pb2, ocs_pb2
-from orchestrrl.cli.output import Columns, Output, fields, note, raise_faults, stderr, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.cli.lazy import ControlClient, control_pb2, ocs_pb2
+from orchestrrl.cli.output import Columns, Output, View, fields, note, raise_faults, stderr, table
 
 # Robotic patch panels take minutes.
 CHANGE_TIMEOUT_S = 1800.0
@@ -40,7 +35,7 @@ _AFTER_RESTART = {"dark": "gone", "restore": "restored", "unknown": "not known"}
 
 
 @daemon_command
-async def ocs_list(client: "ControlClient") -> Output:
+async def ocs_list(client: ControlClient) -> Output:
     """List the switches: what they are, and whether they answer.
 
     Example: `orchestrrl ocs list`
@@ -51,7 +46,7 @@ async def ocs_list(client: "ControlClient") -> Output:
 
 
 @daemon_command
-async def ocs_show(client: "ControlClient", switch: SwitchArgument) -> Output:
+async def ocs_show(client: ControlClient, switch: SwitchArgument) -> Output:
     """Show one switch: its circuits with their state, and the ports that are not as they should be.
 
     Example: `orchestrrl ocs show ocs1`
@@ -70,7 +65,7 @@ async def ocs_show(client: "ControlClient", switch: SwitchArgument) -> Output:
 
 @daemon_command
 async def connect(
-    client: "ControlClient",
+    client: ControlClient,
     switch: SwitchArgument,
     pairs: PairsArgument,
     mode: Annotated[
@@ -119,7 +114,7 @@ async def connect(
 
 @daemon_command
 async def disconnect(
-    client: "ControlClient",
+    client: ControlClient,
     switch: SwitchArgument,
     pairs: PairsArgument,
     revert_in_s: RevertOption = None,
@@ -139,7 +134,7 @@ async def disconnect(
 
 
 @daemon_command
-async def confirm(client: "ControlClient", switch: SwitchArgument) -> Output:
+async def confirm(client: ControlClient, switch: SwitchArgument) -> Output:
     """Keep what was changed with --revert-in-s. Exit status 1 where nothing is on trial, or it was undone already.
 
     Example: `orchestrrl ocs confirm ocs1`
@@ -149,7 +144,7 @@ async def confirm(client: "ControlClient", switch: SwitchArgument) -> Output:
 
 
 @daemon_command
-async def take_over(client: "ControlClient", switch: SwitchArgument, pairs: PairsArgument) -> Output:
+async def take_over(client: ControlClient, switch: SwitchArgument, pairs: PairsArgument) -> Output:
     """Make circuits ours that somebody else made. From then on they may be evicted and taken down.
 
     Nothing is sent to the switch. Each pair must name a circuit as it is; with one that is not there, none is taken
@@ -183,7 +178,7 @@ def _outcome(change: "control_pb2.SwitchChange") -> Output:
     return Output(_change(change), _change_view(change), None if change.done or change.dry_run else failed)
 
 
-def _change_view(change: "control_pb2.SwitchChange") -> "Iterator[RenderableType]":
+def _change_view(change: "control_pb2.SwitchChange") -> View:
     title = "would change" if change.dry_run else "changed" if change.done else "tried"
     evicted = {_text(pair) for pair in change.evicted}
     columns: Columns = {
@@ -201,7 +196,7 @@ def _change_view(change: "control_pb2.SwitchChange") -> "Iterator[RenderableType
         yield f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}"
 
 
-def _switch_view(switch: "control_pb2.Switch") -> "Iterator[RenderableType]":
+def _switch_view(switch: "control_pb2.Switch") -> View:
     from orchestrrl.rpc.codecs.ocs import unconfirmed_from_pb
 
     after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)

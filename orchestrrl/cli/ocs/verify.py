@@ -1,20 +1,14 @@
 """`orchestrrl ocs verify`: circuits and cables as they are, against the site's file."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import daemon_command
 from orchestrrl.cli.control import answer
-from orchestrrl.cli.lazy import fabric_pb2
-from orchestrrl.cli.output import Columns, Output, stderr, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.cli.lazy import ControlClient, fabric_pb2
+from orchestrrl.cli.output import Columns, Output, View, stderr, table
 
 # A robotic patch panel takes minutes for each fibre.
 WALK_TIMEOUT_S = 24 * 3600.0
@@ -23,7 +17,7 @@ LOOK_TIMEOUT_S = 60.0
 
 @daemon_command
 async def verify(
-    client: "ControlClient",
+    client: ControlClient,
     walk: Annotated[
         bool, typer.Option("--walk", help="Light every free fibre for a moment, and see where it ends.")
     ] = False,
@@ -48,7 +42,7 @@ async def verify(
     return Output(seen, _view(seen), failure="" if seen["faults"] else None)
 
 
-def _view(seen: dict[str, Any]) -> "Iterator[RenderableType]":
+def _view(seen: dict[str, Any]) -> View:
     if seen["faults"]:
         columns: Columns = {
             "fault": lambda each: each["kind"].replace("_", " "),

@@ -1,8 +1,7 @@
 """`orchestrrl plan history`: redeployments that were carried out, and what took how long in each."""
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -10,20 +9,15 @@ from orchestrrl.cli.command import daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.redeploy import fetch_redeployment
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.lazy import control_pb2
+from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
-from orchestrrl.cli.output import Columns, Output, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
+from orchestrrl.cli.output import Columns, Output, View, table
 
 
 @daemon_command
 async def history(
-    client: "ControlClient",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many of the newest.")] = 20,
+    client: ControlClient,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
     redeployment_id: Annotated[
         str, typer.Option("--id", metavar="REDEPLOYMENT", help="One in full, with a time line.")
     ] = "",
@@ -42,7 +36,7 @@ async def history(
     return Output(found, table("Redeployments", COLUMNS, found["redeployments"]))
 
 
-def _one(report: dict[str, Any]) -> "Iterator[RenderableType]":
+def _one(report: dict[str, Any]) -> View:
     yield words.begun(report)
     yield f"began {_moment(report)}"
     yield from words.outcome(report)

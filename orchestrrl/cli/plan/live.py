@@ -1,41 +1,23 @@
 """`orchestrrl plan`: what the slow loop proposes and why, and an operator's word on it."""
 
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from orchestrrl.cli.command import Reason, TimeToLive, daemon_command, stream_command
+from orchestrrl.cli.command import Reason, TimeToLive, daemon_command
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import control_text, fetch_status
-from orchestrrl.cli.formats import duration, seconds, time_of_day
-from orchestrrl.cli.lazy import control_pb2
-from orchestrrl.cli.output import Columns, Output, raise_faults, table
+from orchestrrl.cli.formats import seconds, time_of_day
+from orchestrrl.cli.lazy import ControlClient, control_pb2
+from orchestrrl.cli.output import Columns, Output, View, raise_faults, table
 from orchestrrl.cli.plan import explain
 from orchestrrl.core.ttl import lifetime_faults
-from orchestrrl.rpc.plain_values import plain
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from orchestrrl.rpc.control_client import ControlClient
 
 PlanId = Annotated[str, typer.Argument(metavar="[PLAN]", help="A plan's id; the latest if left out.")]
 
 
 @daemon_command
-async def show(client: "ControlClient", plan: PlanId = "") -> Output:
-    """Show the plan in force, or the one named, and whether an operator has bound the planner.
-
-    Example: `orchestrrl plan show`
-    """
-    found, status = await _fetch(client, plan)
-    lines = [*explain.headline(found, status["now_unix_s"]), _bound(status)]
-    return Output({**found, "control": status["plan_control"]}, lines)
-
-
-@daemon_command
-async def plan_explain(client: "ControlClient", plan: PlanId = "") -> Output:
+async def explain_(client: ControlClient, plan: PlanId = "") -> Output:
     """Say why a plan is as it is: its inputs' age, the alternatives, the fleet it wants, the reason of plan
     admission, predicted against actual.
 
@@ -46,7 +28,7 @@ async def plan_explain(client: "ControlClient", plan: PlanId = "") -> Output:
     return Output(document, _explain_view(found, status))
 
 
-def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> "Iterator[RenderableType]":
+def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> View:
     yield from explain.headline(found, status["now_unix_s"])
     if found["alternatives"]:
         yield explain.alternatives_table(found)
@@ -60,8 +42,8 @@ def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> "Iterator[Re
 
 @daemon_command
 async def list_(
-    client: "ControlClient",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many of the newest.")] = 10,
+    client: ControlClient,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 10,
 ) -> Output:
     """List the newest plans, the latest first.
 
@@ -71,29 +53,9 @@ async def list_(
     return Output(found, table("Plans", COLUMNS, found["plans"]))
 
 
-def _event_line(event: dict[str, Any]) -> str:
-    plan = event["plan"]
-    if plan is None:
-        return f"no plan yet; planner {control_text(event['control'])}"
-    times = f"{seconds(plan['current_makespan_s'])} now, {seconds(explain.proposed_s(plan))} proposed"
-    solved = f"solved in {duration(plan['solve_s'])}"
-    made = f"{time_of_day(plan['created_unix_s'])} {plan['plan_id']}"
-    return f"{made} {plan['decision']}: {plan['reason']} ({times}; {solved})"
-
-
-@stream_command(_event_line)
-async def watch(client: "ControlClient") -> AsyncIterator[dict[str, Any]]:
-    """Print each plan as it is made, the latest first, until Ctrl-C; with --json, one object a line.
-
-    Example: `orchestrrl plan watch --json`
-    """
-    async for event in client.watch(client.control.WatchPlans, control_pb2.WatchPlansRequest()):
-        yield plain(event)
-
-
 @daemon_command
 async def override(
-    client: "ControlClient",
+    client: ControlClient,
     configuration: Annotated[str, typer.Argument(help="The configuration to have.", metavar="CONFIGURATION")],
     reason: Reason = "",
     ttl_s: TimeToLive = 0.0,
@@ -108,7 +70,7 @@ async def override(
 
 
 @daemon_command
-async def pin(client: "ControlClient", reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
+async def pin(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
     """Keep the deployment as it is, until released or expired.
 
     Example: `orchestrrl plan pin --reason "benchmark running" --ttl-s 600`
@@ -119,7 +81,7 @@ async def pin(client: "ControlClient", reason: Reason = "", ttl_s: TimeToLive = 
 
 
 @daemon_command
-async def release(client: "ControlClient", reason: Reason = "") -> Output:
+async def release(client: ControlClient, reason: Reason = "") -> Output:
     """Give the planner its freedom back.
 
     Example: `orchestrrl plan release --reason "benchmark over"`
@@ -127,7 +89,7 @@ async def release(client: "ControlClient", reason: Reason = "") -> Output:
     return _control(await answer(client, client.control.ReleasePlan, control_pb2.ReleasePlanRequest(reason=reason)))
 
 
-async def _fetch(client: "ControlClient", plan_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+async def _fetch(client: ControlClient, plan_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the plan, and the daemon's status: what binds the planner, its calibration, the daemon's time."""
     found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan_id))
     return found, await fetch_status(client)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @command
 def render(
     file: Annotated[Path, typer.Argument(help="The configuration file (YAML).")] = Path("orchestrrl.yaml"),
-    configuration: Annotated[str, typer.Option("--configuration", help="Engines of this configuration.")] = "",
-    gpus: Annotated[str, typer.Option("--gpus", help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
+    configuration: Annotated[str, typer.Option(help="Engines of this configuration.")] = "",
+    gpus: Annotated[str, typer.Option(help="The GPUs of one engine, e.g. 0,1 or 0-7.")] = "",
 ) -> Output:
     """Print the environment and the command line of each engine, to be pasted into a shell. Nothing is run.
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration, ranges, seconds
-from orchestrrl.cli.output import Columns, Output, cells_table, fields, table
+from orchestrrl.cli.output import Columns, Output, View, cells_table, fields, table
 from orchestrrl.cli.plan.example import example
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from planner.solver.problem import MakespanProblem, PlacedInstance, Solution
 
 LINES_SHOWN = 40  # instances; beyond that they are shown in groups
@@ -75,7 +73,7 @@ def _json(problem: "MakespanProblem", solution: "Solution") -> dict[str, Any]:
     }
 
 
-def _view(solution: "Solution", solve_s: float, banded: bool) -> "Iterator[RenderableType]":
+def _view(solution: "Solution", solve_s: float, banded: bool) -> View:
     yield f"[bold]{solution.decision}[/bold]: {solution.reason}"
     yield (
         f"makespan {seconds(solution.makespan_s)}; as placed now {seconds(solution.current_makespan_s)};"

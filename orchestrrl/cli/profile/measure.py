@@ -95,7 +95,7 @@ def import_(
     out: OutFile,
     backend: Annotated[str, typer.Option(help="vllm, sglang or trtllm.")] = "vllm",
     tp: Annotated[str, typer.Option(help="Tensor parallelisms, e.g. 1,2,4,8.")] = "",
-    layouts: Annotated[str, typer.Option("--layouts", help="Others, e.g. tp8ep8,dp8ep8 for mixtures of experts.")] = "",
+    layouts: Annotated[str, typer.Option(help="Others, e.g. tp8ep8,dp8ep8 for mixtures of experts.")] = "",
     precision: Annotated[str, typer.Option(help="Of the weights, e.g. fp8; the model's own if left out.")] = "",
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences of an engine.")] = VLLM_MAX_SEQUENCES,
     switch_s: SwitchOption = None,

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, choice_faults, note, raise_faults, table
+from orchestrrl.cli.output import Columns, Output, View, choice_faults, note, raise_faults, table
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import RenderableType
+    pass
 
 SOURCES = ("roofline", "measured")
 MeasuredFile = Annotated[
@@ -82,7 +80,7 @@ def fit(
     return Output(document, [f"wrote {out}: {len(sets)} sets of constants; {mean:.1%} mean error on models left out"])
 
 
-def _view(result: dict[str, Any]) -> "Iterator[RenderableType]":
+def _view(result: dict[str, Any]) -> View:
     kinds = [{"kind": kind, **errors} for kind, errors in result["overall"].items() if errors["rows"]]
     yield table(f"TPOT of {result['predicted']} of {result['rows']} rows", {"": "kind", **ERROR_COLUMNS}, kinds)
     yield table("By model, system, backend and source", {"": _group, **ERROR_COLUMNS}, result["groups"])

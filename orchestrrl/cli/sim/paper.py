@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, table
+from orchestrrl.cli.output import Columns, Output, View, table
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.sim.generation import make_folder, parts_of
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rich.console import RenderableType
+    from collections.abc import Sequence
 
     from orchestrrl.lab.scoreboard.kept import Made
 
@@ -56,7 +54,7 @@ def _write(path: Path, text: str) -> None:
         raise ProblemFaults([f"--write-docs: {error.strerror}, got {str(path)!r}"]) from None
 
 
-def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> "Iterator[RenderableType]":
+def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> View:
     from orchestrrl.lab.scoreboard.kept import all_rows
     from orchestrrl.lab.scoreboard.page import counted, difference, number, shown
 

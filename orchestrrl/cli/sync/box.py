@@ -1,19 +1,15 @@
 """`orchestrrl sync box`: weight syncs over the circuits of a site that stands as network namespaces on this machine."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, raise_faults, stderr, table
+from orchestrrl.cli.output import Columns, Output, View, raise_faults, stderr, table
 from orchestrrl.core.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 OUT = Path("out/sync-box")
 MOST_MB = 4000.0
@@ -23,21 +19,19 @@ MOST_MB = 4000.0
 def box(
     site: Annotated[
         Path | None,
-        typer.Option("--site", help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE"),
+        typer.Option(help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE"),
     ] = None,
-    mb: Annotated[float, typer.Option("--mb", help="Megabytes of weights.")] = 200.0,
+    mb: Annotated[float, typer.Option(help="Megabytes of weights.")] = 200.0,
     ways: Annotated[
         list[str] | None, typer.Option("--way", help="Repeat for several.  [default: all]", metavar="WAY")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", help="Each way so many times, in turn.")] = 1,
-    circuit_mbps: Annotated[float, typer.Option("--circuit-mbps", help="What a circuit carries in the box.")] = 200.0,
+    rounds: Annotated[int, typer.Option(help="Each way so many times, in turn.")] = 1,
+    circuit_mbps: Annotated[float, typer.Option(help="What a circuit carries in the box.")] = 200.0,
     protocols: Annotated[
-        str, typer.Option("--protocols", help="Of the switches, in turn, separated by commas.  [default: three]")
+        str, typer.Option(help="Of the switches, in turn, separated by commas.  [default: three]")
     ] = "",
-    transport: Annotated[str, typer.Option("--transport", help="That carries the bytes: tcp or gloo.")] = "tcp",
-    python: Annotated[
-        Path | None, typer.Option("--python", help="Of the processes that carry; gloo needs one with torch.")
-    ] = None,
+    transport: Annotated[str, typer.Option(help="That carries the bytes: tcp or gloo.")] = "tcp",
+    python: Annotated[Path | None, typer.Option(help="Of the processes that carry; gloo needs one with torch.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Is made where it is missing.")] = OUT,
 ) -> Output:
     """Bring weights to engines in a box, by a planned tree and by what it is compared with, on real TCP.
@@ -111,7 +105,7 @@ def _keep(found: dict[str, Any], out: Path) -> None:
     (out / "sync-box.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _view(found: dict[str, Any], out: Path) -> "Iterator[RenderableType]":
+def _view(found: dict[str, Any], out: Path) -> View:
     from statistics import median
 
     yield (

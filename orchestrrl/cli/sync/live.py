@@ -10,18 +10,17 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
+from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.lazy import weights_pb2 as pb
-from orchestrrl.cli.output import Output, fields, raise_faults
+from orchestrrl.cli.output import Output, View, fields, raise_faults
 from orchestrrl.cli.progress import persistently, until_over
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.text import Text
 
-    from orchestrrl.rpc.control_client import ControlClient
     from orchestrrl.weights.controller.profile import SyncProfile
     from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 
@@ -38,7 +37,7 @@ SyncArgument = Annotated[str, typer.Argument(metavar="SYNC", help="Its id; else 
 
 
 @daemon_command
-async def status(client: "ControlClient") -> Output:
+async def status(client: ControlClient) -> Output:
     """Show the fleet's version, the sync under way and who is late in it, engines without it, and all peers.
 
     Example: `orchestrrl sync status`
@@ -47,7 +46,7 @@ async def status(client: "ControlClient") -> Output:
     return Output(plain(message), _status_view(message))
 
 
-def _status_view(message: "pb.WeightsStatus") -> "Iterator[RenderableType]":
+def _status_view(message: "pb.WeightsStatus") -> View:
     seen = _status(message)
     yield from words.status_lines(seen, time.time())
     if seen.sync is not None and not seen.sync.over and seen.sync.engines:
@@ -57,7 +56,7 @@ def _status_view(message: "pb.WeightsStatus") -> "Iterator[RenderableType]":
 
 @daemon_command
 async def history(
-    client: "ControlClient",
+    client: ControlClient,
     limit: Annotated[int, typer.Option(min=1, max=MOST_PROFILED, help="At most this many.")] = SHOWN,
 ) -> Output:
     """List what became of the latest versions: seconds in all, of the transfer and of installing, and against its plan.
@@ -68,7 +67,7 @@ async def history(
     return Output(plain(listed), _history_view(listed))
 
 
-def _history_view(listed: "pb.ListSyncsResponse") -> "Iterator[RenderableType]":
+def _history_view(listed: "pb.ListSyncsResponse") -> View:
     reports = [_report(each) for each in listed.syncs]
     if not reports:
         yield words.NONE_YET
@@ -79,7 +78,7 @@ def _history_view(listed: "pb.ListSyncsResponse") -> "Iterator[RenderableType]":
 
 @daemon_command
 async def profile(
-    client: "ControlClient",
+    client: ControlClient,
     version: Annotated[
         int | None, typer.Argument(metavar="VERSION", min=0, max=LARGEST, help="Of which version; else of the last.")
     ] = None,
@@ -112,7 +111,7 @@ async def profile(
 
 
 @daemon_command
-async def watch(client: "ControlClient", sync_id: SyncArgument = "", as_json: JsonFlag = False) -> Output:
+async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: JsonFlag = False) -> Output:
     """Follow a sync until it is over. Ctrl-C leaves it running.
 
     Exit status 0 when every engine has the version; 1 when the fleet has the one from before, a newer one came first,
@@ -140,7 +139,7 @@ def _news(before: "pb.SyncReport | None", message: "pb.SyncReport") -> Iterator[
 
 
 @daemon_command
-async def abort(client: "ControlClient", sync_id: SyncArgument = "", reason: Reason = "") -> Output:
+async def abort(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
     """End a sync that is not committed: every engine keeps the version that it has, or gets it back.
 
     It returns at once; `orchestrrl sync watch` tells when it is over.
@@ -152,7 +151,7 @@ async def abort(client: "ControlClient", sync_id: SyncArgument = "", reason: Rea
 
 
 @daemon_command
-async def install(client: "ControlClient", sync_id: SyncArgument = "", reason: Reason = "") -> Output:
+async def install(client: ControlClient, sync_id: SyncArgument = "", reason: Reason = "") -> Output:
     """Install now what is on every host and waits for the pause barrier to be closed (`install: next_pause`).
 
     Example: `orchestrrl sync install --reason "nobody generates for a while"`
@@ -167,7 +166,7 @@ def _changed(message: "pb.SyncReport", what: str) -> Output:
     return Output(plain(message), [words.outcome(report) if report.over else f"{words.named(report)} is {what}{watch}"])
 
 
-async def _profiled(client: "ControlClient", version: int | None, last: int) -> "list[SyncReport]":
+async def _profiled(client: ControlClient, version: int | None, last: int) -> "list[SyncReport]":
     """With their edges, the newest first."""
     if last == 1:
         return [_report(await client.call(client.weights.GetSync, pb.GetSyncRequest(version=version)))]
@@ -200,7 +199,7 @@ def _known(convert: Callable[[Message], Value], message: Message) -> Value:
 # --- showing
 
 
-def _profile_view(profile: "SyncProfile") -> "Iterator[RenderableType]":
+def _profile_view(profile: "SyncProfile") -> View:
     yield from words.profile_lines(profile)
     if not profile.rows:
         return
@@ -212,7 +211,7 @@ def _profile_view(profile: "SyncProfile") -> "Iterator[RenderableType]":
     yield from words.advice_lines([profile])
 
 
-def _profiles_view(profiles: "list[SyncProfile]") -> "Iterator[RenderableType]":
+def _profiles_view(profiles: "list[SyncProfile]") -> View:
     yield words.medians_table(profiles)
     yield from words.advice_lines(profiles)
 

@@ -17,7 +17,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET
 class PeerFlags:
     """The options of `orchestrrl sync peer`; those of the peer have the names of its arguments."""
 
-    id: Annotated[str, typer.Option("--id", help="Its name, one of its own in the fleet.")]
+    id: Annotated[str, typer.Option(help="Its name, one of its own in the fleet.")]
     daemon: DaemonOption = DEFAULT_TARGET
     engines: Annotated[
         list[str] | None,
@@ -38,7 +38,6 @@ class PeerFlags:
     engines_at: Annotated[
         list[str] | None,
         typer.Option(
-            "--engines-at",
             metavar="HOST[:PORT[-LAST]]",
             help="The same for engines that listen there; repeat for several.",
         ),
@@ -46,7 +45,6 @@ class PeerFlags:
     ranks_of: Annotated[
         list[str] | None,
         typer.Option(
-            "--ranks-of",
             metavar="NAME",
             help="An engine of several hosts that has ranks on this one, too, and that another host's peer installs"
             " into: both have the same --folder. Repeat for several.",

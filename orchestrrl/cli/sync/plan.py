@@ -2,16 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import EXIT_INFEASIBLE, Output, cells_table, fail
+from orchestrrl.cli.output import EXIT_INFEASIBLE, Output, View, cells_table, fail
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from planner.sync_tree.model import SyncPlan, SyncProblem, Wave
 
 ROWS_SHOWN = 30  # waves
@@ -119,7 +116,7 @@ def _edges(problem: "SyncProblem", wave: "Wave") -> list[dict[str, Any]]:
     ]
 
 
-def _view(plan: "SyncPlan", solve_s: float) -> "Iterator[RenderableType]":
+def _view(plan: "SyncPlan", solve_s: float) -> View:
     if not plan.waves:
         yield "Nothing to send: no shard has a receiver that does not hold it."
         return

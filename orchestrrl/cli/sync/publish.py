@@ -28,14 +28,12 @@ PATIENCE_S = 15.0  # with a daemon that is away, or has not heard of the peer
 @command
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's.")],
-    peer: Annotated[str, typer.Option("--peer", metavar="PEER", help="The peer on this host, by its --id.")],
+    peer: Annotated[str, typer.Option(metavar="PEER", help="The peer on this host, by its --id.")],
     version: Annotated[
         int | None,
-        typer.Option("--version", min=0, max=LARGEST, help="Its number. Default: one above the fleet's."),
+        typer.Option(min=0, max=LARGEST, help="Its number. Default: one above the fleet's."),
     ] = None,
-    peer_folder: Annotated[
-        Path | None, typer.Option("--peer-folder", help="The peer's --folder, where it was given one.")
-    ] = None,
+    peer_folder: Annotated[Path | None, typer.Option(help="The peer's --folder, where it was given one.")] = None,
     next_pause: Annotated[
         bool, typer.Option("--next-pause", help="Engines take it when the pause barrier is closed next, not at once.")
     ] = False,

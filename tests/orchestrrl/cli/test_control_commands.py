@@ -47,7 +47,6 @@ READING = [
     ["requests"],
     ["mode"],
     ["moves"],
-    ["plan", "show"],
     ["plan", "explain"],
     ["plan", "list"],
     ["top", "--once"],
@@ -66,7 +65,7 @@ def test_reading_commands_print_one_json_object(daemon: FakeDaemon, command: lis
 def test_a_daemon_that_has_just_started_has_little_to_say(daemon: FakeDaemon, command: list[str]) -> None:
     daemon.empty = True
     result = run(daemon, *command)
-    if command in (["moves"], ["plan", "show"], ["plan", "explain"]):
+    if command in (["moves"], ["plan", "explain"]):
         assert (result.exit_code, result.stdout) == (1, "")
         assert "yet" in result.stderr
     else:
@@ -147,13 +146,13 @@ def test_moves(daemon: FakeDaemon) -> None:
     assert "12,000" in text
 
 
-def test_plan_show(daemon: FakeDaemon) -> None:
-    text = said(run(daemon, "plan", "show"))
+def test_plan_explain_of_one_plan(daemon: FakeDaemon) -> None:
+    text = said(run(daemon, "plan", "explain"))
     assert text.startswith("plan-3: keep, not acted on why: gain 4.0 s is within epsilon 10 s (gain_too_small)")
     assert "planner: pinned for 9 min 50 s more (benchmark)" in text
-    shown = json.loads(run(daemon, "plan", "show", "plan-3", "--json").stdout)
+    shown = json.loads(run(daemon, "plan", "explain", "plan-3", "--json").stdout)
     assert (shown["plan_id"], shown["control"]["state"]) == ("plan-3", "pinned")
-    missing = run(daemon, "plan", "show", "plan-9")
+    missing = run(daemon, "plan", "explain", "plan-9")
     assert (missing.exit_code, missing.stderr) == (1, "no plan 'plan-9'\n")
 
 
@@ -201,16 +200,6 @@ def test_plan_list(daemon: FakeDaemon) -> None:
         run(daemon, "plan", "list", "--limit", "3")
     )
     assert daemon.heard == [pb.ListPlansRequest(limit=3)]
-
-
-def test_plan_watch_prints_one_object_a_line(daemon: FakeDaemon) -> None:
-    lines = run(daemon, "plan", "watch", "--json").stdout.splitlines()
-    assert [json.loads(line)["plan"]["plan_id"] for line in lines] == ["plan-3"]
-    assert "plan-3 keep: gain 4.0 s is within epsilon 10 s (430.00 s now, 426.00 s" in said(
-        run(daemon, "plan", "watch")
-    )
-    daemon.empty = True
-    assert said(run(daemon, "plan", "watch")).startswith("no plan yet; planner pinned")
 
 
 def test_plan_override_pin_release(daemon: FakeDaemon) -> None:
@@ -298,4 +287,4 @@ def test_the_flag_beats_the_environment(daemon: FakeDaemon) -> None:
 def test_a_unix_socket(tmp_path: Path) -> None:
     path = os.path.relpath(tmp_path / "d.sock")  # absolute ones can be too long for a socket
     with Serving(FakeDaemon(), f"unix:{path}") as daemon:
-        assert json.loads(run(daemon, "plan", "show", "--json").stdout)["plan_id"] == PLAN.plan_id
+        assert json.loads(run(daemon, "plan", "explain", "--json").stdout)["plan_id"] == PLAN.plan_id

@@ -11,8 +11,7 @@ from orchestrrl.cli.control import answer
 from orchestrrl.cli.fabric.text import circuits_view, counts_view, hosts_view, periods_view, route_lines, times_table
 from orchestrrl.cli.fleet.status import fabric_control_text, period_text
 from orchestrrl.cli.lazy import ControlClient, fabric_pb2
-from orchestrrl.cli.output import Output, View, fail, raise_faults
-from orchestrrl.cli.progress import showing
+from orchestrrl.cli.output import Output, View, fail, raise_faults, stdout
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
@@ -83,10 +82,11 @@ async def announce(
         period=period, intent_json=text, within_s=within_s, boundary=boundary, job=job
     )
     last: dict[str, Any] = {}
-    with showing(_live, _news, aside=as_json) as show:
-        async for report in client.watch(client.fabric.AnnouncePeriod, order):
-            last = plain(report)
-            show(last)
+    async for report in client.watch(client.fabric.AnnouncePeriod, order):
+        seen = plain(report)
+        if not as_json and seen["state"] != last.get("state"):
+            stdout().print(escape(period_text(seen)))
+        last = seen
     failed = last["state"] not in ("committed", "kept")
     return Output(last, map(escape, last["notes"]), failure="" if failed else None)
 
@@ -185,14 +185,6 @@ def _intent_text(period: str, source: Path | None, within_s: float) -> str:
         faults += error.faults
     raise_faults(faults)
     return text
-
-
-def _live(report: dict[str, Any]) -> str:
-    return escape(period_text(report))
-
-
-def _news(before: dict[str, Any] | None, report: dict[str, Any]) -> list[str]:
-    return [] if before is not None and before["state"] == report["state"] else [escape(period_text(report))]
 
 
 def _control(control: dict[str, Any]) -> Output:

@@ -50,7 +50,7 @@ def top(
 
     if once or not (stdout().is_terminal or as_json):
         seen = call_daemon(daemon, fetch_all)
-        Output(seen, (picture(each) for each in [seen])).emit(as_json)
+        Output(seen, [picture(seen)]).emit(as_json)
         return
 
     async def print_lines(client: ControlClient) -> None:

@@ -13,7 +13,7 @@ from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
 from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.lazy import weights_pb2 as pb
-from orchestrrl.cli.output import Output, View, fields, raise_faults
+from orchestrrl.cli.output import Output, View, fields, raise_faults, stdout
 from orchestrrl.cli.progress import persistently, until_over
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
@@ -127,7 +127,8 @@ async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: Json
     messages = persistently(fetch, lambda message: _report(message).over, AWAY)
     message = await until_over(messages, _picture, _news, lambda _: words.GOES_ON, as_json)
     report = _report(message)
-    return Output(plain(message), [words.outcome(report)], words.failure(report))
+    ended = [words.outcome(report)] if stdout().is_terminal else []  # in a pipe it is the last line already
+    return Output(plain(message), ended, words.failure(report))
 
 
 def _picture(message: "pb.SyncReport") -> "Text":

@@ -123,7 +123,7 @@ def outcome(report: SyncReport) -> str:
 
 
 def news(before: SyncReport | None, report: SyncReport) -> Iterator[str]:
-    """What has changed since, a line each: for a pipe."""
+    """Yield what has changed since, a line each, for a pipe."""
     if report.over:
         yield outcome(report)
         return

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
     ChangeMode,
     CircuitChange,
@@ -125,7 +126,8 @@ class SwitchWire(Protocol):
 
     - Retryable: the device cannot be reached, or is busy; a setter did certainly not take
     - Permanent: the device refused, with its own words
-    - OutcomeUnknown: the connection broke after a setter was sent.
+    - OutcomeUnknown: the connection broke after a setter was sent
+    - ValueError: the answer makes no sense.
     """
 
     # What this protocol can do with any of its kind, before the device is known; what only the device can tell is added
@@ -154,4 +156,4 @@ class SwitchWire(Protocol):
 
     def events(self) -> AsyncGenerator[SwitchEvent, None]:
         """Asked for only where `events` is declared."""
-        ...
+        raise DriverPermanent("this device reports no events", command="watch")

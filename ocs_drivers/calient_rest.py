@@ -17,16 +17,14 @@ port is ever shown as failed); all words of the states `as`, `os` and `oc` (FAIL
 other than OOS-NP as disabled); how an expired cookie is answered (401 is taken for it). `deleteall` is not in here.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from ocs_drivers import calient_json as parse
-from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.http_session import HttpSession, Scheme, check_status, nonsense, parse_json, read_endpoint
+from ocs_drivers.http_session import HttpOptions, HttpSession, Scheme, check_status, nonsense, parse_json
 from ocs_drivers.model import (
     CircuitState,
     Connectivity,
@@ -34,19 +32,17 @@ from ocs_drivers.model import (
     DeviceCircuit,
     PortState,
     SwitchCapabilities,
-    SwitchEvent,
     SwitchFacts,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import ConfiguredSwitch, SecondsOr0, Text, whole
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
 
-DEFAULT_PORTS: Mapping[str, int] = {Scheme.HTTP: 80, Scheme.HTTPS: 443}
+DEFAULT_PORTS = {Scheme.HTTP: 80, Scheme.HTTPS: 443}
 RECONFIGURATION_S = 0.010  # 3D MEMS (Calient), the paper's table 2
 ROOT = "/rest/"
 MEDIA_TYPE = "application/json"
-REQUESTS = 4  # at most, in one verb of the wire, each with its own limit
 
 
 class CrossConnectDirection(StrEnum):
@@ -59,28 +55,25 @@ class PortSource(StrEnum):
     SUMMARY = "summary"
 
 
-class CalientRestWire:
-    """The verbs of `base.Wire` as requests."""
+class CalientOptions(HttpOptions):
+    default_ports = DEFAULT_PORTS
+    requests = 4
 
-    def __init__(
-        self,
-        session: HttpSession,
-        clock: DeviceClock,
-        *,
-        direction: CrossConnectDirection,
-        group: str,
-        port_source: PortSource,
-        ports: int | None,
-        reconfiguration_s: float,
-    ) -> None:
-        self.capabilities = SwitchCapabilities(bulk=True, port_power=port_source is PortSource.DETAIL)
-        self._session = session
-        self._direction = direction
-        self._group = group
-        self._port_source = port_source
-        self._ports = ports
-        self._reconfiguration_s = reconfiguration_s
-        self._settling = Settling(clock, reconfiguration_s)
+    dir: CrossConnectDirection = CrossConnectDirection.UNI
+    group: Text = "SYSTEM"
+    port_source: PortSource = PortSource.DETAIL
+    ports: Annotated[int, whole(2)] | None = None
+    reconfiguration_s: SecondsOr0 = RECONFIGURATION_S
+
+
+class CalientRestWire(SwitchWire):
+    """The verbs of `base.SwitchWire` as requests."""
+
+    def __init__(self, options: CalientOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_source is PortSource.DETAIL)
+        self._options = options
+        self._session = session or HttpSession(options.endpoint, clock, options.command_timeout_s, cookies=True)
+        self._settling = Settling(clock, options.reconfiguration_s)
         self._names: parse.PortNames | None = None
         self._listed: dict[CrossConnect, parse.CalientConnection] = {}  # as last read
 
@@ -94,7 +87,7 @@ class CalientRestWire:
     async def read_facts(self) -> SwitchFacts:
         config = {"id": "summary", "detail": "SYSCFG"}
         numbers = range(1, len(self._port_names.names) + 1)
-        is_bi = self._direction is CrossConnectDirection.BI
+        is_bi = self._options.dir is CrossConnectDirection.BI
         return SwitchFacts(
             vendor="Calient",
             model=await self._get("node/", config, lambda body: parse.text(body, "partnumber")) or "unknown",
@@ -103,11 +96,11 @@ class CalientRestWire:
             connectivity=Connectivity.ANY_TO_ANY if is_bi else Connectivity.INGRESS_EGRESS,
             ingress_ports=numbers,
             egress_ports=numbers,
-            reconfiguration_s=self._reconfiguration_s,
+            reconfiguration_s=self._options.reconfiguration_s,
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        rows = await self._get("ports/", {"id": self._port_source.value}, parse.ports)
+        rows = await self._get("ports/", {"id": self._options.port_source.value}, parse.ports)
         known = self._accept_port_names([row.name for row in rows])
         has_power = self.capabilities.port_power
         return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
@@ -126,12 +119,12 @@ class CalientRestWire:
                 self._listed[pair] = row
                 if half.is_broken:
                     broken.add(pair)
-        if self._direction is CrossConnectDirection.BI:
+        if self._options.dir is CrossConnectDirection.BI:
             for pair in list(self._listed):
                 if _turned(pair) not in self._listed:
                     broken.add(pair)
         normal = {self._normal(pair): pair in broken or _turned(pair) in broken for pair in self._listed}
-        if self._direction is CrossConnectDirection.UNI:
+        if self._options.dir is CrossConnectDirection.UNI:
             normal = {pair: pair in broken for pair in self._listed}
         shown = self._settling.circuits(normal, moving)
         return [DeviceCircuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in shown]
@@ -140,9 +133,9 @@ class CalientRestWire:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
         known = self._port_names
-        group = {"group": self._group} if self._group else {}
+        group = {"group": self._options.group} if self._options.group else {}
         items = [
-            {"in": known.name(pair.ingress_port), "out": known.name(pair.egress_port), "dir": self._direction.value}
+            {"in": known.name(pair.ingress_port), "out": known.name(pair.egress_port), "dir": self._options.dir.value}
             | group
             for pair in pairs
         ]
@@ -155,7 +148,7 @@ class CalientRestWire:
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
         going = frozenset(pairs) | (
-            frozenset(map(_turned, pairs)) if self._direction is CrossConnectDirection.BI else frozenset()
+            frozenset(map(_turned, pairs)) if self._options.dir is CrossConnectDirection.BI else frozenset()
         )
         items: dict[str, dict[str, str]] = {}
         for pair in going:
@@ -173,9 +166,6 @@ class CalientRestWire:
             return
         await self._set("bdel", [items[conn] for conn in sorted(items)], sorted(items))
 
-    def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        raise DriverPermanent("this driver reports no events")
-
     @property
     def _port_names(self) -> parse.PortNames:
         if self._names is None:
@@ -185,8 +175,10 @@ class CalientRestWire:
     def _accept_port_names(self, names: Sequence[str]) -> parse.PortNames:
         """What is listed now, which must be what was listed first."""
         listed = parse.PortNames(names)
-        if self._ports not in (None, len(listed.names)):
-            raise DriverPermanent(f"the switch lists {len(listed.names)} ports, option ports says {self._ports}")
+        if self._options.ports not in (None, len(listed.names)):
+            raise DriverPermanent(
+                f"the switch lists {len(listed.names)} ports, option ports says {self._options.ports}"
+            )
         if self._names is None:
             self._names = listed
         if changed := sorted({*listed.names} ^ {*self._names.names}):
@@ -235,62 +227,10 @@ def _turned(pair: CrossConnect) -> CrossConnect:
     return CrossConnect(pair.egress_port, pair.ingress_port)
 
 
-class CalientRestSwitch(SwitchDriver):
+class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRestWire):
     """A Calient switch at `address`, HOST or HOST:PORT.
 
     `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
     `password`; `dir` uni or bi, `group` of new connections, `port_source` detail or summary and how many `ports` there
     must be, see the module.
     """
-
-    def __init__(
-        self,
-        device: str,
-        *,
-        clock: DeviceClock | None = None,
-        address: str,
-        scheme: str = Scheme.HTTP,
-        tls_verify: bool = True,
-        tls_ca_file: str | None = None,
-        user: str = "",
-        password: str = "",
-        dir: str = CrossConnectDirection.UNI,
-        group: str = "SYSTEM",
-        port_source: str = PortSource.DETAIL,
-        ports: int | None = None,
-        reconfiguration_s: float = RECONFIGURATION_S,
-        command_timeout_s: float = 5.0,
-        lock_timeout_s: float = 10.0,
-        tune_timeout_s: float | None = None,
-        link_timeout_s: float = 2.0,
-    ) -> None:
-        options = DriverOptions(device)
-        endpoint = read_endpoint(
-            options,
-            address=address,
-            default_ports=DEFAULT_PORTS,
-            scheme=scheme,
-            tls_verify=tls_verify,
-            tls_ca_file=tls_ca_file,
-            user=user,
-            password=password,
-        )
-        options.choice("dir", dir, CrossConnectDirection)
-        options.text("group", group, may_be_empty=True)
-        options.choice("port_source", port_source, PortSource)
-        if ports is not None:
-            options.whole("ports", ports, at_least=2)
-        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
-        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
-        options.check()
-        clock = clock or SystemClock()
-        wire = CalientRestWire(
-            HttpSession(endpoint, clock, limits.command_s, cookies=True),
-            clock,
-            direction=CrossConnectDirection(dir),
-            group=group,
-            port_source=PortSource(port_source),
-            ports=ports,
-            reconfiguration_s=reconfiguration_s,
-        )
-        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=REQUESTS * limits.command_s))

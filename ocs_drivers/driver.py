@@ -83,6 +83,17 @@ async def within(clock: DeviceClock, limit_s: float, work: Awaitable[T]) -> T:
         await asyncio.gather(task, alarm, return_exceptions=True)
 
 
+async def take_turn(clock: DeviceClock, lock: asyncio.Lock, limit_s: float) -> None:
+    """Acquire the lock, or raise TimeoutError after `limit_s` by the clock."""
+    turn = asyncio.ensure_future(lock.acquire())
+    try:
+        await within(clock, limit_s, turn)
+    except asyncio.CancelledError:
+        if not turn.cancelled():  # our turn came at the very moment
+            lock.release()
+        raise
+
+
 def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
     """Return the pause until the next reading, a sixteenth of the wait so far or more: a circuit that does not come up
     is not asked about hundreds of times."""
@@ -435,17 +446,11 @@ class SwitchDriver:
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
-        turn = asyncio.ensure_future(self._writer.acquire())
         try:
-            await within(self._clock, self._limits.lock_s, turn)
+            await take_turn(self._clock, self._writer, self._limits.lock_s)
         except TimeoutError:
-            raise DriverRetryable(
-                f"another change is under way, waited {self._limits.lock_s:g} s", device=self.device
-            ) from None
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # our turn came at the very moment
-                self._writer.release()
-            raise
+            wrong = f"another change is under way, waited {self._limits.lock_s:g} s"
+            raise DriverRetryable(wrong, device=self.device) from None
         try:
             yield
         finally:
@@ -471,7 +476,7 @@ class SwitchDriver:
                 is_sound = True
                 return answer
             except TimeoutError as error:
-                kind = DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
+                kind: type[DriverError] = DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
                 raise kind(str(error), device=self.device, command=command) from None
             except DriverError as error:
                 is_sound = self._is_open and isinstance(error, DriverPermanent)  # not of a login that was refused
@@ -479,6 +484,9 @@ class SwitchDriver:
                 raise
             except AssertionError:
                 raise  # a test's own
+            except ValueError as error:
+                kind = DriverOutcomeUnknown if is_setter and is_sent else DriverPermanent
+                raise kind(f"the answer makes no sense: {error}", device=self.device, command=command) from None
             except Exception as error:  # a defect of the wire, mostly in how it reads an answer that it did not expect
                 logger.exception("%s: the driver failed at %s", self.device, command)
                 failed = (

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path, tree
-from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiSession, NotThere
+from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path
+from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice
+from ocs_drivers.gnmi_wire import GnmiWire
 from ocs_drivers.model import (
     Action,
     CircuitState,
@@ -28,7 +29,6 @@ from ocs_drivers.model import (
     EventKind,
     PortState,
     PortStatus,
-    SwitchCapabilities,
     SwitchFacts,
 )
 
@@ -173,26 +173,17 @@ def _number(value: Any, name: str) -> int:
     return int(text)
 
 
-class OpenConfig:
+class OpenConfigWire(GnmiWire):
     """The model `openconfig`."""
 
-    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
-
-    def __init__(self, origin: str, slot: str, reconfiguration_s: float) -> None:
-        self._origin = origin
-        self._slot = slot
-        self._reconfiguration_s = reconfiguration_s
-        self._software = ""
+    def begin(self, models: Mapping[str, str]) -> None:
+        self._software = models.get(MODEL, "")
         self._known_topology: OpenConfigTopology | None = None
         self._listed_under: dict[CrossConnect, set[int]] = {}  # as last read
 
-    async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
-        self._software = models.get(MODEL, "")
-        self._known_topology = None
-
-    async def read_facts(self, session: GnmiSession) -> SwitchFacts:
-        known = await self._topology(session)
-        chassis = await self._chassis(session)
+    async def read_facts(self) -> SwitchFacts:
+        known = await self._topology()
+        chassis = await self._chassis()
         return SwitchFacts(
             vendor=str(chassis.get("mfg-name") or "OpenConfig"),
             model=str(chassis.get("part-no") or chassis.get("description") or MODEL),
@@ -201,58 +192,52 @@ class OpenConfig:
             connectivity=known.connectivity,
             ingress_ports=known.ingress_ports,
             egress_ports=known.egress_ports,
-            reconfiguration_s=self._reconfiguration_s,
+            reconfiguration_s=self._options.reconfiguration_s,
         )
 
-    async def read_ports(self, session: GnmiSession) -> Sequence[PortState]:
-        return port_states(await self._topology(session), await self._tree(session, STATUSES))
+    async def read_ports(self) -> Sequence[PortState]:
+        return port_states(await self._topology(), await self._tree(STATUSES))
 
-    async def read_circuits(self, session: GnmiSession) -> Sequence[DeviceCircuit]:
-        found = circuits(await self._topology(session), await self._tree(session, CONNECTIONS))
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
+        found = circuits(await self._topology(), await self._tree(CONNECTIONS))
         self._listed_under = {circuit.cross_connect: ports for circuit, ports in found.items()}
         return list(found)
 
-    async def set(self, session: GnmiSession, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        known = await self._topology(session)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        known = await self._topology()
         if action is Action.REMOVE:
             ports = [port for pair in pairs for port in sorted(self._listed_under.get(pair, {pair.ingress_port}))]
-            await session.set(self._origin, delete=[connection_path(known, port) for port in ports])
+            await self._session.set(self._origin, delete=[connection_path(known, port) for port in ports])
             return
         update = []
         for pair in pairs:
-            ends = {"port": str(pair.ingress_port), "peer-slot": self._slot, "peer-port": str(pair.egress_port)}
+            ends = {"port": str(pair.ingress_port), "peer-slot": self._options.slot, "peer-port": str(pair.egress_port)}
             where = (*connection_path(known, pair.ingress_port), Elem("config"))
-            update.append((where, {"slot": self._slot, **ends}))
-        await session.set(self._origin, update=update)
+            update.append((where, {"slot": self._options.slot, **ends}))
+        await self._session.set(self._origin, update=update)
 
-    async def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]:
-        known = await self._topology(session)
-        async for notice in session.subscribe([CONNECTIONS, STATUSES], self._origin):
+    async def news(self) -> AsyncGenerator[GnmiNews, None]:
+        known = await self._topology()
+        async for notice in self._session.subscribe([CONNECTIONS, STATUSES], self._origin):
             for news in port_news(known, notice) if notice.is_change else ():
                 yield news
 
-    async def _topology(self, session: GnmiSession) -> OpenConfigTopology:
+    async def _topology(self) -> OpenConfigTopology:
         if self._known_topology is None:
-            data = await self._tree(session, TOPOLOGY)
+            data = await self._tree(TOPOLOGY)
             if not data:
                 raise DriverPermanent("the device has no optical-switch-topology: does it have this model?")
-            self._known_topology = topology(data, self._slot)
+            self._known_topology = topology(data, self._options.slot)
         return self._known_topology
 
-    async def _chassis(self, session: GnmiSession) -> Mapping[str, Any]:
+    async def _chassis(self) -> Mapping[str, Any]:
         """What openconfig-platform says of the chassis; nothing if the device does not tell."""
         try:
-            components = entries(member(await self._tree(session, COMPONENTS), "component"))
+            components = entries(member(await self._tree(COMPONENTS), "component"))
         except DriverPermanent:
             return {}
         states = [mapping(component.get("state")) for component in components]
         return next((state for state in states if str(state.get("type", "")).endswith("CHASSIS")), {})
 
-    async def _tree(self, session: GnmiSession, where: Path) -> Any:
-        """What is below a path; empty if nothing is."""
-        try:
-            updates = await session.get(where, self._origin)
-        except NotThere:
-            return {}
-        rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
-        return mapping(member(tree(rooted), *(elem.name for elem in where)))
+    async def _tree(self, where: Path) -> Any:
+        return await self._session.tree(where, self._origin)

@@ -6,7 +6,7 @@ in the event loop beside every other channel of the process; it needs no threads
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as File
 from typing import Any, TypeVar
@@ -15,7 +15,17 @@ import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.gnmi_data import Path, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
+from ocs_drivers.gnmi_data import (
+    Path,
+    mapping,
+    member,
+    path_from_pb,
+    path_to_pb,
+    shown,
+    tree,
+    value_from_pb,
+    value_to_pb,
+)
 from ocs_drivers.model import CrossConnect, EventKind
 
 T = TypeVar("T")
@@ -125,6 +135,15 @@ class GnmiSession:
             ]
         except ValueError as error:
             raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
+
+    async def tree(self, where: Path, origin: str = "") -> Mapping[str, Any]:
+        """The container at a path, put together from whatever updates come; empty if nothing is there."""
+        try:
+            updates = await self.get(where, origin)
+        except NotThere:
+            return {}
+        rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
+        return mapping(member(tree(rooted), *(elem.name for elem in where)))
 
     async def set(
         self, origin: str = "", *, delete: Sequence[Path] = (), update: Sequence[tuple[Path, object]] = ()

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.gnmi_data import Path, mapping, member, path, tree
-from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiSession, NotThere
+from ocs_drivers.gnmi_data import Path, mapping, member, path
+from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice
+from ocs_drivers.gnmi_wire import GnmiWire
 from ocs_drivers.model import (
     Action,
     CircuitState,
@@ -30,7 +31,6 @@ from ocs_drivers.model import (
     EventKind,
     PortState,
     PortStatus,
-    SwitchCapabilities,
     SwitchFacts,
 )
 
@@ -168,29 +168,19 @@ class SonicPortWatch:
         return GnmiNews(EventKind.PORT, f"port {name} {status}", port=port)
 
 
-class Sonic:
+class SonicWire(GnmiWire):
     """The model `sonic`."""
 
-    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
-
-    def __init__(self, origin: str, reconfiguration_s: float) -> None:
-        self._origin = origin
-        self._is_origin_given = bool(origin)
-        self._reconfiguration_s = reconfiguration_s
-        self._suffix: str | None = None  # of the tables in STATE_DB, once known
-        self._software = ""
-        self._known_sides: SonicPorts | None = None
-
-    async def open(self, session: GnmiSession, models: Mapping[str, str]) -> None:
-        if not self._is_origin_given:
+    def begin(self, models: Mapping[str, str]) -> None:
+        if not self._options.origin:
             self._origin = next((origin for origin in ORIGINS if origin in models), ORIGINS[0])
         self._software = models.get(self._origin, "")
-        self._suffix = None
-        self._known_sides = None
+        self._suffix: str | None = None  # of the tables in STATE_DB, once known
+        self._known_sides: SonicPorts | None = None
 
-    async def read_facts(self, session: GnmiSession) -> SwitchFacts:
-        sides = await self._sides(session)
-        device = mapping(member(await self._table(session, CONFIG, METADATA), HOST))
+    async def read_facts(self) -> SwitchFacts:
+        sides = await self._sides()
+        device = mapping(member(await self._table(CONFIG, METADATA), HOST))
         return SwitchFacts(
             vendor="SONiC",
             model=str(device.get("hwsku") or device.get("platform") or "unknown"),
@@ -199,44 +189,44 @@ class Sonic:
             connectivity=Connectivity.INGRESS_EGRESS,
             ingress_ports=range(1, sides.a_ports + 1),
             egress_ports=range(sides.a_ports + 1, sides.a_ports + sides.b_ports + 1),
-            reconfiguration_s=self._reconfiguration_s,
+            reconfiguration_s=self._options.reconfiguration_s,
         )
 
-    async def read_ports(self, session: GnmiSession) -> Sequence[PortState]:
-        sides = await self._sides(session)
-        ordered = await self._table(session, CONFIG, PORTS)
-        return port_states(sides, ordered, await self._shown(session, PORTS))
+    async def read_ports(self) -> Sequence[PortState]:
+        sides = await self._sides()
+        ordered = await self._table(CONFIG, PORTS)
+        return port_states(sides, ordered, await self._shown(PORTS))
 
-    async def read_circuits(self, session: GnmiSession) -> Sequence[DeviceCircuit]:
-        sides = await self._sides(session)
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
+        sides = await self._sides()
         # In this order: what leaves the first table in between is still in the second.
-        ordered = await self._table(session, CONFIG, CROSS_CONNECTS)
-        return circuits(sides, ordered, await self._shown(session, CROSS_CONNECTS))
+        ordered = await self._table(CONFIG, CROSS_CONNECTS)
+        return circuits(sides, ordered, await self._shown(CROSS_CONNECTS))
 
-    async def set(self, session: GnmiSession, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        sides = await self._sides(session)
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        sides = await self._sides()
         if action is Action.REMOVE:
-            await session.set(self._origin, delete=[cross_connect_path(sides.key(pair)) for pair in pairs])
+            await self._session.set(self._origin, delete=[cross_connect_path(sides.key(pair)) for pair in pairs])
             return
         update = []
         for pair in pairs:
             entry = {"a_side": sides.name(pair.ingress_port), "b_side": sides.name(pair.egress_port)}
             update.append((cross_connect_path(sides.key(pair)), entry))
-        await session.set(self._origin, update=update)
+        await self._session.set(self._origin, update=update)
 
-    async def watch(self, session: GnmiSession) -> AsyncGenerator[GnmiNews, None]:
-        sides = await self._sides(session)
-        ordered = await self._table(session, CONFIG, PORTS)
-        watch = SonicPortWatch(sides, ordered, await self._shown(session, PORTS))
+    async def news(self) -> AsyncGenerator[GnmiNews, None]:
+        sides = await self._sides()
+        ordered = await self._table(CONFIG, PORTS)
+        watch = SonicPortWatch(sides, ordered, await self._shown(PORTS))
         suffix = self._suffix or ""  # known by now, if the tables are there
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
-        async for notice in session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
+        async for notice in self._session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
             for news in watch.port_news(notice):
                 yield news
 
-    async def _sides(self, session: GnmiSession) -> SonicPorts:
+    async def _sides(self) -> SonicPorts:
         if self._known_sides is None:
-            listed = await self._table(session, CONFIG, PORTS)
+            listed = await self._table(CONFIG, PORTS)
             if not listed:
                 raise DriverPermanent(
                     f"{CONFIG} has no ports in {PORTS}: is it an OCS, and {self._origin!r} its origin?"
@@ -244,24 +234,18 @@ class Sonic:
             self._known_sides = sides_of(listed)
         return self._known_sides
 
-    async def _shown(self, session: GnmiSession, table: str) -> Mapping[str, Any]:
+    async def _shown(self, table: str) -> Mapping[str, Any]:
         """A table of STATE_DB, under whichever name; empty where there is none yet."""
         for suffix in SUFFIXES if self._suffix is None else (self._suffix,):
-            rows = await self._table(session, STATE, table + suffix)
+            rows = await self._table(STATE, table + suffix)
             if rows:
                 self._suffix = suffix
                 return rows
         return {}
 
-    async def _table(self, session: GnmiSession, database: str, table: str) -> Mapping[str, Any]:
+    async def _table(self, database: str, table: str) -> Mapping[str, Any]:
         """All rows; a table without rows does not exist."""
-        where = path(database, HOST, table)
-        try:
-            updates = await session.get(where, self._origin)
-        except NotThere:
-            return {}
-        rooted = [(elems if elems[:3] == where else (*where, *elems), value) for elems, value in updates]
-        return mapping(member(tree(rooted), database, HOST, table))
+        return await self._session.tree(path(database, HOST, table), self._origin)
 
 
 def cross_connect_path(key: str) -> Path:

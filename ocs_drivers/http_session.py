@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 from urllib.parse import quote
 
 import aiohttp
@@ -21,7 +21,17 @@ from yarl import URL
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import within
 from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import (
+    Address,
+    DriverOptions,
+    FilledText,
+    Flag,
+    SecondsOr0,
+    Text,
+    is_text,
+    must_be,
+    split_address,
+)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects is half of it
 MAX_HEADER_BYTES = 8 * 1024
@@ -58,38 +68,39 @@ class DeviceResponse:
         return f"HTTP {self.status}" + (f": {shown[:SHOWN_CHARACTERS]}" if shown else "")
 
 
-def read_endpoint(
-    options: DriverOptions,
-    *,
-    address: object,
-    default_ports: Mapping[str, int],
-    scheme: object,
-    tls_verify: object,
-    tls_ca_file: object,
-    user: object,
-    password: object,
-) -> HttpEndpoint:
-    """The endpoint that the options of a driver name; faults go to `options`."""
-    is_scheme = options.choice("scheme", scheme, Scheme)
-    host, port = options.address(address, default_ports[str(scheme)] if is_scheme else 0)
-    for name, value in (("user", user), ("password", password)):
-        options.text(name, value, may_be_empty=True)
-    if isinstance(user, str) and ":" in user:  # Basic authentication ends the name there
-        options.add("user", "must be without a colon", user)
-    if password and not user:
-        options.faults.append("user: is missing, and a password is given")
-    verify = options.flag("tls_verify", tls_verify)
-    tls: ssl.SSLContext | bool = True
-    if tls_ca_file is not None and options.text("tls_ca_file", tls_ca_file):
-        if scheme != Scheme.HTTPS or not verify:
-            options.add("tls_ca_file", "needs scheme https and tls_verify", tls_ca_file)
-        try:
-            tls = ssl.create_default_context(cafile=str(tls_ca_file))
-        except (OSError, ssl.SSLError) as error:
-            options.add("tls_ca_file", f"cannot be used ({error})", tls_ca_file)
-    elif not verify:
-        tls = False
-    return HttpEndpoint(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", str(user), str(password), tls)
+class HttpOptions(DriverOptions):
+    """What every driver over HTTP lets its users set. `tls_ca_file` (PEM) stands in the place of the system's."""
+
+    default_ports: ClassVar[Mapping[Scheme, int]]
+
+    address: Address
+    scheme: Scheme = Scheme.HTTP
+    tls_verify: Flag = True
+    tls_ca_file: FilledText | None = None
+    # Basic authentication ends the name at a colon.
+    user: Annotated[str, must_be("without a colon", lambda value: ":" not in value), must_be("text", is_text)] = ""
+    password: Text = ""
+    reconfiguration_s: SecondsOr0
+
+    def conflicts(self) -> list[str]:
+        wrong = ["user: is missing, and a password is given"] if self.password and not self.user else []
+        if self.tls_ca_file is not None:
+            if self.scheme != Scheme.HTTPS or not self.tls_verify:
+                wrong.append(f"tls_ca_file: needs scheme https and tls_verify, got {self.tls_ca_file!r}")
+            try:
+                ssl.create_default_context(cafile=self.tls_ca_file)
+            except (OSError, ssl.SSLError) as error:
+                wrong.append(f"tls_ca_file: cannot be used ({error}), got {self.tls_ca_file!r}")
+        return wrong
+
+    @property
+    def endpoint(self) -> HttpEndpoint:
+        host, port = split_address(self.address, self.default_ports[self.scheme])
+        tls: ssl.SSLContext | bool = self.tls_verify
+        if self.tls_ca_file is not None:
+            tls = ssl.create_default_context(cafile=self.tls_ca_file)
+        url = f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return HttpEndpoint(url, self.user, self.password, tls)
 
 
 class HttpSession:

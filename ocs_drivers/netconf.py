@@ -12,9 +12,7 @@ power and system alarms; of cross-connects it tells only in the free text of an 
 switched that on.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import paramiko
@@ -23,8 +21,7 @@ from ncclient.transport.errors import AuthenticationError, SSHUnknownHostError
 
 from ocs_drivers import netconf_xml as xml
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
     Action,
@@ -33,11 +30,19 @@ from ocs_drivers.model import (
     DeviceCircuit,
     PortState,
     SwitchCapabilities,
-    SwitchEvent,
     SwitchFacts,
 )
 from ocs_drivers.netconf_session import NetconfLogin, NetconfSession
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import (
+    Address,
+    ConfiguredSwitch,
+    DriverOptions,
+    FilledText,
+    Flag,
+    SecondsOr0,
+    Text,
+    split_address,
+)
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -55,37 +60,50 @@ class RpcRefused(Exception):
         self.is_busy = any(error.tag in BUSY_TAGS for error in errors)
 
 
-@dataclass(frozen=True, slots=True)
-class NetconfSettings:
-    """What the device does not tell."""
+class NetconfOptions(DriverOptions):
+    """`revision` "": as the device announces it. `size` "": as in the model name."""
 
-    revision: str = ""  # of optical-switch; "": as announced
-    size: str = ""  # as 16x16; "": as in the model name
-    reconfiguration_s: float = 0.025
-    power: bool = False
+    address: Address
+    user: FilledText = "admin"
+    password: Text = ""
+    key_file: Text = ""
+    known_hosts: Text = ""
+    host_key: Text = ""
+    verify_host_key: Flag = True
+    revision: yang.Revision = ""
+    size: yang.Size = ""
+    power: Flag = False
+    reconfiguration_s: SecondsOr0 = 0.025
+
+    def conflicts(self) -> list[str]:
+        return [] if self.password or self.key_file else ["password: must be set, or key_file, got ''"]
+
+    def new_session(self) -> NetconfSession:
+        host, port = split_address(self.address, DEFAULT_PORT)
+        proof = (self.known_hosts, self.host_key, self.verify_host_key)
+        login = NetconfLogin(host, port, self.user, self.password, self.key_file, *proof)
+        # The driver's own limit comes first; that of the thread is for what nobody is left to cut.
+        return NetconfSession(login, 2 * self.command_timeout_s)
 
 
-class NetconfWire:
-    """The `base.Wire` of one switch."""
+class NetconfWire(SwitchWire):
+    """The `base.SwitchWire` of one switch."""
 
-    def __init__(
-        self, new_session: Callable[[], NetconfSession], settings: NetconfSettings, clock: DeviceClock
-    ) -> None:
-        self.capabilities = SwitchCapabilities(bulk=True, port_power=settings.power)
-        self._new_session = new_session
-        self._settings = settings
-        self._settling = Settling(clock, settings.reconfiguration_s)
+    def __init__(self, options: NetconfOptions, clock: DeviceClock) -> None:
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=options.power)
+        self._options = options
+        self._settling = Settling(clock, options.reconfiguration_s)
         self._as_listed: dict[frozenset[int], CrossConnect] = {}
         self._session: NetconfSession | None = None
         self._announced: frozenset[str] = frozenset()
         self._revision = ""
 
     async def open(self) -> None:
-        self._session = self._new_session()
+        self._session = self._options.new_session()
         try:
             self._announced = await _translated("open", self._session.open())
             told = xml.module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
-            self._revision = self._settings.revision or told or ""
+            self._revision = self._options.revision or told or ""
             if not self._revision:
                 what = "the revision of module" if told == "" else "module"
                 raise DriverPermanent(
@@ -106,9 +124,9 @@ class NetconfWire:
         if xml.module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None:
             filters.append(xml.STARTUP_FILTER)
         data = await self._get(filters)
-        told = _sense(lambda: xml.product(data))
-        ports = _sense(lambda: xml.port_numbers(data, self._revision))
-        sides = yang.sides(told["model-name"], ports, self._settings.size or None)
+        told = xml.product(data)
+        ports = xml.port_numbers(data, self._revision)
+        sides = yang.sides(told["model-name"], ports, self._options.size or None)
         return SwitchFacts(
             vendor=told["manufacturer"] or "Polatis",
             model=told["model-name"] or "unknown",
@@ -117,23 +135,23 @@ class NetconfWire:
             connectivity=sides.connectivity,
             ingress_ports=sides.ingress_ports,
             egress_ports=sides.egress_ports,
-            reconfiguration_s=self._settings.reconfiguration_s,
+            reconfiguration_s=self._options.reconfiguration_s,
             boot=yang.BOOT.get(xml.startup_mode(data), BootBehaviour.UNKNOWN),
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        with_power = self._settings.power
+        with_power = self._options.power
         if yang.has_port_config(self._revision):
             filters = [xml.ports_filter(self._revision, "port-id", "status"), *([xml.POWER_FILTER] * with_power)]
         else:
             filters = [xml.ports_filter(self._revision, "port-id", "port-status", *(["opm/power"] * with_power))]
         data = await self._get(filters)
-        return _sense(lambda: xml.port_states(data, self._revision, with_power=with_power))
+        return xml.port_states(data, self._revision, with_power=with_power)
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
-        listed = _sense(lambda: xml.cross_connects(data, self._revision))
+        listed = xml.cross_connects(data, self._revision)
         self._as_listed = {frozenset((pair.ingress_port, pair.egress_port)): pair for pair in listed}
         return self._settling.circuits(listed, moving)
 
@@ -147,9 +165,6 @@ class NetconfWire:
         # An any-to-any switch lists a pair under the port that was named first when it was made.
         listed = (self._as_listed.get(frozenset((pair.ingress_port, pair.egress_port)), pair) for pair in pairs)
         await self._set(Action.REMOVE, tuple(listed))
-
-    def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        raise DriverPermanent("the notifications of this device do not tell of cross-connects")
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         config = xml.edit(self._revision, action, pairs)
@@ -235,20 +250,13 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
 
 
-def _sense(read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except ValueError as error:
-        raise DriverPermanent(f"the answer makes no sense: {error}") from None
-
-
 def _rpc_error_text(error: Any) -> str:
     """An <rpc-error>, as the device put it."""
     parts = (error.tag, error.app_tag, error.message, error.path and f"at {error.path}")
     return ": ".join(" ".join(str(part).split()) for part in parts if part) or "rpc-error"
 
 
-class NetconfSwitch(SwitchDriver):
+class NetconfSwitch(ConfiguredSwitch, options=NetconfOptions, wire=NetconfWire):
     """The driver `netconf`. `address` is `HOST` or `HOST:PORT`.
 
     The device must prove who it is by a host key in `known_hosts` (a file; by default the user's own) or by `host_key`
@@ -256,50 +264,3 @@ class NetconfSwitch(SwitchDriver):
     whose model name does not tell; `revision` of module optical-switch for those that do not announce it; `power`
     for those with power monitors.
     """
-
-    def __init__(
-        self,
-        device: str,
-        *,
-        address: str,
-        clock: DeviceClock | None = None,
-        user: str = "admin",
-        password: str = "",
-        key_file: str = "",
-        known_hosts: str = "",
-        host_key: str = "",
-        verify_host_key: bool = True,
-        revision: str | date = "",
-        size: str = "",
-        power: bool = False,
-        reconfiguration_s: float = 0.025,
-        command_timeout_s: float = 5.0,
-        lock_timeout_s: float = 10.0,
-        tune_timeout_s: float | None = None,
-        link_timeout_s: float = 2.0,
-    ) -> None:
-        options = DriverOptions(device)
-        host, port = options.address(address, DEFAULT_PORT)
-        options.text("user", user)
-        for name, text in (("password", password), ("key_file", key_file), ("known_hosts", known_hosts)):
-            options.text(name, text, may_be_empty=True)
-        options.text("host_key", host_key, may_be_empty=True)
-        if password == "" and key_file == "":
-            options.add("password", "must be set, or key_file", password)
-        options.flag("verify_host_key", verify_host_key)
-        options.flag("power", power)
-        if isinstance(revision, date):  # as YAML reads it
-            revision = revision.isoformat()
-        if options.text("revision", revision, may_be_empty=True) and revision and not yang.is_revision(revision):
-            options.add("revision", "must be a date, as 2018-03-22", revision)
-        if options.text("size", size, may_be_empty=True) and size and yang.parse_size(size) is None:
-            options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
-        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
-        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
-        options.check()
-        login = NetconfLogin(host, port, user, password, key_file, known_hosts, host_key, verify_host_key)
-        settings = NetconfSettings(revision, size, reconfiguration_s, power)
-        clock = clock or SystemClock()
-        # The driver's own limit comes first; that of the thread is for what nobody is left to cut.
-        wire = NetconfWire(lambda: NetconfSession(login, 2 * limits.command_s), settings, clock)
-        super().__init__(device, wire, clock=clock, limits=limits)

@@ -1,92 +1,164 @@
-"""The options of a driver, checked together: every fault is told at once, with its path and value."""
+"""The options of a driver as a pydantic model: every fault is reported at once, with its path and value.
 
+A family declares its options as a subclass of `DriverOptions` and names it in its `ConfiguredSwitch`.
+"""
+
+import inspect
 import math
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from ocs_drivers.driver import DriverTimeouts
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.driver import DriverTimeouts, SwitchDriver
 from ocs_drivers.errors import InvalidOptions
 
 
-class DriverOptions:
-    """Collects faults while a driver's constructor looks at its arguments; `check` raises them. Values may be of any
-    type: they come from a configuration file."""
+def must_be(what: str, is_right: Callable[[Any], object]) -> BeforeValidator:
+    """Return a validator that takes values as they are, and refuses those that are not right as `must be WHAT`."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self.faults: list[str] = []
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(f"must be {what}")
+        return value
 
-    def add(self, name: str, wrong: str, value: object) -> None:
-        self.faults.append(f"{name}: {wrong}, got {value!r}")
+    return BeforeValidator(check)
 
-    def address(self, address: object, default_port: int) -> tuple[str, int]:
-        """Host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
-        host, port, is_right = "", default_port, isinstance(address, str)
-        if isinstance(address, str):
-            host, colon, digits = address.rpartition(":") if ":" in address else (address, "", "")
-            if address.startswith("[") and address.endswith("]"):
-                host, colon, digits = address, "", ""
-            if colon:
-                is_right = digits.isdecimal() and 0 < int(digits) < 65536
-                port = int(digits) if is_right else default_port
-            host = host.removeprefix("[").removesuffix("]")
-        if not is_right or not host or any(sign.isspace() or sign == "/" for sign in host):
-            self.add("address", "must be HOST or HOST:PORT", address)
-        return host, port
 
-    def text(self, name: str, value: object, *, may_be_empty: bool = False) -> bool:
-        is_right = isinstance(value, str) and bool(value or may_be_empty)
-        if not is_right:
-            self.add(name, "must be text", value)
-        return is_right
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    def flag(self, name: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            self.add(name, "must be true or false", value)
-        return value is True
 
-    def whole(self, name: str, value: object, *, at_least: int | None = None) -> bool:
-        """Whether it is a whole number as wanted."""
-        is_right = isinstance(value, int) and not isinstance(value, bool) and (at_least is None or value >= at_least)
-        if not is_right:
-            self.add(name, "must be a whole number" + (f" >= {at_least}" if at_least is not None else ""), value)
-        return is_right
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
-    def choice(self, name: str, value: object, choices: type[StrEnum]) -> bool:
-        is_right = value in list(choices)
-        if not is_right:
-            self.add(name, f"must be one of {', '.join(choices)}", value)
-        return is_right
 
-    def seconds(self, name: str, value: object, *, may_be_0: bool = False) -> bool:
-        is_right = (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-            and (value > 0 or (may_be_0 and value == 0))
-        )
-        if not is_right:
-            self.add(name, f"must be a number {'>=' if may_be_0 else '>'} 0", value)
-        return is_right
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
 
-    def limits(
-        self, command_timeout_s: float, lock_timeout_s: float, tune_timeout_s: float | None, link_timeout_s: float
-    ) -> DriverTimeouts:
-        """What every driver lets its users set; the defaults where it is wrong."""
-        times = {
-            "command_timeout_s": command_timeout_s,
-            "lock_timeout_s": lock_timeout_s,
-            "link_timeout_s": link_timeout_s,
-        }
-        if tune_timeout_s is not None:
-            times["tune_timeout_s"] = tune_timeout_s
-        before = len(self.faults)
-        for name, value in times.items():
-            self.seconds(name, value)
-        if len(self.faults) > before:
-            return DriverTimeouts()
-        return DriverTimeouts(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
 
-    def check(self) -> None:
-        """Raises InvalidOptions if anything was wrong."""
-        if self.faults:
-            raise InvalidOptions([f"options.{fault}" for fault in self.faults], device=self._device)
+def whole(at_least: int, at_most: int | None = None) -> BeforeValidator:
+    """Return the validator of a whole number within these limits."""
+    limits = f">= {at_least}" if at_most is None else f"within {at_least}..{at_most}"
+    most = math.inf if at_most is None else at_most
+    return must_be(f"a whole number {limits}", lambda value: is_whole(value) and at_least <= value <= most)
+
+
+def split_address(address: str, default_port: int) -> tuple[str, int]:
+    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`; ValueError for anything else."""
+    is_bare = ":" not in address or (address.startswith("[") and address.endswith("]"))
+    host, digits = (address, str(default_port)) if is_bare else address.rsplit(":", 1)
+    host = host.removeprefix("[").removesuffix("]")
+    is_port = digits.isascii() and digits.isdecimal() and 0 < int(digits) < 65536
+    if not host or not is_port or any(sign.isspace() or sign == "/" for sign in host):
+        raise ValueError("must be HOST or HOST:PORT")
+    return host, int(digits)
+
+
+def _is_address(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(split_address(value, 1))
+    except ValueError:
+        return False
+
+
+Address = Annotated[str, must_be("HOST or HOST:PORT", _is_address)]
+Flag = Annotated[bool, must_be("true or false", lambda value: isinstance(value, bool))]
+Text = Annotated[str, must_be("text", is_text)]
+FilledText = Annotated[str, must_be("text", lambda value: isinstance(value, str) and value)]
+Seconds = Annotated[float, must_be("a number > 0", lambda value: is_number(value) and value > 0)]
+SecondsOr0 = Annotated[float, must_be("a number >= 0", lambda value: is_number(value) and value >= 0)]
+
+
+class CheckedOptions(BaseModel):
+    """Options of any kind of device. Values come from a configuration file and may be of any type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def conflicts(self) -> list[str]:
+        """Return what is wrong with options together, each as `NAME: WHAT`. Options that are wrong by themselves have
+        their defaults here, and values are as they were given."""
+        return []
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], prefix: str = "options.") -> Self:
+        """Return the options that were given, checked. Raises InvalidOptions with every fault."""
+        faults: list[str] = []
+        try:
+            options = cls.model_validate(given)
+        except ValidationError as error:
+            faults = [_fault_text(detail) for detail in error.errors()]
+            wrong = {detail["loc"][0] for detail in error.errors()}
+            options = cls.model_construct(**{name: value for name, value in given.items() if name not in wrong})
+        if faults := faults + options.conflicts():
+            raise InvalidOptions([f"{prefix}{fault}" for fault in faults])
+        return options
+
+
+class DriverOptions(CheckedOptions):
+    """What every driver lets its users set."""
+
+    requests: ClassVar[int] = 1  # at most, in one verb of the wire, each with its own limit
+
+    command_timeout_s: Seconds = 5.0
+    lock_timeout_s: Seconds = 10.0
+    tune_timeout_s: Seconds | None = None
+    link_timeout_s: Seconds = 2.0
+
+    @property
+    def limits(self) -> DriverTimeouts:
+        command_s = self.requests * self.command_timeout_s
+        return DriverTimeouts(command_s, self.lock_timeout_s, self.tune_timeout_s, self.link_timeout_s)
+
+
+class FromOptions:
+    """A mix-in for drivers that are made from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
+    wire=MyWire)`. The fields of the options become keyword-only parameters of the class, and `wire` makes the wire from
+    the options and the clock."""
+
+    _options_type: ClassVar[type[Any]]
+    _make_wire: ClassVar[Any]
+
+    def __init_subclass__(
+        cls, options: type[CheckedOptions] | None = None, wire: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        if wire is not None:
+            cls._make_wire = staticmethod(wire)
+        if options is None:
+            return  # a variation of a driver that has its options
+        cls._options_type = options
+        device = inspect.Parameter("device", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        clock = inspect.Parameter("clock", inspect.Parameter.KEYWORD_ONLY, default=None)
+        options_of = inspect.signature(options).parameters.values()
+        cls.__signature__ = inspect.Signature([device, clock, *options_of])  # type: ignore[attr-defined]  # of inspect
+
+
+class ConfiguredSwitch(FromOptions, SwitchDriver):
+    """A SwitchDriver made from options."""
+
+    def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
+        self.device = device
+        try:
+            options = self._options_type.read(given)
+        except InvalidOptions as error:
+            error.device = device
+            raise
+        clock = clock or SystemClock()
+        super().__init__(device, self._make_wire(options, clock), clock=clock, limits=options.limits)
+
+
+def _fault_text(detail: Any) -> str:
+    name = str(detail["loc"][0])
+    match detail["type"]:
+        case "missing":
+            return f"{name}: is missing"
+        case "extra_forbidden":
+            return f"{name}: is no option, got {detail['input']!r}"
+        case "enum":
+            wrong = f"must be one of {detail['ctx']['expected'].replace(' or ', ', ').replace(chr(39), '')}"
+        case "value_error":
+            wrong = str(detail["ctx"]["error"])
+        case _:
+            wrong = detail["msg"]
+    return f"{name}: {wrong}, got {detail['input']!r}"

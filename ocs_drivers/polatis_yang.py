@@ -10,9 +10,14 @@ N+1..N+M on the egress side. Unknown: how a switch tells N from M. No leaf holds
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import date
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import BootBehaviour, Connectivity, PortStatus
+from ocs_drivers.options import must_be
 
 MODULE = "optical-switch"
 NAMESPACE = "http://www.polatis.com/yang/optical-switch"
@@ -100,6 +105,26 @@ def sides(model_name: str, ports: Collection[int], size: str | None = None) -> P
             "set option size, as 16x16, or 32xCC for any-to-any"
         )
     return found
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, str) and parse_size(value) is not None
+
+
+def _is_date(value: object) -> bool:
+    return isinstance(value, str) and is_revision(value)
+
+
+def _iso(value: object) -> object:
+    """A date is text; YAML reads it as a date."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+# Options; "" is as good as none.
+Size = Annotated[str, must_be("as 16x16, or 32xCC for any-to-any", lambda value: value == "" or _is_size(value))]
+Revision = Annotated[
+    str, must_be("a date as 2017-08-04", lambda value: value == "" or _is_date(value)), BeforeValidator(_iso)
+]
 
 
 def parse_port(value: object) -> int:

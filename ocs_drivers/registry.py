@@ -23,37 +23,38 @@ def make_driver(
     Raises InvalidOptions with every fault: an unknown driver (listing the known ones), unknown or missing options,
     values that the driver refuses.
     """
-    entries = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if name not in entries:
-        raise InvalidOptions([f"driver: must be one of {', '.join(sorted(entries))}, got {name!r}"], device=device)
     try:
-        factory: Any = entries[name].load()
-    except ModuleNotFoundError as error:
-        wrong = f"driver: {name} needs {error.name}, which is not installed: pip install 'orchestrrl[{name}]'"
-        raise InvalidOptions([wrong], device=device) from error
-    given = dict(options or {})
-    accepted = _options(factory)
-    faults = [
-        f"options.{option}: is not an option of driver {name} (known: {', '.join(sorted(accepted))}), got {value!r}"
-        for option, value in given.items()
-        if option not in accepted
-    ]
-    faults += [f"options.{option}: is missing" for option, needed in accepted.items() if needed and option not in given]
-    if faults:
-        raise InvalidOptions(faults, device=device)
-    try:
-        driver: OcsDriver = factory(device, clock=clock or SystemClock(), **given)
+        driver: OcsDriver = make_from_group(ENTRY_POINT_GROUP, name, device, options or {}, clock or SystemClock())
     except InvalidOptions as error:
         error.device = device
         raise
     return driver
 
 
-def _options(factory: Any) -> dict[str, bool]:
-    """Names of a factory's options; True for those that must be given."""
-    parameters = inspect.signature(factory).parameters.values()
-    return {
+def make_from_group(group: str, name: str, device: str, options: Mapping[str, Any], clock: object) -> Any:
+    """The driver that the entry point `name` of the group makes. Raises InvalidOptions as `make_driver` does."""
+    entries = {entry.name: entry for entry in entry_points(group=group)}
+    if name not in entries:
+        raise InvalidOptions([f"driver: must be one of {', '.join(sorted(entries))}, got {name!r}"])
+    try:
+        factory: Any = entries[name].load()
+    except ModuleNotFoundError as error:
+        wrong = f"driver: {name} needs {error.name}, which is not installed: pip install 'orchestrrl[{name}]'"
+        raise InvalidOptions([wrong]) from error
+    accepted = {
         parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
+        for parameter in inspect.signature(factory).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "clock"
     }
+    known = ", ".join(sorted(accepted))
+    faults = [
+        f"options.{option}: is not an option of driver {name} (known: {known}), got {value!r}"
+        for option, value in options.items()
+        if option not in accepted
+    ]
+    faults += [
+        f"options.{each}: is missing" for each, is_needed in accepted.items() if is_needed and each not in options
+    ]
+    if faults:
+        raise InvalidOptions(faults)
+    return factory(device, clock=clock, **options)

@@ -22,25 +22,23 @@ before its mirrors are in place (it counts as tuned after the stated time at the
 this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from enum import StrEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers import restconf_json as parse
-from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import (
     DeviceResponse,
+    HttpOptions,
     HttpSession,
     Scheme,
     check_status,
     nonsense,
     parse_json,
-    read_endpoint,
 )
 from ocs_drivers.model import (
     Action,
@@ -49,10 +47,9 @@ from ocs_drivers.model import (
     DeviceCircuit,
     PortState,
     SwitchCapabilities,
-    SwitchEvent,
     SwitchFacts,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import ConfiguredSwitch, Flag, SecondsOr0, must_be
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -65,7 +62,6 @@ YANG_LIBRARY = "/data/ietf-yang-library:modules-state"
 YANG_PATCH_TYPE = "application/yang-patch+json"
 CAPABILITIES = "/data/ietf-restconf-monitoring:restconf-state/capabilities"
 STARTUP_MODE = f"/data/{yang.MODULE}:system-config/{yang.POLATIS_MODULE}:startup-mode"
-REQUESTS = 6  # at most, in one verb of the wire, each with its own limit
 
 
 class ChangeWith(StrEnum):
@@ -75,38 +71,39 @@ class ChangeWith(StrEnum):
     SINGLE = "single"
 
 
-class RestconfWire:
-    """The verbs of `base.Wire` as requests. Needs to know the revision of the model before it can set anything."""
+def _is_root(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("/") and value.isascii() and not set(value) & set("?# %")
 
-    def __init__(
-        self,
-        session: HttpSession,
-        clock: DeviceClock,
-        *,
-        root: str,
-        size: str | None,
-        yang_revision: str | None,
-        reconfiguration_s: float,
-        change_with: ChangeWith,
-        power: bool,
-    ) -> None:
-        self._power = power
-        self._is_way_given = change_with is not ChangeWith.AUTO
-        self._go(change_with if self._is_way_given else ChangeWith.PATCH)
-        self._session = session
-        self._root = root
-        self._size = size
-        self._revision = yang_revision
-        self._is_revision_given = yang_revision is not None
-        self._reconfiguration_s = reconfiguration_s
-        self._settling = Settling(clock, reconfiguration_s)
+
+class RestconfOptions(HttpOptions):
+    default_ports = dict.fromkeys(Scheme, DEFAULT_PORT)
+    requests = 6
+
+    root: Annotated[str, must_be("a path from /", _is_root)] = "/api"
+    size: yang.Size | None = None
+    yang_revision: yang.Revision | None = None
+    change_with: ChangeWith = ChangeWith.AUTO
+    power: Flag = False
+    reconfiguration_s: SecondsOr0 = RECONFIGURATION_S
+
+
+class RestconfWire(SwitchWire):
+    """The verbs of `base.SwitchWire` as requests. It needs the revision of the model before it can set anything."""
+
+    def __init__(self, options: RestconfOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
+        self._options = options
+        self._root = options.root.rstrip("/")
+        self._revision = options.yang_revision or yang.PAIR_REVISION
+        self._go(ChangeWith.PATCH if options.change_with is ChangeWith.AUTO else options.change_with)
+        self._session = session or HttpSession(options.endpoint, clock, options.command_timeout_s)
+        self._settling = Settling(clock, options.reconfiguration_s)
         self._keys: dict[CrossConnect, int] = {}  # the ingress port by which the switch lists it
 
     async def open(self) -> None:
         await self._session.open()
-        if not self._is_revision_given:
+        if not self._options.yang_revision:
             self._revision = await self._read(YANG_LIBRARY, parse.revision) or yang.PAIR_REVISION
-        if not self._is_way_given:
+        if self._options.change_with is ChangeWith.AUTO:
             has_yang_patch = await self._read(CAPABILITIES, parse.has_yang_patch)
             self._go(ChangeWith.YANG_PATCH if has_yang_patch else ChangeWith.PATCH)
 
@@ -121,7 +118,7 @@ class RestconfWire:
                 f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}"
             )
         ports = await self._read_statuses()
-        sides = yang.sides(information.model_name, [port.port for port in ports], self._size)
+        sides = yang.sides(information.model_name, [port.port for port in ports], self._options.size or None)
         return SwitchFacts(
             vendor=information.manufacturer or "Polatis",
             model=information.model_name or "unknown",
@@ -130,17 +127,17 @@ class RestconfWire:
             connectivity=sides.connectivity,
             ingress_ports=sides.ingress_ports,
             egress_ports=sides.egress_ports,
-            reconfiguration_s=self._reconfiguration_s,
+            reconfiguration_s=self._options.reconfiguration_s,
             boot=await self._read(STARTUP_MODE, parse.boot) or BootBehaviour.UNKNOWN,
         )
 
     async def read_ports(self) -> Sequence[PortState]:
         ports = await self._read_statuses()
-        if not self._power:
+        if not self._options.power:
             return [replace(port, power_dbm=None) for port in ports]
         # The older model has the power beside the status.
         measured = {port.port: port.power_dbm for port in ports if port.power_dbm is not None}
-        if yang.has_port_config(self._known_revision):
+        if yang.has_port_config(self._revision):
             measured |= await self._read(f"/data/{yang.MODULE}:opm-power", parse.powers) or {}
         return [replace(port, power_dbm=measured.get(port.port)) for port in ports]
 
@@ -177,24 +174,17 @@ class RestconfWire:
         for pair in pairs:
             await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self._key(pair)}")
 
-    def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        raise DriverPermanent("this driver reports no events")
-
     def _go(self, way: ChangeWith) -> None:
         self._way = way
         self.capabilities = SwitchCapabilities(
             bulk=way is not ChangeWith.SINGLE,
-            port_power=self._power,
+            port_power=self._options.power,
             removes_one_by_one=way is ChangeWith.PATCH,
         )
 
     @property
-    def _known_revision(self) -> str:
-        return self._revision or yang.PAIR_REVISION
-
-    @property
     def _list_name(self) -> str:
-        return yang.pair_list(self._known_revision)
+        return yang.pair_list(self._revision)
 
     def _key(self, pair: CrossConnect) -> int:
         return self._keys.get(pair, pair.ingress_port)
@@ -213,10 +203,10 @@ class RestconfWire:
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _read_statuses(self) -> list[PortState]:
-        container = "port-config" if yang.has_port_config(self._known_revision) else "ports"
+        container = "port-config" if yang.has_port_config(self._revision) else "ports"
         return await self._read(f"/data/{yang.MODULE}:{container}", parse.ports) or []
 
-    async def _read(self, path: str, parse_body: Callable[[object], T]) -> T | None:
+    async def _read(self, path: str, parse_body: Callable[[object], T | None]) -> T | None:
         """None: the switch has no such data."""
         command = f"GET {self._root}{path}"
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
@@ -250,7 +240,7 @@ def _errors(answer: DeviceResponse) -> str:
         return ""
 
 
-class RestconfSwitch(SwitchDriver):
+class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):
     """A Polatis switch at `address`, HOST or HOST:PORT.
 
     `scheme` http or https, with `tls_verify` and `tls_ca_file` (PEM, in the place of the system's); `user` and
@@ -258,65 +248,6 @@ class RestconfSwitch(SwitchDriver):
     the model name does not tell; `yang_revision` of `optical-switch` where the switch does not tell; `change_with`, see
     the module; `power`: the switch measures optical power.
     """
-
-    def __init__(
-        self,
-        device: str,
-        *,
-        clock: DeviceClock | None = None,
-        address: str,
-        scheme: str = Scheme.HTTP,
-        tls_verify: bool = True,
-        tls_ca_file: str | None = None,
-        user: str = "",
-        password: str = "",
-        root: str = "/api",
-        size: str | None = None,
-        yang_revision: str | date | None = None,
-        change_with: str = ChangeWith.AUTO,
-        power: bool = False,
-        reconfiguration_s: float = RECONFIGURATION_S,
-        command_timeout_s: float = 5.0,
-        lock_timeout_s: float = 10.0,
-        tune_timeout_s: float | None = None,
-        link_timeout_s: float = 2.0,
-    ) -> None:
-        options = DriverOptions(device)
-        endpoint = read_endpoint(
-            options,
-            address=address,
-            default_ports={Scheme.HTTP: DEFAULT_PORT, Scheme.HTTPS: DEFAULT_PORT},
-            scheme=scheme,
-            tls_verify=tls_verify,
-            tls_ca_file=tls_ca_file,
-            user=user,
-            password=password,
-        )
-        if not isinstance(root, str) or not root.startswith("/") or not root.isascii() or set(root) & set("?# %"):
-            options.add("root", "must be a path from /", root)
-        if size is not None and not (isinstance(size, str) and yang.parse_size(size)):
-            options.add("size", "must be as 16x16, or 32xCC for any-to-any", size)
-        if isinstance(yang_revision, date):  # as YAML reads it
-            yang_revision = yang_revision.isoformat()
-        if yang_revision is not None and not (isinstance(yang_revision, str) and yang.is_revision(yang_revision)):
-            options.add("yang_revision", "must be a date as 2017-08-04", yang_revision)
-        options.choice("change_with", change_with, ChangeWith)
-        options.flag("power", power)
-        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
-        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
-        options.check()
-        clock = clock or SystemClock()
-        wire = RestconfWire(
-            HttpSession(endpoint, clock, limits.command_s),
-            clock,
-            root=root.rstrip("/"),
-            size=size,
-            yang_revision=yang_revision,
-            reconfiguration_s=reconfiguration_s,
-            change_with=ChangeWith(change_with),
-            power=power,
-        )
-        super().__init__(device, wire, clock=clock, limits=replace(limits, command_s=REQUESTS * limits.command_s))
 
     async def capabilities(self) -> SwitchCapabilities:
         """Whether there is a bulk command is known once the switch has been asked."""

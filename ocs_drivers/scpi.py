@@ -25,16 +25,17 @@ What is not verified, and how it is met:
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from ocs_drivers import scpi_text as text
-from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.base import DeviceClock, SwitchWire
+from ocs_drivers.batches import fitting
+from ocs_drivers.driver import within
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable, reason_of
 from ocs_drivers.model import (
     Action,
@@ -46,10 +47,9 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
     SwitchCapabilities,
-    SwitchEvent,
     SwitchFacts,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import Address, ConfiguredSwitch, DriverOptions, Flag, SecondsOr0, split_address, whole
 from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
@@ -85,37 +85,52 @@ DIALECTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ScpiSetup:
-    """What the user says of a device; ports None: ask it."""
+class ScpiOptions(DriverOptions):
+    """Without `ingress_ports` and `egress_ports` the device is asked for them."""
 
-    host: str
-    port: int
-    dialect: ScpiDialect
-    reconfiguration_s: float
-    boot: BootBehaviour
-    ports: tuple[range, range] | None
-    port_states: bool
-    line_end: bytes
-    longest_line_chars: int | None
-    unclear_s: float  # to let mirrors come to rest before looking what became of a setter
-    answer_s: float  # to wait for an answer before the error queue is asked why there is none
+    address: Address
+    profile: ScpiProfile = ScpiProfile.POLATIS
+    reconfiguration_s: SecondsOr0 = POLATIS_RECONFIGURATION_S
+    boot: BootBehaviour = BootBehaviour.UNKNOWN
+    ingress_ports: Any = None
+    egress_ports: Any = None
+    port_states: Flag = True
+    line_end: LineEnd = LineEnd.LF
+    longest_line_chars: Annotated[int, whole(64)] | None = None
+
+    def conflicts(self) -> list[str]:
+        sides = {"ingress_ports": self.ingress_ports, "egress_ports": self.egress_ports}
+        return [
+            f"{name}: must be FIRST..LAST, and be given for both sides, got {value!r}"
+            for name, value in sides.items()
+            if any(side is not None for side in sides.values()) and not _port_range(value)
+        ]
+
+    @property
+    def ports(self) -> tuple[range, range] | None:
+        return (_port_range(self.ingress_ports), _port_range(self.egress_ports)) if self.ingress_ports else None
 
 
-class ScpiWire:
-    """One session: the `base.Wire` of SCPI."""
+class ScpiWire(SwitchWire):
+    """One session: the `base.SwitchWire` of SCPI."""
 
     capabilities = SwitchCapabilities(bulk=True)
 
-    def __init__(self, setup: ScpiSetup, clock: DeviceClock) -> None:
-        self._setup = setup
+    def __init__(self, options: ScpiOptions, clock: DeviceClock) -> None:
+        self._options = options
         self._clock = clock
+        self._dialect = DIALECTS[options.profile]
+        self._line_end = b"\n" if options.line_end is LineEnd.LF else b"\r\n"
+        # To let mirrors come to rest before looking what became of a setter.
+        self._unclear_s = min(10 * options.reconfiguration_s, options.command_timeout_s / 4)
+        # To wait for an answer before the error queue is asked why there is none.
+        self._answer_s = options.command_timeout_s / 2
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._settling = Settling(clock, setup.reconfiguration_s)
+        self._settling = Settling(clock, options.reconfiguration_s)
         self._unclear_since_s: float | None = None  # since when a setter may have taken in part
 
     async def open(self) -> None:
-        host, port = self._setup.host, self._setup.port
+        host, port = split_address(self._options.address, DEFAULT_PORT)
         try:
             self._streams = await asyncio.open_connection(host, port, limit=LONGEST_ANSWER_BYTES)
         except OSError as error:
@@ -132,8 +147,8 @@ class ScpiWire:
     async def read_facts(self) -> SwitchFacts:
         vendor, model, serial, software = await self._query(text.IDENTITY, text.read_identity)
         ingress, egress = await self._sides()
-        connectivity, reconfiguration_s = Connectivity.INGRESS_EGRESS, self._setup.reconfiguration_s
-        boot = self._setup.boot
+        connectivity, reconfiguration_s = Connectivity.INGRESS_EGRESS, self._options.reconfiguration_s
+        boot = self._options.boot
         return SwitchFacts(vendor, model, serial, software, connectivity, ingress, egress, reconfiguration_s, boot)
 
     async def read_ports(self) -> Sequence[PortState]:
@@ -141,7 +156,7 @@ class ScpiWire:
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         if self._unclear_since_s is not None:
-            pause_s = self._unclear_since_s + self._setup.unclear_s - self._clock.now_s()
+            pause_s = self._unclear_since_s + self._unclear_s - self._clock.now_s()
             await self._clock.sleep(max(0.0, pause_s))
             self._unclear_since_s = None
         moving = self._settling.moving()
@@ -159,25 +174,21 @@ class ScpiWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._set(Action.REMOVE, pairs)
 
-    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        raise DriverPermanent("this device reports no events", command="watch")
-        yield  # an async generator, as the contract has it
-
     async def _sides(self) -> tuple[range, range]:
-        return self._setup.ports if self._setup.ports else await self._query(text.SIZE, text.read_size)
+        return self._options.ports if self._options.ports else await self._query(text.SIZE, text.read_size)
 
     async def _states(self, ports: Sequence[int]) -> list[PortState]:
-        if not self._setup.port_states or not ports:
+        if not self._options.port_states or not ports:
             return [PortState(port, PortStatus.ENABLED) for port in ports]
         states: list[PortState] = []
-        for asked, query in text.fitting(ports, text.port_states, self._setup.longest_line_chars):
+        for asked, query in fitting(ports, text.port_states, self._options.longest_line_chars):
             letters = await self._query(query, partial(text.read_port_states, count=len(asked)))
             states += [PortState(port, status) for port, status in zip(asked, letters, strict=True)]
         return states
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._session()
-        for batch, line in text.fitting(pairs, partial(text.setter, action), self._setup.longest_line_chars):
+        for batch, line in fitting(pairs, partial(text.setter, action), self._options.longest_line_chars):
             is_clear = False
             try:
                 await self._set_line(line)
@@ -190,7 +201,7 @@ class ScpiWire:
         """Send the setter, then ask for its errors: it answers nothing itself."""
         try:
             # What is in the queue already is another's, or an alarm's: it would be taken for this setter's.
-            await self._send(text.CLEAR_ERRORS, line, self._setup.dialect.error_query)
+            await self._send(text.CLEAR_ERRORS, line, self._dialect.error_query)
             complaints = await self._complaints()
         except DriverRetryable as error:
             raise DriverOutcomeUnknown(error.message, command=_short(line), answer=error.answer) from error
@@ -202,9 +213,9 @@ class ScpiWire:
         in the error queue: that is asked for before anybody gives up."""
         await self._send(query)
         try:
-            line = await within(self._clock, self._setup.answer_s, self._line())
+            line = await within(self._clock, self._answer_s, self._line())
         except TimeoutError as error:
-            await self._send(self._setup.dialect.error_query)
+            await self._send(self._dialect.error_query)
             if complaints := await self._complaints():
                 await self.close()  # an answer that comes yet must not be taken for that to the next question
                 answer = _complaints_text(complaints)
@@ -223,7 +234,7 @@ class ScpiWire:
     async def _complaints(self) -> list[text.ErrorQueueEntry]:
         """The error queue, its query having been sent, read to its end."""
         complaints: list[text.ErrorQueueEntry] = []
-        for _ in range(self._setup.dialect.error_queue + 1):
+        for _ in range(self._dialect.error_queue + 1):
             line = await self._line()
             try:
                 complaint = text.read_complaint(line)
@@ -232,7 +243,7 @@ class ScpiWire:
             if complaint.code == 0:
                 return complaints
             complaints.append(complaint)
-            await self._send(self._setup.dialect.error_query)
+            await self._send(self._dialect.error_query)
         raise DriverRetryable("the error queue has no end", answer=_complaints_text(complaints[-1:]))
 
     def _session(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -243,7 +254,7 @@ class ScpiWire:
     async def _send(self, *lines: str) -> None:
         _, writer = self._session()
         try:
-            writer.write(b"".join(line.encode("ascii") + self._setup.line_end for line in lines))
+            writer.write(b"".join(line.encode("ascii") + self._line_end for line in lines))
             await writer.drain()
         except OSError as error:
             raise DriverRetryable(f"the connection broke: {reason_of(error)}") from error
@@ -267,69 +278,15 @@ class ScpiWire:
             raise DriverRetryable("an answer that is not text", answer=_shown(line)) from error
 
 
-class ScpiSwitch(SwitchDriver):
+class ScpiSwitch(ConfiguredSwitch, options=ScpiOptions, wire=ScpiWire):
     """The driver `scpi`. `ingress_ports` and `egress_ports`, `FIRST..LAST`, are for devices that do not answer `size?`;
     `port_states` false for those that do not answer `port:stat?`: their ports are then taken to be enabled."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        clock: DeviceClock | None = None,
-        address: str,
-        profile: str = ScpiProfile.POLATIS,
-        reconfiguration_s: float = POLATIS_RECONFIGURATION_S,
-        boot: str = BootBehaviour.UNKNOWN,
-        ingress_ports: str | None = None,
-        egress_ports: str | None = None,
-        port_states: bool = True,
-        line_end: str = LineEnd.LF,
-        longest_line_chars: int | None = None,
-        command_timeout_s: float = 5.0,
-        lock_timeout_s: float = 10.0,
-        tune_timeout_s: float | None = None,
-        link_timeout_s: float = 2.0,
-    ) -> None:
-        options = DriverOptions(device)
-        host, port = options.address(address, DEFAULT_PORT)
-        options.choice("profile", profile, ScpiProfile)
-        options.choice("boot", boot, BootBehaviour)
-        options.choice("line_end", line_end, LineEnd)
-        options.flag("port_states", port_states)
-        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
-        if longest_line_chars is not None:
-            options.whole("longest_line_chars", longest_line_chars, at_least=64)
-        ports = _ports(options, ingress_ports, egress_ports)
-        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
-        options.check()
-        setup = ScpiSetup(
-            host=host,
-            port=port,
-            dialect=DIALECTS[ScpiProfile(profile)],
-            reconfiguration_s=reconfiguration_s,
-            boot=BootBehaviour(boot),
-            ports=ports,
-            port_states=port_states,
-            line_end=b"\n" if line_end == LineEnd.LF else b"\r\n",
-            longest_line_chars=longest_line_chars,
-            unclear_s=min(10 * reconfiguration_s, limits.command_s / 4),
-            answer_s=limits.command_s / 2,
-        )
-        clock = clock or SystemClock()
-        super().__init__(device, ScpiWire(setup, clock), clock=clock, limits=limits)
 
-
-def _ports(options: DriverOptions, ingress: object, egress: object) -> tuple[range, range] | None:
-    if ingress is None and egress is None:
-        return None
-    sides = []
-    for name, value in (("ingress_ports", ingress), ("egress_ports", egress)):
-        bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
-        if bounds and int(bounds[1]) <= int(bounds[2]):
-            sides.append(range(int(bounds[1]), int(bounds[2]) + 1))
-        else:
-            options.add(name, "must be FIRST..LAST, and be given for both sides", value)
-    return (sides[0], sides[1]) if len(sides) == 2 else None
+def _port_range(value: object) -> range:
+    """The ports of `FIRST..LAST`; empty for anything else."""
+    bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
+    return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 
 
 def _ports_of(pair: CrossConnect) -> frozenset[int]:

@@ -4,13 +4,10 @@ Every function that reads an answer raises ValueError with what is wrong with it
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ocs_drivers.model import MOST_PORTS, Action, CrossConnect, PortStatus
-
-T = TypeVar("T")
 
 IDENTITY = "*idn?"
 CLEAR_ERRORS = "*cls"
@@ -57,18 +54,6 @@ def port_list(ports: Sequence[int]) -> str:
     if not ports:
         raise ValueError("a list of no ports")
     return f"(@{','.join(map(str, ports))})"
-
-
-def fitting(
-    items: Sequence[T], write: Callable[[Sequence[T]], str], longest_chars: int | None
-) -> list[tuple[Sequence[T], str]]:
-    """The items with the line that `write` makes of them, cut in halves until each line is no longer than that, or of
-    one item. None: one line."""
-    line = write(items)
-    if longest_chars is None or len(line) <= longest_chars or len(items) == 1:
-        return [(items, line)]
-    middle = len(items) // 2
-    return [*fitting(items[:middle], write, longest_chars), *fitting(items[middle:], write, longest_chars)]
 
 
 def read_ports(text: str) -> tuple[int, ...]:

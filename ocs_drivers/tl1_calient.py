@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.errors import DriverError, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
-    BootBehaviour,
     CircuitState,
-    Connectivity,
     CrossConnect,
     DeviceCircuit,
     EventKind,
@@ -34,7 +33,8 @@ from ocs_drivers.model import (
     SwitchFacts,
 )
 from ocs_drivers.tl1_framing import fields, measured, quote, whole_number
-from ocs_drivers.tl1_session import Tl1Denied, Tl1Session
+from ocs_drivers.tl1_session import Tl1Denied
+from ocs_drivers.tl1_wire import Tl1Options, Tl1Wire, partly_done
 
 # What Calient's own REST interface files connections under.
 SHARED_GROUP = "SYSTEM"
@@ -68,28 +68,25 @@ class _Connection:
         )
 
 
-class Calient:
-    """See `tl1.Dialect`."""
+class CalientTl1Wire(Tl1Wire):
+    """The verbs of a Calient. Option `group` "": the group that all share."""
 
+    default_port = 3082
+    default_reconfiguration_s = 0.010  # the paper's table 2
     capabilities = SwitchCapabilities(tuned_state=True, port_power=True)
 
-    def __init__(
-        self, boot: BootBehaviour, reconfiguration_s: float, group: str, port_names: Sequence[str] = ()
-    ) -> None:
-        """`group` "": the one that all share."""
-        self._boot = boot
-        self._reconfiguration_s = reconfiguration_s
-        self._group = group or SHARED_GROUP
-        self._is_group_ours = self._group != SHARED_GROUP
+    def __init__(self, options: Tl1Options, clock: DeviceClock) -> None:
+        super().__init__(options, clock)
+        self._group = options.group or SHARED_GROUP
         self._provisioned: set[str] = set()  # by us, and not seen to be gone
-        self._pinned = tuple(port_names)
-        self._names: dict[int, str] = dict(enumerate(port_names, 1))
+        self._pinned = options.port_names
+        self._names: dict[int, str] = dict(enumerate(options.port_names, 1))
         self._numbers: dict[str, int] = {name: number for number, name in self._names.items()}
         self._shown: dict[CrossConnect, _Connection] = {}  # as last read
 
-    async def attach(self, session: Tl1Session) -> None:
+    async def attach(self) -> None:
         """Which ports there are, and by which numbers we know them."""
-        there = [fields(line).get("", "") for line in (await session.execute("RTRV-PORT-SUM::0:<ctag>;")).lines]
+        there = [fields(line).get("", "") for line in await self.ask("RTRV-PORT-SUM::0:<ctag>;")]
         names = dict(enumerate(self._pinned or sorted(there, key=_natural), 1))
         if all(whole_number(name) for name in names.values()) and not self._pinned:
             names = {whole_number(name): name for name in names.values()}
@@ -99,64 +96,59 @@ class Calient:
             raise DriverPermanent(f"the device has no ports {', '.join(absent)}: look at port_names")
         if self._names and names != self._names:
             raise DriverPermanent("the device has other ports than before: pin them by port_names, and start anew")
+        self.ingress = self.egress = range(1, len(names) + 1)
         self._names, self._numbers = names, {name: number for number, name in names.items()}
 
-    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
-        await session.execute("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
+    async def let_report(self, is_wanted: bool) -> None:
+        await self.ask("ALW-MSG:::<ctag>;" if is_wanted else "INH-MSG:::<ctag>;")
 
-    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
-        lines = (await session.execute("RTRV-NE:::<ctag>;")).lines
+    async def read_facts(self) -> SwitchFacts:
+        lines = await self.ask("RTRV-NE:::<ctag>;")
         found = fields(lines[0]) if lines else {}
-        ports = range(1, len(self._names) + 1)
-        return SwitchFacts(
+        return self.facts(
             vendor="Calient",
             model=found.get("CHASSISTYPE") or "S-series",
             serial=found.get("SERIALNUMBER", ""),
             software=found.get("SWPACKAGE", ""),
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=ports,
-            egress_ports=ports,
-            reconfiguration_s=self._reconfiguration_s,
-            boot=self._boot,
         )
 
-    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
-        states = _by_name((await session.execute("RTRV-PORT::0:<ctag>;")).lines)
-        sums = _by_name((await session.execute("RTRV-PORT-SUM::0:<ctag>;")).lines)
+    async def read_ports(self) -> Sequence[PortState]:
+        states = _by_name(await self.ask("RTRV-PORT::0:<ctag>;"))
+        sums = _by_name(await self.ask("RTRV-PORT-SUM::0:<ctag>;"))
         return [
             PortState(number, _status(states.get(name, {})), measured(sums.get(name, {}).get("INPWR", "")))
             for number, name in self._names.items()
         ]
 
-    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
-        connections = [each for each in await self._connections(session) if each.is_lit]
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
+        connections = [each for each in await self._connections() if each.is_lit]
         self._shown = {pair: connection for connection in connections for pair in self._pairs(connection)}
         return [DeviceCircuit(pair, connection.state) for pair, connection in self._shown.items()]
 
-    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
         source, destination = self._names[pair.ingress_port], self._names[pair.egress_port]
         ports, name = f"{quote(source)},{quote(destination)}", _name(source, destination)
         provision = f"ENT-CRS::{ports}:<ctag>::{quote(self._group)},1WAY;"
         try:
-            await self._provision(session, provision, f"{source}>{destination}")
+            await self._provision(provision, f"{source}>{destination}")
         except Tl1Denied:
-            if not await self._make_way(session, source, destination):
+            if not await self._make_way(source, destination):
                 raise
-            await self._provision(session, provision, f"{source}>{destination}")
+            await self._provision(provision, f"{source}>{destination}")
         try:
-            await session.execute(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};", is_setter=True)
+            await self.order(f"ACT-CRS::{ports}:<ctag>::{name},{quote(self._group)};")
         except Tl1Denied:
             with suppress(DriverError):  # the refusal itself is what counts
-                await session.execute(f"DLT-CRS:::<ctag>::{name};", is_setter=True)
+                await self.order(f"DLT-CRS:::<ctag>::{name};")
             raise
         except DriverRetryable as error:
-            raise _half_done(error) from error
+            raise partly_done("one of two commands was carried out before", error) from error
 
-    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         (pair,) = pairs
         if pair not in self._shown:
-            await self.read_circuits(session)
+            await self.read_circuits()
         connection = self._shown.get(pair)
         if connection is None:
             raise DriverPermanent(f"there is no connection {pair}")
@@ -165,11 +157,11 @@ class Calient:
         for verb in ("CANC-CRS", "DLT-CRS"):
             try:
                 # Never without a name, which would not say what to delete.
-                await session.execute(f"{verb}:::<ctag>::{quote_name(connection.name)};", is_setter=True)
+                await self.order(f"{verb}:::<ctag>::{quote_name(connection.name)};")
             except DriverRetryable as error:
                 if verb == "CANC-CRS":
                     raise
-                raise _half_done(error) from error
+                raise partly_done("one of two commands was carried out before", error) from error
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         for found in re.finditer(r"([\w.]+)[>-]([\w.]+)", line):
@@ -181,10 +173,10 @@ class Calient:
             return EventKind.PORT, self._numbers[address[0]], None
         return EventKind.ALARM, None, None
 
-    async def _provision(self, session: Tl1Session, command: str, name: str) -> None:
+    async def _provision(self, command: str, name: str) -> None:
         may_have_taken = True
         try:
-            await session.execute(command, is_setter=True)
+            await self.order(command)
         except (Tl1Denied, DriverRetryable):
             may_have_taken = False
             raise
@@ -192,8 +184,8 @@ class Calient:
             if may_have_taken:
                 self._provisioned.add(name)
 
-    async def _connections(self, session: Tl1Session) -> list[_Connection]:
-        lines = (await session.execute("RTRV-CRS:::<ctag>::ALL;")).lines
+    async def _connections(self) -> list[_Connection]:
+        lines = await self.ask("RTRV-CRS:::<ctag>::ALL;")
         return [_Connection.parse(line) for line in lines if "SRCPORT=" in line.upper()]
 
     def _pairs(self, connection: _Connection) -> list[CrossConnect]:
@@ -203,20 +195,20 @@ class Calient:
         there = CrossConnect(source, destination)
         return [there, CrossConnect(destination, source)] if connection.is_two_way else [there]
 
-    async def _make_way(self, session: Tl1Session, source: str, destination: str) -> bool:
+    async def _make_way(self, source: str, destination: str) -> bool:
         """Delete what of ours is provisioned and dark on these ports: left over from a change that was cut off. Whether
         there was any."""
         stale = [
             connection
-            for connection in await self._connections(session)
+            for connection in await self._connections()
             if connection.group == self._group
-            and (self._is_group_ours or connection.name in self._provisioned)
+            and (self._group != SHARED_GROUP or connection.name in self._provisioned)
             and not connection.is_lit
             and not connection.is_two_way
             and (connection.source == source or connection.destination == destination)
         ]
         for connection in stale:
-            await session.execute(f"DLT-CRS:::<ctag>::{quote_name(connection.name)};", is_setter=True)
+            await self.order(f"DLT-CRS:::<ctag>::{quote_name(connection.name)};")
         return bool(stale)
 
 
@@ -248,9 +240,3 @@ def _status(found: dict[str, str]) -> PortStatus:
     if any(found.get(side, "").startswith("OOS-MA") for side in ("INAS", "OUTAS")):
         return PortStatus.DISABLED
     return PortStatus.ENABLED
-
-
-def _half_done(error: DriverRetryable) -> DriverOutcomeUnknown:
-    return DriverOutcomeUnknown(
-        f"one of two commands was carried out before: {error.message}", command=error.command, answer=error.answer
-    )

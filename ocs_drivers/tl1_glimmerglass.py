@@ -15,9 +15,7 @@ from collections.abc import Sequence
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
-    BootBehaviour,
     CircuitState,
-    Connectivity,
     CrossConnect,
     DeviceCircuit,
     EventKind,
@@ -27,28 +25,23 @@ from ocs_drivers.model import (
     SwitchFacts,
 )
 from ocs_drivers.tl1_framing import fields, measured, port_count, whole_number
-from ocs_drivers.tl1_lists import lines_of, set_in_lines
-from ocs_drivers.tl1_session import Tl1Session
+from ocs_drivers.tl1_wire import Tl1Wire
 
 INPUT, OUTPUT = 10000, 20000
 
 _STATES = {"steady": CircuitState.TUNED, "fault": CircuitState.FAILED}
 
 
-class Glimmerglass:
-    """See `tl1.Dialect`."""
+class GlimmerglassTl1Wire(Tl1Wire):
+    """The verbs of a Glimmerglass."""
 
+    default_port = 10034
+    default_reconfiguration_s = 0.020  # unverified
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True, port_power=True)
 
-    def __init__(self, boot: BootBehaviour, reconfiguration_s: float, line_limit: int = 0) -> None:
-        self._boot = boot
-        self._reconfiguration_s = reconfiguration_s
-        self._line_limit = line_limit
+    async def attach(self) -> None:
         self._system: dict[str, str] = {}
-        self._inputs = self._outputs = range(0)
-
-    async def attach(self, session: Tl1Session) -> None:
-        for line in (await session.execute("rtrv-system-info:::<ctag>;")).lines:
+        for line in await self.ask("rtrv-system-info:::<ctag>;"):
             self._system |= fields(line)
         size = re.match(r"(\d+)x(\d+)", self._system.get("LICENSEDPORTMATRIX", ""))
         inputs, outputs = (port_count(size[1]), port_count(size[2])) if size else (0, 0)
@@ -56,31 +49,23 @@ class Glimmerglass:
             raise DriverPermanent(
                 "the device does not tell its size", command="rtrv-system-info", answer=str(self._system)
             )
-        self._inputs, self._outputs = range(1, inputs + 1), range(1, outputs + 1)
+        self.ingress, self.egress = range(1, inputs + 1), range(1, outputs + 1)
 
-    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
-        """No command for this is known."""
-
-    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
-        return SwitchFacts(
+    async def read_facts(self) -> SwitchFacts:
+        return self.facts(
             vendor="Glimmerglass",
-            model=self._system.get("CHASSISTYPE") or f"{len(self._inputs)}x{len(self._outputs)}",
+            model=self._system.get("CHASSISTYPE", ""),
             serial=self._system.get("SERIALNUMBER", ""),
             software=self._system.get("SOFTWAREACTIVEVERSION", ""),
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=self._inputs,
-            egress_ports=self._outputs,
-            reconfiguration_s=self._reconfiguration_s,
-            boot=self._boot,
         )
 
-    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
+    async def read_ports(self) -> Sequence[PortState]:
         """An input and an output of one number are one port: as bad as the worse side, with the power of the input."""
-        sides = [fields(line) for line in (await session.execute("RTRV-CFG-FIBER::all:<ctag>;")).lines]
-        powers = [fields(line) for line in (await session.execute("rtrv-port-power::all:<ctag>;")).lines]
+        sides = [fields(line) for line in await self.ask("RTRV-CFG-FIBER::all:<ctag>;")]
+        powers = [fields(line) for line in await self.ask("rtrv-port-power::all:<ctag>;")]
         dbm = {_port(found, "PORTID"): measured(found.get("PORTPOWER", "")) for found in powers}
         status = {side: _status(found) for found in sides if (side := _port(found, "PORTID"))}
-        last = max(self._inputs[-1], self._outputs[-1])
+        last = max(self.ingress[-1], self.egress[-1])
         return [
             PortState(
                 port,
@@ -90,24 +75,21 @@ class Glimmerglass:
             for port in range(1, last + 1)
         ]
 
-    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
         circuits = []
-        for line in (await session.execute("rtrv-crs-fiber::all:<ctag>;")).lines:
+        for line in await self.ask("rtrv-crs-fiber::all:<ctag>;"):
             found = fields(line)
             if pair := _pair(found):
                 state = _STATES.get(found.get("CONNSTATE", "").lower(), CircuitState.TUNING)
                 circuits.append(DeviceCircuit(pair, state))
         return circuits
 
-    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(session, pairs, "ent-crs-fiber::{0},{1}:<ctag>;")
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        await self.order_in_lines(pairs, "ent-crs-fiber::{0},{1}:<ctag>;", INPUT, OUTPUT)
 
-    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
-        # `all` means every connection: numbers never spell it, and `lines_of` refuses a list of none.
-        await self._set(session, pairs, "dlt-crs-fiber::{0}:<ctag>;")
-
-    async def _set(self, session: Tl1Session, pairs: Sequence[CrossConnect], form: str) -> None:
-        await set_in_lines(session, list(lines_of(pairs, form, INPUT, OUTPUT, self._line_limit)))
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        # `all` means every connection: numbers never spell it, and `port_list` refuses a list of none.
+        await self.order_in_lines(pairs, "dlt-crs-fiber::{0}:<ctag>;", INPUT, OUTPUT)
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         found = fields(line)

@@ -13,6 +13,7 @@ for one); how long a line may be; whether RTRV-PATCH lists a patch while it move
 import re
 from collections.abc import Sequence
 
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import (
     BootBehaviour,
@@ -26,84 +27,75 @@ from ocs_drivers.model import (
     SwitchFacts,
 )
 from ocs_drivers.tl1_framing import measured, port_count
-from ocs_drivers.tl1_lists import lines_of, set_in_lines
-from ocs_drivers.tl1_session import Tl1Denied, Tl1Session
+from ocs_drivers.tl1_session import Tl1Denied
+from ocs_drivers.tl1_wire import Tl1Options, Tl1Wire
 
 _STATUS = {"OPEN": PortStatus.ENABLED, "CLOSED": PortStatus.DISABLED}
 
 
-class Polatis:
-    """See `tl1.Dialect`."""
+class PolatisTl1Wire(Tl1Wire):
+    """The verbs of a Polatis."""
 
-    def __init__(
-        self, boot: BootBehaviour, reconfiguration_s: float, port_power: bool = False, line_limit: int = 0
-    ) -> None:
-        self.capabilities = SwitchCapabilities(bulk=True, port_power=port_power)
-        self._boot = boot
-        self._reconfiguration_s = reconfiguration_s
-        self._line_limit = line_limit
-        self._ingress = self._egress = range(0)
+    default_port = 3082
+    default_reconfiguration_s = 0.025  # the paper's table 2
+
+    def __init__(self, options: Tl1Options, clock: DeviceClock) -> None:
+        self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_power)
+        super().__init__(options, clock)
         self._is_any_to_any = False
 
-    async def attach(self, session: Tl1Session) -> None:
+    async def attach(self) -> None:
         """Its size, and whether patches survive a restart."""
-        told = " ".join((await session.execute("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;")).lines)
+        told = " ".join(await self.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;"))
         size = re.search(r"SIZE=(\d+)x(\d+|CC)", told, re.IGNORECASE)
         self._is_any_to_any = size is not None and size[2].upper() == "CC"
         ingress = port_count(size[1]) if size else 0
         egress = port_count(size[2]) if size and not self._is_any_to_any else ingress
         if not ingress or not egress:
             raise DriverPermanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
-        self._ingress = range(1, ingress + 1)
-        self._egress = self._ingress if self._is_any_to_any else range(ingress + 1, ingress + egress + 1)
-        mode = await _if_known(session, "RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
+        self.ingress = range(1, ingress + 1)
+        self.egress = self.ingress if self._is_any_to_any else range(ingress + 1, ingress + egress + 1)
+        mode = await self._if_known("RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
-            self._boot = BootBehaviour(said[1].lower())
+            self.boot = BootBehaviour(said[1].lower())
 
-    async def let_report(self, session: Tl1Session, is_wanted: bool) -> None:
-        await session.execute("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
+    async def let_report(self, is_wanted: bool) -> None:
+        await self.ask("RLS-ARC-EQPT::REPMGR:<ctag>:;" if is_wanted else "OPR-ARC-EQPT::REPMGR:<ctag>::IND;")
 
-    async def read_facts(self, session: Tl1Session) -> SwitchFacts:
-        lines = (await session.execute("RTRV-NETYPE:::<ctag>:;")).lines
+    async def read_facts(self) -> SwitchFacts:
+        lines = await self.ask("RTRV-NETYPE:::<ctag>:;")
         vendor, model, _, software = [*(part.strip('"') for part in _parts(lines[0] if lines else "")), *4 * [""]][:4]
-        inventory = await _if_known(session, "RTRV-INV::OCS:<ctag>:;")
-        return SwitchFacts(
+        inventory = await self._if_known("RTRV-INV::OCS:<ctag>:;")
+        return self.facts(
             vendor=vendor or "Polatis",
-            model=model or f"{len(self._ingress)}x{len(self._egress)}",
+            model=model,
             serial=re.split(r"[=,:]", inventory)[-1].strip('"'),
             software=software,
             connectivity=Connectivity.ANY_TO_ANY if self._is_any_to_any else Connectivity.INGRESS_EGRESS,
-            ingress_ports=self._ingress,
-            egress_ports=self._egress,
-            reconfiguration_s=self._reconfiguration_s,
-            boot=self._boot,
         )
 
-    async def read_ports(self, session: Tl1Session) -> Sequence[PortState]:
-        last = max(self._ingress[-1], self._egress[-1])
-        states = _by_port((await session.execute(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;")).lines)
+    async def read_ports(self) -> Sequence[PortState]:
+        last = max(self.ingress[-1], self.egress[-1])
+        states = _by_port(await self.ask(f"RTRV-PORT-SHUTTER::1&&{last}:<ctag>:;"))
         power: dict[int, str] = {}
         if self.capabilities.port_power:
-            power = _by_port((await session.execute(f"RTRV-PORT-POWER::1&&{last}:<ctag>:;")).lines)
+            power = _by_port(await self.ask(f"RTRV-PORT-POWER::1&&{last}:<ctag>:;"))
         return [
             PortState(port, _STATUS.get(state.upper(), PortStatus.FAILED), measured(power.get(port, "")))
             for port, state in states.items()
         ]
 
-    async def read_circuits(self, session: Tl1Session) -> Sequence[DeviceCircuit]:
-        lines = (await session.execute("RTRV-PATCH:::<ctag>:;")).lines
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
+        lines = await self.ask("RTRV-PATCH:::<ctag>:;")
         pairs = {self._in_order(int(found[1]), int(found[2])) for line in lines if (found := _pair(line))}
         return [DeviceCircuit(pair) for pair in sorted(pairs)]
 
-    async def add(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(session, pairs, "ENT-PATCH::{0},{1}:<ctag>:;")
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        await self.order_in_lines(pairs, "ENT-PATCH::{0},{1}:<ctag>:;")
 
-    async def remove(self, session: Tl1Session, pairs: Sequence[CrossConnect]) -> None:
-        # No list at all, and ALL, mean every patch: `list_of` refuses the one, numbers never spell the other.
-        await self._set(session, pairs, "DLT-PATCH::{0}:<ctag>:;")
-
-    async def _set(self, session: Tl1Session, pairs: Sequence[CrossConnect], form: str) -> None:
-        await set_in_lines(session, list(lines_of(pairs, form, 0, 0, self._line_limit)))
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        # No list at all, and ALL, mean every patch: `port_list` refuses the one, numbers never spell the other.
+        await self.order_in_lines(pairs, "DLT-PATCH::{0}:<ctag>:;")
 
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         if port := re.search(r"\bport (\d{1,9}) (?:disabled|enabled|failed)", line, re.IGNORECASE):
@@ -112,20 +104,18 @@ class Polatis:
             return EventKind.CIRCUIT, None, self._in_order(int(pair[1]), int(pair[2]))
         return EventKind.ALARM, None, None
 
+    async def _if_known(self, command: str) -> str:
+        """The first line of the answer; empty where the device does not know the command."""
+        try:
+            return next(iter(await self.ask(command)), "")
+        except Tl1Denied:
+            return ""
+
     def _in_order(self, one: int, other: int) -> CrossConnect:
         """Ingress first, however it is listed."""
-        if not self._is_any_to_any and one in self._egress and other in self._ingress:
+        if not self._is_any_to_any and one in self.egress and other in self.ingress:
             return CrossConnect(other, one)
         return CrossConnect(one, other)
-
-
-async def _if_known(session: Tl1Session, command: str) -> str:
-    """The first line of the answer; empty where the device does not know the command."""
-    try:
-        lines = (await session.execute(command)).lines
-    except Tl1Denied:
-        return ""
-    return lines[0] if lines else ""
 
 
 def _parts(line: str) -> list[str]:

@@ -5,10 +5,11 @@
 
 import random
 from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any
 
-from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.cross_connect_model import CrossConnectModel
-from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.driver import within
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.faults import DeviceFaultKind, parse_schedule
 from ocs_drivers.model import (
@@ -21,10 +22,10 @@ from ocs_drivers.model import (
     SwitchEvent,
     SwitchFacts,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import ConfiguredSwitch, DriverOptions, Flag, SecondsOr0, is_whole, must_be
 
 
-class VirtualSwitchWire:
+class VirtualSwitchWire(SwitchWire):
     """A session with a `CrossConnectModel`: the `base.Wire` of it."""
 
     def __init__(self, model: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
@@ -99,57 +100,46 @@ class VirtualSwitchWire:
             raise DriverRetryable("the session is dead", after_s=0.0)
 
 
-class VirtualSwitch(SwitchDriver):
+def _is_even(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 2 and value % 2 == 0
+
+
+class VirtualOptions(DriverOptions):
+    ports: Annotated[int, must_be("an even number >= 2", _is_even)] = 32
+    connectivity: Connectivity = Connectivity.INGRESS_EGRESS
+    boot: BootBehaviour = BootBehaviour.DARK
+    reconfiguration_s: SecondsOr0 = 0.025
+    jitter_s: SecondsOr0 = 0.0
+    bulk: Flag = True
+    seed: Annotated[int, must_be("a whole number", is_whole)] = 0
+    faults: Any = ()
+
+    def conflicts(self) -> list[str]:
+        schedule, wrong = parse_schedule(self.faults)
+        beyond = [fault.port for _, fault in schedule.due if fault.port and not 1 <= fault.port <= self.ports]
+        return wrong + [f"faults: port must be within 1..{self.ports}, got {port}" for port in beyond]
+
+
+class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
     """The driver `virtual`: a device in this very process. `ports` are numbered from 1; an ingress_egress device has
     the first half on the ingress side and the second half on the egress side."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        clock: DeviceClock | None = None,
-        ports: int = 32,
-        connectivity: str = Connectivity.INGRESS_EGRESS,
-        boot: str = BootBehaviour.DARK,
-        reconfiguration_s: float = 0.025,
-        jitter_s: float = 0.0,
-        bulk: bool = True,
-        seed: int = 0,
-        faults: Sequence[object] = (),
-        command_timeout_s: float = 5.0,
-        lock_timeout_s: float = 10.0,
-        tune_timeout_s: float | None = None,
-        link_timeout_s: float = 2.0,
-    ) -> None:
-        options = DriverOptions(device)
-        schedule, wrong = parse_schedule(faults)
-        options.faults += wrong
-        if isinstance(ports, bool) or not isinstance(ports, int) or ports < 2 or ports % 2:
-            options.add("ports", "must be an even number >= 2", ports)
-        options.choice("connectivity", connectivity, Connectivity)
-        options.choice("boot", boot, BootBehaviour)
-        options.flag("bulk", bulk)
-        options.whole("seed", seed)
-        options.seconds("reconfiguration_s", reconfiguration_s, may_be_0=True)
-        options.seconds("jitter_s", jitter_s, may_be_0=True)
-        limits = options.limits(command_timeout_s, lock_timeout_s, tune_timeout_s, link_timeout_s)
-        for _, fault in schedule.due if not options.faults else ():
-            if fault.port is not None and not 1 <= fault.port <= ports:
-                options.add("faults", f"port must be within 1..{ports}", fault.port)
-        options.check()
-        half = range(1, ports + 1) if connectivity == Connectivity.ANY_TO_ANY else range(1, ports // 2 + 1)
+    def _make_wire(self, options: VirtualOptions, clock: DeviceClock) -> VirtualSwitchWire:
+        is_any_to_any, half = options.connectivity is Connectivity.ANY_TO_ANY, options.ports // 2
+        numbers = range(1, options.ports + 1)
         facts = SwitchFacts(
             vendor="OrchestrRL",
-            model=f"virtual-{ports}",
-            serial=f"virtual-{device}",
+            model=f"virtual-{options.ports}",
+            serial=f"virtual-{self.device}",
             software="1",
-            connectivity=Connectivity(connectivity),
-            ingress_ports=half,
-            egress_ports=half if connectivity == Connectivity.ANY_TO_ANY else range(ports // 2 + 1, ports + 1),
-            reconfiguration_s=reconfiguration_s,
-            boot=BootBehaviour(boot),
+            connectivity=options.connectivity,
+            ingress_ports=numbers if is_any_to_any else numbers[:half],
+            egress_ports=numbers if is_any_to_any else numbers[half:],
+            reconfiguration_s=options.reconfiguration_s,
+            boot=options.boot,
         )
-        clock = clock or SystemClock()
-        self.model = CrossConnectModel(facts, clock, random.Random(seed), jitter_s=jitter_s, schedule=schedule)
-        self.wire = VirtualSwitchWire(self.model, clock, bulk=bulk)
-        super().__init__(device, self.wire, clock=clock, limits=limits)
+        schedule, _ = parse_schedule(options.faults)
+        rng = random.Random(options.seed)
+        self.model = CrossConnectModel(facts, clock, rng, jitter_s=options.jitter_s, schedule=schedule)
+        self.wire = VirtualSwitchWire(self.model, clock, bulk=options.bulk)
+        return self.wire

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocs_drivers.base import SwitchWire, SystemClock
-from ocs_drivers.calient_rest import CalientRestWire, CrossConnectDirection, PortSource
+from ocs_drivers.calient_rest import CalientOptions, CalientRestWire, CrossConnectDirection
 from ocs_drivers.errors import DriverError, DriverOutcomeUnknown
 from ocs_drivers.http_session import DeviceResponse
 from ocs_drivers.model import CrossConnect
-from ocs_drivers.restconf import ChangeWith, RestconfWire
+from ocs_drivers.restconf import ChangeWith, RestconfOptions, RestconfWire
 
 PAIRS = (CrossConnect(1, 2), CrossConnect(3, 4))
 LEAVES = st.none() | st.booleans() | st.integers(-1, 70000) | st.sampled_from(
@@ -77,18 +77,14 @@ async def drive(wire: SwitchWire) -> None:
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), change_with=st.sampled_from(ChangeWith))
 def test_restconf(answers: list[DeviceResponse], change_with: ChangeWith) -> None:
     session: Any = Scripted(answers)
-    wire = RestconfWire(
-        session, SystemClock(), root="/api", size=None, yang_revision=None, reconfiguration_s=0.0, power=True,
-        change_with=change_with,
-    )  # fmt: skip
+    options = RestconfOptions(address="192.0.2.7", reconfiguration_s=0.0, power=True, change_with=change_with)
+    wire = RestconfWire(options, SystemClock(), session)
     asyncio.run(drive(wire))
 
 
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), direction=st.sampled_from(CrossConnectDirection))
 def test_calient(answers: list[DeviceResponse], direction: CrossConnectDirection) -> None:
     session: Any = Scripted(answers)
-    wire = CalientRestWire(
-        session, SystemClock(), direction=direction, group="", port_source=PortSource.DETAIL, ports=None,
-        reconfiguration_s=0.0,
-    )  # fmt: skip
+    options = CalientOptions(address="192.0.2.7", dir=direction, group="", reconfiguration_s=0.0)
+    wire = CalientRestWire(options, SystemClock(), session)
     asyncio.run(drive(wire))

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocs_drivers import scpi_text as text
+from ocs_drivers.batches import fitting
 from ocs_drivers.emulators import scpi as emulated
 from ocs_drivers.emulators.base import DevicePanel
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus
-from ocs_drivers.scpi import DIALECTS, ScpiProfile, ScpiSetup, ScpiWire
+from ocs_drivers.model import Action, CrossConnect, PortStatus
+from ocs_drivers.scpi import ScpiOptions, ScpiWire
 
 port_numbers = st.integers(1, 99_999)
 lists_of_ports = st.lists(port_numbers, min_size=1, max_size=40, unique=True)
@@ -50,7 +51,7 @@ def test_a_range_is_all_that_is_in_it(first: int, more: int) -> None:
 
 @given(cross_connects(), st.sampled_from(Action), st.integers(64, 400))
 def test_lines_that_are_cut_say_the_same_and_fit(pairs: list[CrossConnect], action: Action, longest: int) -> None:
-    lines = text.fitting(pairs, lambda batch: text.setter(action, batch), longest)
+    lines = fitting(pairs, lambda batch: text.setter(action, batch), longest)
     assert [pair for batch, _ in lines for pair in batch] == pairs
     for batch, line in lines:
         assert len(line) <= longest
@@ -112,7 +113,7 @@ def test_lines_arrive_in_whatever_pieces(ports: list[int], cuts: Sequence[int], 
     said = f'-222,"Data out of range"{end}0,"No error"{end}{text.port_list(ports)}{end}'.encode()
 
     async def read() -> tuple[list[text.ErrorQueueEntry], str]:
-        wire = ScpiWire(SETUP, clock=None)  # type: ignore[arg-type]  # it never looks at the time
+        wire = ScpiWire(OPTIONS, clock=None)  # type: ignore[arg-type]  # it never looks at the time
         reader = asyncio.StreamReader()
         wire._streams = (reader, _Mute())  # type: ignore[assignment]
 
@@ -141,16 +142,4 @@ class _Mute:
     async def drain(self) -> None: ...
 
 
-SETUP = ScpiSetup(
-    host="192.0.2.7",
-    port=5025,
-    dialect=DIALECTS[ScpiProfile.POLATIS],
-    reconfiguration_s=0.025,
-    boot=BootBehaviour.UNKNOWN,
-    ports=None,
-    port_states=True,
-    line_end=b"\n",
-    longest_line_chars=None,
-    unclear_s=0.0,
-    answer_s=1.0,
-)
+OPTIONS = ScpiOptions(address="192.0.2.7")

@@ -3,6 +3,7 @@
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulated import PATIENCE_S
@@ -13,9 +14,9 @@ from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.http_session import (
     DeviceResponse,
     HttpSession,
-    read_endpoint,
+    Scheme,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.restconf import RestconfOptions
 from tests.ocs_drivers.test_http_session import OK, server
 
 
@@ -40,11 +41,8 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
     pem, context = certificate
     async with server(OK, context) as address:
 
-        async def ask(**tls: object) -> DeviceResponse:
-            options = DriverOptions("ocs1")
-            asked = {"scheme": "https", "tls_verify": True, "tls_ca_file": None, "user": "", "password": "", **tls}
-            endpoint = read_endpoint(options, address=address, default_ports={"https": 443}, **asked)
-            options.check()
+        async def ask(**tls: Any) -> DeviceResponse:
+            endpoint = RestconfOptions(address=address, scheme=Scheme.HTTPS, **tls).endpoint
             http = HttpSession(endpoint, SystemClock(), PATIENCE_S)
             await http.open()
             try:

@@ -8,11 +8,10 @@ DISCONNECT 1:9 2:10      OK, or ERR and why
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ocs_drivers.base import DeviceClock
-from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (
     CircuitState,
@@ -22,10 +21,9 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
     SwitchCapabilities,
-    SwitchEvent,
     SwitchFacts,
 )
-from ocs_drivers.options import DriverOptions
+from ocs_drivers.options import Address, ConfiguredSwitch, DriverOptions, split_address
 
 T = TypeVar("T")
 
@@ -33,13 +31,19 @@ DEFAULT_PORT = 5555
 MAX_LINE_BYTES = 1024 * 1024
 
 
-class LineWire:
+class LineOptions(DriverOptions):
+    """The options that users may set in `ocs.SWITCH`, besides the time limits of every driver."""
+
+    address: Address
+
+
+class LineWire(SwitchWire):
     """The verbs of the protocol; what to send when is `SwitchDriver`'s business."""
 
     capabilities = SwitchCapabilities(bulk=True, tuned_state=True)
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, options: LineOptions, clock: DeviceClock) -> None:
+        self._host, self._port = split_address(options.address, DEFAULT_PORT)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def open(self) -> None:
@@ -57,10 +61,10 @@ class LineWire:
         return await self._request("FACTS", _facts)
 
     async def read_ports(self) -> Sequence[PortState]:
-        return await self._request("PORTS", lambda words: [_port(*word.split("=")) for word in words])
+        return await self._request("PORTS", lambda words: list(map(_port, words)))
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        return await self._request("LIST", lambda words: [_circuit(*word.split("=")) for word in words])
+        return await self._request("LIST", lambda words: list(map(_circuit, words)))
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         await self._request(f"CONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
@@ -68,11 +72,9 @@ class LineWire:
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         await self._request(f"DISCONNECT {' '.join(map(str, pairs))}", _nothing, is_setter=True)
 
-    def events(self) -> AsyncGenerator[SwitchEvent, None]:
-        raise DriverPermanent("this switch reports no events")
-
     async def _request(self, line: str, parse: Callable[[list[str]], T], *, is_setter: bool = False) -> T:
-        """What `parse` makes of the words after OK. Every failure says whether anything can have happened."""
+        """What `parse` makes of the words after OK. Every failure says whether anything can have happened; a
+        ValueError, as of `parse`, says that the answer makes no sense."""
         assert self._streams is not None
         reader, writer = self._streams
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
@@ -86,14 +88,9 @@ class LineWire:
         verdict, *words = answer.split() or [""]
         if verdict == "ERR":
             raise DriverPermanent("refused", command=line, answer=" ".join(words))
-        try:
-            if verdict != "OK":
-                raise ValueError("neither OK nor ERR")
-            return parse(words)
-        except (TypeError, ValueError) as error:
-            raise (DriverOutcomeUnknown if is_setter else DriverPermanent)(
-                f"nonsense: {error}", command=line, answer=answer
-            ) from None
+        if verdict != "OK":
+            raise ValueError(f"neither OK nor ERR: {answer!r}")
+        return parse(words)
 
 
 def _facts(words: list[str]) -> SwitchFacts:
@@ -111,11 +108,13 @@ def _facts(words: list[str]) -> SwitchFacts:
     )
 
 
-def _port(port: str, status: str) -> PortState:
+def _port(word: str) -> PortState:
+    port, _, status = word.partition("=")
     return PortState(int(port), PortStatus(status))
 
 
-def _circuit(pair: str, state: str) -> DeviceCircuit:
+def _circuit(word: str) -> DeviceCircuit:
+    pair, _, state = word.partition("=")
     return DeviceCircuit(CrossConnect.parse(pair), CircuitState(state))
 
 
@@ -124,14 +123,5 @@ def _nothing(words: list[str]) -> None:
         raise ValueError("a setter answers OK and no more")
 
 
-class LineSwitch(SwitchDriver):
-    """Keyword arguments are the options that users may set in `ocs.SWITCH`."""
-
-    def __init__(
-        self, device: str, *, clock: DeviceClock | None = None, address: str, command_timeout_s: float = 5.0
-    ) -> None:
-        options = DriverOptions(device)
-        host, port = options.address(address, DEFAULT_PORT)
-        limits = options.limits(command_timeout_s, 10.0, None, 2.0)
-        options.check()  # raises with every fault at once
-        super().__init__(device, LineWire(host, port), clock=clock, limits=limits)
+class LineSwitch(ConfiguredSwitch, options=LineOptions, wire=LineWire):
+    """The driver `line`."""

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 
 # What ssh exits with when it could not get there, or when the connection broke.
 SSH_FAILED = 255
@@ -80,11 +80,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def prefix_of(prefix: object) -> tuple[str, ...]:
-    """The option `prefix`, a list of words. Raises ProblemFaults."""
-    is_words = isinstance(prefix, list | tuple) and all(isinstance(word, str) and word for word in prefix)
-    if not is_words:
-        raise ProblemFaults([f"options.prefix: must be a list of words, as [ssh, tor3], got {prefix!r}"])
-    return tuple(prefix)  # type: ignore[arg-type]  # it is a list of words

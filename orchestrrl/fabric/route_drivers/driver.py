@@ -6,7 +6,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ocs_drivers.driver import within
+from ocs_drivers.driver import take_turn, within
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import (
@@ -182,17 +182,11 @@ class RouterDriver:
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
-        turn = asyncio.ensure_future(self._writer.acquire())
         try:
-            await within(self._clock, self._limits.lock_s, turn)
+            await take_turn(self._clock, self._writer, self._limits.lock_s)
         except TimeoutError:
-            raise Retryable(
-                f"{self.router}: another change is under way, waited {self._limits.lock_s:g} s", RETRY_S
-            ) from None
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # our turn came at the very moment
-                self._writer.release()
-            raise
+            wrong = f"{self.router}: another change is under way, waited {self._limits.lock_s:g} s"
+            raise Retryable(wrong, RETRY_S) from None
         try:
             yield
         finally:

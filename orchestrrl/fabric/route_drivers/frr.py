@@ -14,16 +14,15 @@ Null0 will do, that covers the addresses of the other routers: `ip route 192.0.2
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from ocs_drivers.options import must_be, whole
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
-from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
-from orchestrrl.fabric.route_drivers.iproute import options_of_commands
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
+from orchestrrl.fabric.route_drivers.options import CommandOptions, ConfiguredRouter, are_words
 from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable
 
 TAG = 160
@@ -36,20 +35,22 @@ OURS = re.compile(r"(?P<gateway>[0-9.]+) (?P<interface>\S+) tag (?P<tag>\d+)(?: 
 UNREACHABLE = re.compile(r"failed to connect to any daemons|staticd is not running|Exiting: ", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class FrrOptions:
-    tag: int
-    distance: int
-    vtysh: tuple[str, ...]
+class FrrOptions(CommandOptions):
+    """`tag`, `distance`: of our static routes. `vtysh_arguments`: for daemons whose sockets are not at the usual
+    place."""
+
+    tag: Annotated[int, whole(1, 2**32 - 1)] = TAG
+    distance: Annotated[int, whole(1, 254)] = 1
+    vtysh_arguments: Annotated[tuple[str, ...], must_be("a list of words", are_words)] = ()
 
 
 class FrrWire(LinuxHost):
-    """The `base.Wire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
+    """The `base.RouterWire` of a router with FRRouting. 64 next hops are what it is commonly built for."""
 
     capabilities = RouterCapabilities(max_next_hops=64, max_weight=1, link_events=True, installs_later=True)
 
-    def __init__(self, shell: RouterShell, options: FrrOptions) -> None:
-        super().__init__(shell)
+    def __init__(self, options: FrrOptions, clock: Clock) -> None:
+        super().__init__(RouterShell(options.prefix))
         self._options = options
 
     async def read_routes(self) -> RouteReading:
@@ -102,7 +103,7 @@ class FrrWire(LinuxHost):
         # Over ssh the words are read by a shell once more.
         quoted = [f"'{command}'" for command in commands] if self.shell.is_ssh else list(commands)
         words = [word for command in quoted for word in ("-c", command)]
-        return await self.shell.run(*self._options.vtysh, "-d", daemon, *words, is_setter=is_setter)
+        return await self.shell.run("vtysh", *self._options.vtysh_arguments, "-d", daemon, *words, is_setter=is_setter)
 
 
 def _installed(shown: Mapping[str, Any], tag: int) -> dict[str, set[tuple[str, str]]]:
@@ -129,30 +130,5 @@ def _default_vrf(configuration: str) -> list[str]:
     return lines
 
 
-class FrrRouter(RouterDriver):
-    """The driver `frr`. `prefix`: the words that stand before each command. `tag`, `distance`: of our static routes.
-    `vtysh_arguments`: for daemons whose sockets are not at the usual place."""
-
-    def __init__(
-        self,
-        router: str,
-        *,
-        clock: Clock | None = None,
-        prefix: Sequence[str] = (),
-        tag: int = TAG,
-        distance: int = 1,
-        vtysh_arguments: Sequence[str] = (),
-        command_timeout_s: float = 5.0,
-    ) -> None:
-        wrong = [
-            f"options.{name}: must be a whole number within 1..{high}, got {value!r}"
-            for name, value, high in (("tag", tag, 2**32 - 1), ("distance", distance, 254))
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high
-        ]
-        words, faults = options_of_commands(prefix, command_timeout_s)
-        if isinstance(vtysh_arguments, str) or not all(isinstance(word, str) for word in vtysh_arguments):
-            faults.append(f"options.vtysh_arguments: must be a list of words, got {vtysh_arguments!r}")
-        if wrong + faults:
-            raise ProblemFaults(wrong + faults)
-        wire = FrrWire(RouterShell(words), FrrOptions(tag, distance, ("vtysh", *vtysh_arguments)))
-        super().__init__(router, wire, clock=clock, limits=RouterTimeouts(command_s=command_timeout_s))
+class FrrRouter(ConfiguredRouter, options=FrrOptions, wire=FrrWire):
+    """The driver `frr`."""

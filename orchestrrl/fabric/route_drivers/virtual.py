@@ -9,11 +9,13 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Seque
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv4Network
+from typing import Annotated
 
-from orchestrrl.core.clock import Clock, WallClock
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from ocs_drivers.options import must_be, whole
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
-from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
+from orchestrrl.fabric.route_drivers.options import ConfiguredRouter, RouterOptions, are_words
 from planner.fabric.route_plan import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
 
 
@@ -149,34 +151,25 @@ class VirtualRouterWire:
             raise Retryable("no route to host", 1.0)
 
 
-class VirtualRouterDriver(RouterDriver):
+def _are_interfaces(value: object) -> bool:
+    return are_words(value) and all(INTERFACE.fullmatch(name) for name in value)  # type: ignore[attr-defined]  # words
+
+
+class VirtualRouterOptions(RouterOptions):
+    address: str = "192.0.2.1"
+    interfaces: Annotated[
+        tuple[str, ...], must_be(f"a list of names that match {INTERFACE.pattern}", _are_interfaces)
+    ] = ("swp1", "swp2", "swp3", "swp4")
+    max_next_hops: Annotated[int, whole(1)] = 128
+    max_weight: Annotated[int, whole(1)] = 256
+    link_events: bool = True
+
+
+class VirtualRouterDriver(ConfiguredRouter, options=VirtualRouterOptions):
     """The driver `virtual`: a router in this very process."""
 
-    def __init__(
-        self,
-        router: str,
-        *,
-        clock: Clock | None = None,
-        address: str = "192.0.2.1",
-        interfaces: Sequence[str] = ("swp1", "swp2", "swp3", "swp4"),
-        max_next_hops: int = 128,
-        max_weight: int = 256,
-        link_events: bool = True,
-        command_timeout_s: float = 5.0,
-    ) -> None:
-        wrong = [
-            f"options.interfaces: must match {INTERFACE.pattern}, got {name!r}"
-            for name in interfaces
-            if not (isinstance(name, str) and INTERFACE.fullmatch(name))
-        ]
-        wrong += [
-            f"options.{name}: must be a whole number >= 1, got {value!r}"
-            for name, value in (("max_next_hops", max_next_hops), ("max_weight", max_weight))
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]
-        if wrong:
-            raise ProblemFaults(wrong)
-        clock = clock or WallClock()
-        self.device = VirtualRouter(address, interfaces)
-        self.wire = VirtualRouterWire(self.device, clock, RouterCapabilities(max_next_hops, max_weight, link_events))
-        super().__init__(router, self.wire, clock=clock, limits=RouterTimeouts(command_s=command_timeout_s))
+    def _make_wire(self, options: VirtualRouterOptions, clock: Clock) -> VirtualRouterWire:
+        self.device = VirtualRouter(options.address, options.interfaces)
+        can = RouterCapabilities(options.max_next_hops, options.max_weight, options.link_events)
+        self.wire = VirtualRouterWire(self.device, clock, can)
+        return self.wire

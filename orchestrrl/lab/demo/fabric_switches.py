@@ -29,7 +29,7 @@ class NotingSwitch(VirtualSwitch):
     """Notes when changes are asked for, and when its mirrors are told to move."""
 
     def __init__(self, device: str, **options: object) -> None:
-        super().__init__(device, clock=MonotonicClock(), **options)  # type: ignore[arg-type]  # it checks them
+        super().__init__(device, clock=MonotonicClock(), **options)
         self._happened = self.model.listen()
         self._received_s: list[float] = []
         self._set_s: list[float] = []

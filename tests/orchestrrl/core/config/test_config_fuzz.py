@@ -17,7 +17,6 @@ from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon import configuration
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.fabric.route_drivers import registry as route_registry
 from orchestrrl.fabric.site import read_site, site_from
 from orchestrrl.fleet.deployers import base as deployers
 from planner.fabric.light import fibres_of
@@ -84,7 +83,7 @@ def document(monkeypatch: pytest.MonkeyPatch) -> Any:
         return (site(), []) if is_named else (None, [])
 
     monkeypatch.setattr(configuration, "read_fabric_site", read)
-    for module in (ocs_registry, route_registry, deployers):  # it looks through every installed distribution
+    for module in (ocs_registry, deployers):  # it looks through every installed distribution
         monkeypatch.setattr(module, "entry_points", installed)
     return document
 

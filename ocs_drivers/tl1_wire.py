@@ -1,0 +1,252 @@
+"""What all TL1 switches have in common: options, sessions, login, reports, bulk commands cut into lines.
+
+A vendor's verbs are a subclass of `Tl1Wire`, each in its own file, which also states what of them is known and what is
+assumed.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from ocs_drivers.base import DeviceClock, SwitchWire
+from ocs_drivers.batches import fitting
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverRetryable
+from ocs_drivers.model import (
+    BootBehaviour,
+    Connectivity,
+    CrossConnect,
+    EventKind,
+    SwitchCapabilities,
+    SwitchEvent,
+    SwitchFacts,
+)
+from ocs_drivers.options import (
+    Address,
+    DriverOptions,
+    FilledText,
+    Flag,
+    SecondsOr0,
+    Text,
+    must_be,
+    split_address,
+    whole,
+)
+from ocs_drivers.tl1_framing import Tl1Report, quote
+from ocs_drivers.tl1_session import Tl1Denied, Tl1Session, ctags
+
+AGENT_PORT = 3083  # of Calient: telnet, with a prompt
+AGENT_PROMPT = "agent>"
+# A session of ours that broke may count for a while on a device that allows few.
+LOGIN_ATTEMPTS = 6
+LOGIN_PAUSE_S = 0.05
+
+_ALREADY_IN = re.compile(r"already\s+(?:\w+\s+)?logged|already\s+active|already\s+exists", re.IGNORECASE)
+_NO_PLACE = re.compile(r"sessions?\b|too many|maximum number", re.IGNORECASE)
+
+
+class DialectName(StrEnum):
+    POLATIS = "polatis"
+    CALIENT = "calient"
+    GLIMMERGLASS = "glimmerglass"
+
+
+class Tl1Messages(StrEnum):
+    """What to do about autonomous messages. They never disturb a reply."""
+
+    AS_IS = "as_is"  # leave the device's setting as it is, and drop them
+    SILENCE = "silence"  # ask the device to send none
+    WATCH = "watch"  # ask the device to send them, and report them as events
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+
+
+class Tl1Options(DriverOptions):
+    address: Address
+    user: FilledText = "root"
+    password: Text = "root"
+    dialect: DialectName = DialectName.POLATIS
+    group: Text = ""
+    port_names: Annotated[tuple[str, ...], must_be("a list of names", _is_names)] = ()
+    port_power: Flag = False
+    messages: Tl1Messages = Tl1Messages.AS_IS
+    prompt: Text = ""
+    line_limit: Annotated[int, whole(0)] = 0
+    boot: BootBehaviour = BootBehaviour.UNKNOWN
+    reconfiguration_s: SecondsOr0 | None = None
+
+    def conflicts(self) -> list[str]:
+        wrong = []
+        if self.dialect != DialectName.CALIENT:
+            of_calient = {"group": self.group, "port_names": list(self.port_names)}
+            wrong += [
+                f"{name}: is an option of dialect calient, got {value!r}" for name, value in of_calient.items() if value
+            ]
+        elif len(set(self.port_names)) < len(self.port_names):
+            wrong.append(f"port_names: must not name a port twice, got {list(self.port_names)}")
+        if self.port_power is True and self.dialect != DialectName.POLATIS:
+            wrong.append("port_power: is an option of dialect polatis, the others tell, got True")
+        return wrong
+
+
+class Tl1Wire(SwitchWire):
+    """The `base.SwitchWire` of one device: a session at a time, and a dialect that lasts."""
+
+    capabilities: SwitchCapabilities  # of the dialect; those of the device once it is made
+    default_port: ClassVar[int]
+    default_reconfiguration_s: ClassVar[float]
+
+    def __init__(self, options: Tl1Options, clock: DeviceClock) -> None:
+        self.capabilities = replace(self.capabilities, events=options.messages is Tl1Messages.WATCH)
+        self._options = options
+        self.host, self.port = split_address(options.address, self.default_port)
+        is_agent = (options.dialect, self.port) == (DialectName.CALIENT, AGENT_PORT)
+        self.prompt = options.prompt or (AGENT_PROMPT if is_agent else "")  # to wait for before the login
+        self._clock = clock
+        self._ctags = ctags()
+        self._open_session: Tl1Session | None = None
+        self._listeners: list[asyncio.Queue[SwitchEvent]] = []
+        self.boot = options.boot
+        self.ingress = self.egress = range(0)  # known once attached
+
+    async def attach(self) -> None:
+        """Read what must be known before any other verb, the ranges of ports included."""
+        raise NotImplementedError
+
+    async def let_report(self, is_wanted: bool) -> None:
+        """Ask the device to send reports, or to send none."""
+
+    def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
+        """What one line of a report is about."""
+        raise NotImplementedError
+
+    async def open(self) -> None:
+        for attempt in range(LOGIN_ATTEMPTS):
+            if attempt:
+                await self._clock.sleep(LOGIN_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                await self._log_in()
+                break
+            except _NoPlace as refusal:
+                await self.close()
+                if attempt + 1 == LOGIN_ATTEMPTS:
+                    raise DriverRetryable(
+                        "the device has no session left", command=refusal.command, answer=refusal.answer
+                    ) from refusal
+        await self.attach()
+        if self._options.messages is not Tl1Messages.AS_IS:
+            await self.let_report(self._options.messages is Tl1Messages.WATCH)
+
+    async def close(self) -> None:
+        session, self._open_session = self._open_session, None
+        if session is not None:
+            if not session.is_lost:
+                self._on_loss()
+            await session.close(f"CANC-USER::{quote(self._options.user)}:<ctag>:;")
+
+    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        queue: asyncio.Queue[SwitchEvent] = asyncio.Queue()
+        self._listeners.append(queue)
+        try:
+            while True:
+                yield await queue.get()
+        finally:
+            self._listeners.remove(queue)
+
+    async def ask(self, command: str) -> tuple[str, ...]:
+        """Return the lines of the answer to a question."""
+        return (await self._session.execute(command)).lines
+
+    async def order(self, command: str) -> None:
+        await self._session.execute(command, is_setter=True)
+
+    async def order_in_lines(
+        self, pairs: Sequence[CrossConnect], form: str, ingress_offset: int = 0, egress_offset: int = 0
+    ) -> None:
+        """Send a bulk command of the form, `{0}` the ingress ports and `{1}` the egress ports, in as many lines as the
+        option `line_limit` asks for."""
+
+        def line(pairs: Sequence[CrossConnect]) -> str:
+            ingress = port_list([pair.ingress_port + ingress_offset for pair in pairs])
+            return form.format(ingress, port_list([pair.egress_port + egress_offset for pair in pairs]))
+
+        lines = [text for _, text in fitting(pairs, line, self._options.line_limit or None)]
+        for index, text in enumerate(lines):
+            try:
+                await self.order(text)
+            except DriverRetryable as error:
+                if not index:
+                    raise
+                raise partly_done(f"{index} of {len(lines)} parts were sent before", error) from error
+
+    def facts(
+        self, *, vendor: str, model: str, serial: str, software: str, connectivity: Connectivity | None = None
+    ) -> SwitchFacts:
+        reconfiguration_s = self._options.reconfiguration_s
+        return SwitchFacts(
+            vendor=vendor,
+            model=model or f"{len(self.ingress)}x{len(self.egress)}",
+            serial=serial,
+            software=software,
+            connectivity=connectivity or Connectivity.INGRESS_EGRESS,
+            ingress_ports=self.ingress,
+            egress_ports=self.egress,
+            reconfiguration_s=self.default_reconfiguration_s if reconfiguration_s is None else reconfiguration_s,
+            boot=self.boot,
+        )
+
+    async def _log_in(self) -> None:
+        session = await Tl1Session.connect(self.host, self.port, self._ctags, self._on_report, self._on_loss)
+        self._open_session = session
+        if self.prompt:
+            await session.prompt(self.prompt)
+        user, password = quote(self._options.user), quote(self._options.password)
+        try:
+            await session.execute(f"ACT-USER::{user}:<ctag>::{password};", shown=f"ACT-USER::{user}")
+        except Tl1Denied as denial:
+            if _ALREADY_IN.search(denial.reply.summary):
+                return
+            if _NO_PLACE.search(denial.reply.summary):
+                raise _NoPlace(denial.reply, denial.command) from denial
+            raise
+
+    @property
+    def _session(self) -> Tl1Session:
+        if self._open_session is None:
+            raise DriverRetryable("no session is open", after_s=0.0)
+        return self._open_session
+
+    def _on_report(self, report: Tl1Report) -> None:
+        for line in report.lines or (report.text,):
+            kind, port, pair = self.meaning(report.verb, line)
+            if report.severity != "A" and kind is not EventKind.PORT:
+                kind = EventKind.ALARM
+            self._publish(kind, " ".join(filter(None, (report.verb, line))), port, pair)
+
+    def _on_loss(self) -> None:
+        self._publish(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")
+
+    def _publish(self, kind: EventKind, text: str, port: int | None = None, pair: CrossConnect | None = None) -> None:
+        event = SwitchEvent(self._clock.now_s(), kind, text, port, pair)
+        for queue in self._listeners:
+            queue.put_nowait(event)
+
+
+class _NoPlace(Tl1Denied):
+    """Login refused because of other sessions."""
+
+
+def partly_done(what: str, error: DriverRetryable) -> DriverOutcomeUnknown:
+    """Return what to raise where a later part of a setter failed: after the first, nothing can be called untouched."""
+    return DriverOutcomeUnknown(f"{what}: {error.message}", command=error.command, answer=error.answer)
+
+
+def port_list(ports: Sequence[int]) -> str:
+    """`1&2&3`; raises ValueError where there are none, for an empty list means all of them on some devices."""
+    if not ports:
+        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+    return "&".join(map(str, ports))

@@ -121,9 +121,9 @@ class CalientRestWire(SwitchWire):
                     broken.add(pair)
         if self._options.dir is CrossConnectDirection.BI:
             for pair in list(self._listed):
-                if _turned(pair) not in self._listed:
+                if pair.turned not in self._listed:
                     broken.add(pair)
-        normal = {self._normal(pair): pair in broken or _turned(pair) in broken for pair in self._listed}
+        normal = {min(pair, pair.turned): pair in broken or pair.turned in broken for pair in self._listed}
         if self._options.dir is CrossConnectDirection.UNI:
             normal = {pair: pair in broken for pair in self._listed}
         shown = self._settling.circuits(normal, moving)
@@ -148,7 +148,7 @@ class CalientRestWire(SwitchWire):
         if not pairs:
             raise ValueError("an empty list of cross-connects must not reach the device")
         going = frozenset(pairs) | (
-            frozenset(map(_turned, pairs)) if self._options.dir is CrossConnectDirection.BI else frozenset()
+            frozenset(pair.turned for pair in pairs) if self._options.dir is CrossConnectDirection.BI else frozenset()
         )
         items: dict[str, dict[str, str]] = {}
         for pair in going:
@@ -188,9 +188,6 @@ class CalientRestWire(SwitchWire):
             )
         return self._names
 
-    def _normal(self, pair: CrossConnect) -> CrossConnect:
-        return min(pair, _turned(pair))
-
     async def _get(self, path: str, query: dict[str, str], parse_body: Callable[[object], T]) -> T:
         command = f"GET {ROOT}{path}?id={query['id']}"
         answer = await self._session.request("GET", ROOT + path, query=query, headers={"Accept": MEDIA_TYPE})
@@ -221,10 +218,6 @@ class CalientRestWire(SwitchWire):
             raise DriverPermanent(
                 f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20])
             )
-
-
-def _turned(pair: CrossConnect) -> CrossConnect:
-    return CrossConnect(pair.egress_port, pair.ingress_port)
 
 
 class CalientRestSwitch(ConfiguredSwitch, options=CalientOptions, wire=CalientRestWire):

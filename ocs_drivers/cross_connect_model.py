@@ -7,13 +7,14 @@ from the clock, randomness from the seed.
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.diff import occupants
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
 from ocs_drivers.model import (
+    Action,
     BootBehaviour,
     CircuitState,
     CrossConnect,
@@ -27,6 +28,10 @@ from ocs_drivers.model import (
 
 LIT_DBM = -2.0
 DARK_DBM = -40.0
+
+
+class ConnectionBroken(Exception):
+    """The connection that a command came by must break now, without an answer."""
 
 
 class CrossConnectModel:
@@ -58,13 +63,18 @@ class CrossConnectModel:
     def where_does(self, port: int) -> int | None:
         """The port that light from `port` goes to, once the mirrors are in place; None: nowhere."""
         for pair, at_s in self._tuned_at_s.items():
-            if at_s <= self._clock.now_s() and port in (pair.ingress_port, pair.egress_port):
+            if at_s <= self._clock.now_s() and port in pair.ports:
                 return pair.egress_port if port == pair.ingress_port else pair.ingress_port
         return None
 
     def holds(self, pair: CrossConnect) -> bool:
         """Whether this circuit is there, in place or moving."""
         return pair in self._tuned_at_s
+
+    @property
+    def present(self) -> set[CrossConnect]:
+        """The circuits that are there, in place or moving."""
+        return set(self._tuned_at_s)
 
     def circuits(self) -> list[DeviceCircuit]:
         return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
@@ -83,9 +93,34 @@ class CrossConnectModel:
                 self._point(pair)
         self._complain_about_rest(pairs)
 
+    def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        (self.add if action is Action.ADD else self.remove)(pairs)
+
+    async def carry_out(self, *steps: Callable[[], None], on_hold: Callable[[], None] = lambda: None) -> None:
+        """Take the steps of one setter, with the faults that wait for a setter. Raises what a step raises, and
+        ConnectionBroken as the faults say; `on_hold` is called once the answer is being held back."""
+        self.advance()
+        if self.taken(DeviceFaultKind.DROP_COMMAND):
+            raise ConnectionBroken
+        is_dropped = self.taken(DeviceFaultKind.DROP_CONNECTION)
+        slow = self.taken(DeviceFaultKind.SLOW_ANSWER)
+        refusal: DriverPermanent | None = None
+        try:
+            for step in steps:
+                step()
+        except DriverPermanent as error:
+            refusal = error
+        if slow:
+            on_hold()
+            await self._clock.sleep(slow.delay_s)
+        if is_dropped:
+            raise ConnectionBroken
+        if refusal is not None:
+            raise refusal
+
     def remove(self, pairs: Sequence[CrossConnect]) -> None:
         for pair in self._taken_part(pairs):
-            is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
+            is_stuck = self._stuck & pair.ports
             if pair in self._tuned_at_s and not (is_stuck and math.isfinite(self._tuned_at_s[pair])):
                 self._forget(pair)
         self._complain_about_rest(pairs)
@@ -141,7 +176,7 @@ class CrossConnectModel:
             if end in holders and holders[end] in self._tuned_at_s:
                 self._forget(holders[end])
         moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
-        is_stuck = self._stuck & {pair.ingress_port, pair.egress_port}
+        is_stuck = self._stuck & pair.ports
         self._tuned_at_s[pair] = math.inf if is_stuck else self._clock.now_s() + moving_s
         self._publish(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
 
@@ -164,7 +199,7 @@ class CrossConnectModel:
         return CircuitState.TUNED if self._tuned_at_s[pair] <= self._clock.now_s() else CircuitState.TUNING
 
     def _lit(self, pair: CrossConnect) -> bool:
-        ports = {pair.ingress_port, pair.egress_port}
+        ports = pair.ports
         is_passing = all(self._status[port] is PortStatus.ENABLED for port in ports) and not self._unplugged & ports
         return is_passing and self._state(pair) is CircuitState.TUNED
 

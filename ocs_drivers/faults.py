@@ -1,8 +1,9 @@
-"""What can go wrong with a device, and when: `FaultSchedule().at(12.0).fail_port(7).at(20.0).drop_connection()`."""
+"""What can go wrong with a device, and when: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 
@@ -53,43 +54,9 @@ class FaultSchedule:
     """Faults with their times, seconds since the device was switched on. Each call returns a longer schedule."""
 
     due: tuple[tuple[float, DeviceFault], ...] = ()
-    now_s: float = 0.0
 
-    def at(self, at_s: float) -> "FaultSchedule":
-        return FaultSchedule(self.due, at_s)
-
-    def fail_port(self, port: int) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.FAIL_PORT, port))
-
-    def disable_port(self, port: int) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.DISABLE_PORT, port))
-
-    def mend_port(self, port: int) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.MEND_PORT, port))
-
-    def stick_mirror(self, port: int) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.STICK_MIRROR, port))
-
-    def unplug(self, port: int) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.UNPLUG, port))
-
-    def partial_commit(self, items: int, silent: bool = False) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=items, silent=silent))
-
-    def drop_connection(self) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.DROP_CONNECTION))
-
-    def drop_command(self) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.DROP_COMMAND))
-
-    def slow_answer(self, delay_s: float) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=delay_s))
-
-    def restart(self) -> "FaultSchedule":
-        return self.also(DeviceFault(DeviceFaultKind.RESTART))
-
-    def also(self, fault: DeviceFault) -> "FaultSchedule":
-        return FaultSchedule(tuple(sorted((*self.due, (self.now_s, fault)), key=lambda item: item[0])), self.now_s)
+    def at(self, at_s: float, *faults: DeviceFault) -> "FaultSchedule":
+        return FaultSchedule(tuple(sorted((*self.due, *((at_s, fault) for fault in faults)), key=itemgetter(0))))
 
 
 def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
@@ -102,7 +69,7 @@ def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
         due = _parse(item, wrong)
         faults += [f"faults[{index}]: {each}" for each in wrong]
         if due is not None:
-            schedule = schedule.at(due[0]).also(due[1])
+            schedule = schedule.at(*due)
     return schedule, faults
 
 

@@ -72,6 +72,15 @@ class CrossConnect:
     def __str__(self) -> str:
         return f"{self.ingress_port}:{self.egress_port}"
 
+    @property
+    def ports(self) -> frozenset[int]:
+        return frozenset((self.ingress_port, self.egress_port))
+
+    @property
+    def turned(self) -> "CrossConnect":
+        """The other direction."""
+        return CrossConnect(self.egress_port, self.ingress_port)
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """The reverse of `str`; ValueError with what is wrong."""
@@ -117,7 +126,7 @@ class SwitchFacts:
     def normal(self, pair: CrossConnect) -> CrossConnect:
         """The one way to write this cross-connect on this device."""
         if self.connectivity is Connectivity.ANY_TO_ANY and pair.ingress_port > pair.egress_port:
-            return CrossConnect(pair.egress_port, pair.ingress_port)
+            return pair.turned
         return pair
 
     def ends(self, pair: CrossConnect) -> tuple[tuple[str, int], tuple[str, int]]:

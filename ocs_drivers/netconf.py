@@ -126,18 +126,8 @@ class NetconfWire(SwitchWire):
         data = await self._get(filters)
         told = xml.product(data)
         ports = xml.port_numbers(data, self._revision)
-        sides = yang.sides(told["model-name"], ports, self._options.size or None)
-        return SwitchFacts(
-            vendor=told["manufacturer"] or "Polatis",
-            model=told["model-name"] or "unknown",
-            serial=told["serial-number"],
-            software=told["software-version"],
-            connectivity=sides.connectivity,
-            ingress_ports=sides.ingress_ports,
-            egress_ports=sides.egress_ports,
-            reconfiguration_s=self._options.reconfiguration_s,
-            boot=yang.BOOT.get(xml.startup_mode(data), BootBehaviour.UNKNOWN),
-        )
+        boot = yang.BOOT.get(xml.startup_mode(data), BootBehaviour.UNKNOWN)
+        return yang.switch_facts(told, ports, self._options.size, self._options.reconfiguration_s, boot)
 
     async def read_ports(self) -> Sequence[PortState]:
         with_power = self._options.power
@@ -152,7 +142,7 @@ class NetconfWire(SwitchWire):
         moving = self._settling.moving()
         data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
         listed = xml.cross_connects(data, self._revision)
-        self._as_listed = {frozenset((pair.ingress_port, pair.egress_port)): pair for pair in listed}
+        self._as_listed = {pair.ports: pair for pair in listed}
         return self._settling.circuits(listed, moving)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
@@ -163,7 +153,7 @@ class NetconfWire(SwitchWire):
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
         # An any-to-any switch lists a pair under the port that was named first when it was made.
-        listed = (self._as_listed.get(frozenset((pair.ingress_port, pair.egress_port)), pair) for pair in pairs)
+        listed = (self._as_listed.get(pair.ports, pair) for pair in pairs)
         await self._set(Action.REMOVE, tuple(listed))
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:

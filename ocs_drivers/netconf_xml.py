@@ -14,7 +14,6 @@ BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
 CAPABILITY = "urn:ietf:params:netconf:capability:"
 
 OPERATION = {Action.ADD: "merge", Action.REMOVE: "delete"}
-PRODUCT = ("manufacturer", "model-name", "serial-number", "software-version")
 
 NS = f"{{{yang.NAMESPACE}}}"
 POLATIS_NS = f"{{{yang.POLATIS_NAMESPACE}}}"
@@ -74,11 +73,11 @@ def port_states(data: Any, revision: str, *, with_power: bool) -> list[PortState
 
 
 def product(data: Any) -> Mapping[str, str]:
-    """The leaves of PRODUCT; "" for what the switch does not tell."""
+    """The leaves of `yang.PRODUCT`; "" for what the switch does not tell."""
     found = data.find(f"{NS}product-information")
     if found is None:
         raise ValueError("there is no product-information")
-    return {name: (found.findtext(NS + name) or "").strip() for name in PRODUCT}
+    return {name: (found.findtext(NS + name) or "").strip() for name in yang.PRODUCT}
 
 
 def startup_mode(data: Any) -> str:

@@ -6,6 +6,7 @@ A family declares its options as a subclass of `DriverOptions` and names it in i
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from datetime import date
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -38,6 +39,10 @@ def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def as_text(value: object) -> object:
+    return str(value) if isinstance(value, float | date) else value
+
+
 def whole(at_least: int, at_most: int | None = None) -> BeforeValidator:
     """Return the validator of a whole number within these limits."""
     limits = f">= {at_least}" if at_most is None else f"within {at_least}..{at_most}"
@@ -66,6 +71,9 @@ def _is_address(value: object) -> bool:
 Address = Annotated[str, must_be("HOST or HOST:PORT", _is_address)]
 Flag = Annotated[bool, must_be("true or false", lambda value: isinstance(value, bool))]
 Text = Annotated[str, must_be("text", is_text)]
+# YAML makes of 1.1 a number and of 2018-03-22 a date, where text is meant.
+YamlText = Annotated[str, must_be("text", is_text), BeforeValidator(as_text)]
+Number = Annotated[float, must_be("a number", is_number)]
 FilledText = Annotated[str, must_be("text", lambda value: isinstance(value, str) and value)]
 Seconds = Annotated[float, must_be("a number > 0", lambda value: is_number(value) and value > 0)]
 SecondsOr0 = Annotated[float, must_be("a number >= 0", lambda value: is_number(value) and value >= 0)]
@@ -88,7 +96,8 @@ class CheckedOptions(BaseModel):
         try:
             options = cls.model_validate(given)
         except ValidationError as error:
-            faults = [_fault_text(detail) for detail in error.errors()]
+            known = ", ".join(sorted(cls.model_fields))
+            faults = [_fault_text(detail, known) for detail in error.errors()]
             wrong = {detail["loc"][0] for detail in error.errors()}
             options = cls.model_construct(**{name: value for name, value in given.items() if name not in wrong})
         if faults := faults + options.conflicts():
@@ -148,13 +157,13 @@ class ConfiguredSwitch(FromOptions, SwitchDriver):
         super().__init__(device, self._make_wire(options, clock), clock=clock, limits=options.limits)
 
 
-def _fault_text(detail: Any) -> str:
+def _fault_text(detail: Any, known: str) -> str:
     name = str(detail["loc"][0])
     match detail["type"]:
         case "missing":
             return f"{name}: is missing"
         case "extra_forbidden":
-            return f"{name}: is no option, got {detail['input']!r}"
+            wrong = f"is not known (known: {known})"
         case "enum":
             wrong = f"must be one of {detail['ctx']['expected'].replace(' or ', ', ').replace(chr(39), '')}"
         case "value_error":

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import BootBehaviour, Connectivity, PortStatus
+from ocs_drivers.model import BootBehaviour, Connectivity, PortStatus, SwitchFacts
 from ocs_drivers.options import must_be
 
 MODULE = "optical-switch"
@@ -27,6 +27,8 @@ POLATIS_NAMESPACE = "http://www.polatis.com/yang/polatis-switch"
 PAIR_REVISION = "2017-08-04"  # the first with `cross-connects/pair` and with `port-config`
 PORT_NUMBERS = range(1, 65536)  # typedef portFormat
 
+# Leaves of `product-information`.
+PRODUCT = ("manufacturer", "model-name", "serial-number", "software-version")
 # Leaf `port-config/port/status`; an UNSUPPORTED port has no shutter, so it cannot be closed either.
 PORT_STATUS: Mapping[str, PortStatus] = {
     "UNSUPPORTED": PortStatus.ENABLED,
@@ -125,6 +127,24 @@ Size = Annotated[str, must_be("as 16x16, or 32xCC for any-to-any", lambda value:
 Revision = Annotated[
     str, must_be("a date as 2017-08-04", lambda value: value == "" or _is_date(value)), BeforeValidator(_iso)
 ]
+
+
+def switch_facts(
+    product: Mapping[str, str], ports: Collection[int], size: str, reconfiguration_s: float, boot: BootBehaviour
+) -> SwitchFacts:
+    """The facts by what the switch tells of itself and the ports that it lists; `size` as of `sides`."""
+    found = sides(product["model-name"], ports, size or None)
+    return SwitchFacts(
+        vendor=product["manufacturer"] or "Polatis",
+        model=product["model-name"] or "unknown",
+        serial=product["serial-number"],
+        software=product["software-version"],
+        connectivity=found.connectivity,
+        ingress_ports=found.ingress_ports,
+        egress_ports=found.egress_ports,
+        reconfiguration_s=reconfiguration_s,
+        boot=boot,
+    )
 
 
 def parse_port(value: object) -> int:

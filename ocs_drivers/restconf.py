@@ -117,19 +117,10 @@ class RestconfWire(SwitchWire):
             raise DriverPermanent(
                 f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}"
             )
-        ports = await self._read_statuses()
-        sides = yang.sides(information.model_name, [port.port for port in ports], self._options.size or None)
-        return SwitchFacts(
-            vendor=information.manufacturer or "Polatis",
-            model=information.model_name or "unknown",
-            serial=information.serial_number,
-            software=information.software_version,
-            connectivity=sides.connectivity,
-            ingress_ports=sides.ingress_ports,
-            egress_ports=sides.egress_ports,
-            reconfiguration_s=self._options.reconfiguration_s,
-            boot=await self._read(STARTUP_MODE, parse.boot) or BootBehaviour.UNKNOWN,
-        )
+        ports = [port.port for port in await self._read_statuses()]
+        boot = await self._read(STARTUP_MODE, parse.boot) or BootBehaviour.UNKNOWN
+        size, reconfiguration_s = self._options.size or "", self._options.reconfiguration_s
+        return yang.switch_facts(information, ports, size, reconfiguration_s, boot)
 
     async def read_ports(self) -> Sequence[PortState]:
         ports = await self._read_statuses()
@@ -146,7 +137,7 @@ class RestconfWire(SwitchWire):
         listed = await self._read(COLLECTION, parse.cross_connects) or []
         self._keys = {}
         for pair in listed:
-            self._keys[pair] = self._keys[CrossConnect(pair.egress_port, pair.ingress_port)] = pair.ingress_port
+            self._keys[pair] = self._keys[pair.turned] = pair.ingress_port
         return self._settling.circuits(listed, moving)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:

@@ -4,7 +4,6 @@ Every function takes parsed JSON of whatever kind and raises ValueError with wha
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.model import BootBehaviour, CrossConnect, PortState
@@ -13,20 +12,10 @@ SHOWN_CHARACTERS = 80
 YANG_PATCH = "urn:ietf:params:restconf:capability:yang-patch:1.0"
 
 
-@dataclass(frozen=True, slots=True)
-class PolatisInformation:
-    """Container `product-information`; "" for what is not told."""
-
-    manufacturer: str
-    serial_number: str
-    model_name: str
-    software_version: str
-
-
-def information(body: object) -> PolatisInformation:
+def information(body: object) -> dict[str, str]:
+    """The leaves of `product-information`; "" for what is not told."""
     container = _member(body, "product-information")
-    leaves = ("manufacturer", "serial-number", "model-name", "software-version")
-    return PolatisInformation(*(_text(container.get(leaf, ""), leaf) for leaf in leaves))
+    return {leaf: _text(container.get(leaf, ""), leaf) for leaf in yang.PRODUCT}
 
 
 def cross_connects(body: object) -> list[CrossConnect]:

@@ -161,10 +161,10 @@ class ScpiWire(SwitchWire):
             self._unclear_since_s = None
         moving = self._settling.moving()
         pairs = await self._query(text.CONNECTIONS, text.read_connections)
-        used = sorted(frozenset().union(*map(_ports_of, pairs)))
+        used = sorted({port for pair in pairs for port in pair.ports})
         failed = {state.port for state in await self._states(used) if state.status is PortStatus.FAILED}
         return [
-            replace(circuit, state=CircuitState.FAILED) if failed & _ports_of(circuit.cross_connect) else circuit
+            replace(circuit, state=CircuitState.FAILED) if failed & circuit.cross_connect.ports else circuit
             for circuit in self._settling.circuits(pairs, moving)
         ]
 
@@ -287,10 +287,6 @@ def _port_range(value: object) -> range:
     """The ports of `FIRST..LAST`; empty for anything else."""
     bounds = re.fullmatch(r"(\d{1,5})\.\.(\d{1,5})", value, re.ASCII) if isinstance(value, str) else None
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
-
-
-def _ports_of(pair: CrossConnect) -> frozenset[int]:
-    return frozenset((pair.ingress_port, pair.egress_port))
 
 
 def _complaints_text(complaints: Sequence[text.ErrorQueueEntry]) -> str:

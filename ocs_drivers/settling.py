@@ -20,7 +20,7 @@ class Settling:
     def commanded(self, pairs: Iterable[CrossConnect]) -> None:
         """Call it when the setter is over, however it ended."""
         due_s = self._clock.now_s() + self._reconfiguration_s
-        self._due_s.update({_key(pair): due_s for pair in pairs})
+        self._due_s.update({pair.ports: due_s for pair in pairs})
 
     def moving(self) -> frozenset[frozenset[int]]:
         """Ask before the device is read: what it lists was so no earlier than this."""
@@ -34,9 +34,5 @@ class Settling:
         """The circuits of a reading before which `moving` was asked; None: now, for a reading that took no time."""
         keys = self.moving() if moving is None else moving
         return [
-            DeviceCircuit(pair, CircuitState.TUNING if _key(pair) in keys else CircuitState.TUNED) for pair in listed
+            DeviceCircuit(pair, CircuitState.TUNING if pair.ports in keys else CircuitState.TUNED) for pair in listed
         ]
-
-
-def _key(pair: CrossConnect) -> frozenset[int]:
-    return frozenset((pair.ingress_port, pair.egress_port))

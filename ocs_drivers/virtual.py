@@ -5,14 +5,16 @@
 
 import random
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock, SwitchWire
-from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.cross_connect_model import ConnectionBroken, CrossConnectModel
 from ocs_drivers.driver import within
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.faults import DeviceFaultKind, parse_schedule
+from ocs_drivers.faults import parse_schedule
 from ocs_drivers.model import (
+    Action,
     BootBehaviour,
     Connectivity,
     CrossConnect,
@@ -57,10 +59,10 @@ class VirtualSwitchWire(SwitchWire):
         return self._model.circuits()
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(pairs, is_add=True)
+        await self._set(Action.ADD, pairs)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(pairs, is_add=False)
+        await self._set(Action.REMOVE, pairs)
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         queue = self._model.listen()
@@ -74,25 +76,19 @@ class VirtualSwitchWire(SwitchWire):
         finally:
             self._model.unlisten(queue)
 
-    async def _set(self, pairs: Sequence[CrossConnect], is_add: bool) -> None:
+    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         self._check_session()
         if not pairs:
             raise ValueError("a setter with an empty list: on some devices that means every circuit")
-        command = f"{'connect' if is_add else 'disconnect'} {' '.join(str(pair) for pair in pairs)}"
+        command = f"{'connect' if action is Action.ADD else 'disconnect'} {' '.join(map(str, pairs))}"
         self.setters.append(command)
-        if self._model.taken(DeviceFaultKind.DROP_COMMAND):
-            raise DriverOutcomeUnknown("the connection broke", command=command)
-        is_dropped = self._model.taken(DeviceFaultKind.DROP_CONNECTION)
-        slow = self._model.taken(DeviceFaultKind.SLOW_ANSWER)
         try:
-            (self._model.add if is_add else self._model.remove)(pairs)
+            await self._model.carry_out(partial(self._model.set, action, pairs))
+        except ConnectionBroken:
+            raise DriverOutcomeUnknown("the connection broke", command=command) from None
         except DriverPermanent as error:
             error.command = command
             raise
-        if slow:
-            await self._clock.sleep(slow.delay_s)
-        if is_dropped:
-            raise DriverOutcomeUnknown("the connection broke", command=command)
 
     def _check_session(self) -> None:
         self._model.advance()

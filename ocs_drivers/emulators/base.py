@@ -8,19 +8,17 @@ part, answers held back, connections broken before or after a command.
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.cross_connect_model import CrossConnectModel
-from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.model import Action, BootBehaviour, Connectivity, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.options import CheckedOptions
 
-
-class ConnectionBroken(Exception):
-    """The emulator must break this connection now, without an answer."""
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,29 @@ class DevicePanel:
         for name in ("reconfiguration_s", "jitter_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+    def facts(
+        self, vendor: str, model: str, serial: str, software: str, *, any_to_any: bool = False, first: int = 1
+    ) -> SwitchFacts:
+        """A device with these ports, its egress side numbered after its ingress side; or any to any, with as many ports
+        as it has on the ingress side."""
+        ingress = range(first, first + self.ingress_ports)
+        return SwitchFacts(
+            vendor=vendor,
+            model=model,
+            serial=serial,
+            software=software,
+            connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
+            ingress_ports=ingress,
+            egress_ports=ingress if any_to_any else range(ingress.stop, ingress.stop + self.egress_ports),
+            reconfiguration_s=self.reconfiguration_s,
+            boot=self.boot,
+        )
+
+    def mirrored_facts(self, vendor: str, model: str, serial: str, software: str) -> SwitchFacts:
+        """As `facts`, of a device that uses the same numbers on both sides: as many as the longer side has."""
+        side = range(1, max(self.ingress_ports, self.egress_ports) + 1)
+        return replace(self.facts(vendor, model, serial, software), ingress_ports=side, egress_ports=side)
 
 
 class EmulatedDevice:
@@ -73,12 +94,12 @@ class EmulatedDevice:
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
         """Carry out one setter that came as `command`. Raises Permanent, with the device's words as `answer`, where the
         glass refuses (what came before it in the list is taken), and ConnectionBroken as the faults say."""
-        await self._carry_out(command, partial(self.model.add if action is Action.ADD else self.model.remove, pairs))
+        await self._carry_out(command, partial(self.model.set, action, pairs))
 
     async def replace(self, pairs: Sequence[CrossConnect], command: str) -> None:
         """As `set`, for a setter that leaves these cross-connects and no others."""
-        present = [circuit.cross_connect for circuit in self.model.circuits()]
-        gone = [pair for pair in present if pair not in pairs]
+        present = self.model.present
+        gone = sorted(present.difference(pairs))
         new = [pair for pair in pairs if pair not in present]
         await self._carry_out(command, partial(self.model.remove, gone), partial(self.model.add, new))
 
@@ -87,27 +108,10 @@ class EmulatedDevice:
         await self._carry_out(command, partial(self._enable, ports, is_enabled))
 
     async def _carry_out(self, command: str, *steps: Callable[[], None]) -> None:
-        self.model.advance()
         self.setters.append(command)
         if self.on_setter is not None:
             self.on_setter(command)
-        if self.model.taken(DeviceFaultKind.DROP_COMMAND):
-            raise ConnectionBroken
-        is_dropped = self.model.taken(DeviceFaultKind.DROP_CONNECTION)
-        slow = self.model.taken(DeviceFaultKind.SLOW_ANSWER)
-        refusal: DriverPermanent | None = None
-        try:
-            for step in steps:
-                step()
-        except DriverPermanent as error:
-            refusal = error
-        if slow:
-            self.holding_back.set()
-            await self.clock.sleep(slow.delay_s)
-        if is_dropped:
-            raise ConnectionBroken
-        if refusal is not None:
-            raise refusal
+        await self.model.carry_out(*steps, on_hold=self.holding_back.set)
 
     def _enable(self, ports: Sequence[int], is_enabled: bool) -> None:
         states = {state.port: state.status for state in self.model.ports()}
@@ -120,6 +124,22 @@ class EmulatedDevice:
 
     def inject(self, fault: DeviceFault) -> None:
         self.model.inject(fault)
+
+
+def takes(quirks: type[CheckedOptions]) -> Callable[[Factory], Factory]:
+    """Return a decorator that names the quirks of an emulator's factory, which checks what it is given by them."""
+
+    def mark(factory: Factory) -> Factory:
+        factory.quirks_type = quirks  # type: ignore[attr-defined]  # functions have no such attribute by themselves
+        return factory
+
+    return mark
+
+
+def address_of(server: asyncio.Server) -> str:
+    """Return where a server listens, as `HOST:PORT`."""
+    host, port, *_ = server.sockets[0].getsockname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Emulator(Protocol):

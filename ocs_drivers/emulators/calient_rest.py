@@ -7,17 +7,19 @@ with HTTP 200. `deleteall` is here though our driver has it not: others may use 
 import json
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from typing import Annotated, Any
 
 from aiohttp import web
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
 from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
-from ocs_drivers.model import Action, Connectivity, CrossConnect, PortState, PortStatus, SwitchFacts
+from ocs_drivers.model import Action, CrossConnect, PortState, PortStatus, SwitchFacts
+from ocs_drivers.options import CheckedOptions, Flag, Number, YamlText, is_whole, must_be
 
 ROOT = "/rest/"
 PORTS_IN_A_MODULE = 8
@@ -31,46 +33,39 @@ class ItemFailed(Exception):
     """One item failed; the answer is HTTP 200 all the same."""
 
 
-class CalientRestEmulator:
-    """Quirks: `bulk_s` and `conflict_s`, how long a set takes, and one for which the switch takes down what is in the
-    way (up to 0.2 and 0.5 s by the manual); `chunked` answers; `user` and `password`: Basic authentication and then a
+class CalientQuirks(CheckedOptions):
+    """`bulk_s` and `conflict_s`, how long a set takes, and one for which the switch takes down what is in the way
+    (up to 0.2 and 0.5 s by the manual); `chunked` answers; `user` and `password`: Basic authentication and then a
     cookie, which is good for `cookie_uses` requests (0: for ever); of `sessions` cookies at most, the oldest goes."""
 
-    def __init__(
-        self,
-        panel: DevicePanel,
-        clock: DeviceClock | None = None,
-        *,
-        bulk_s: float = 0.2,
-        conflict_s: float = 0.5,
-        chunked: bool = False,
-        cookie_uses: int = 0,
-        sessions: int = 1,
-        user: str = "",
-        password: str = "",
-    ) -> None:
+    bulk_s: Number = 0.2
+    conflict_s: Number = 0.5
+    chunked: Flag = False
+    cookie_uses: Annotated[int, must_be("a whole number", is_whole)] = 0
+    sessions: Annotated[int, must_be("a whole number", is_whole)] = 1
+    user: YamlText = ""
+    password: YamlText = ""
+
+
+@takes(CalientQuirks)
+class CalientRestEmulator(EmulatedHttpServer):
+    """A switch with `CalientQuirks`."""
+
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
+        self._quirks = CalientQuirks.read(quirks, prefix="")
+        super().__init__("application/json", chunked=self._quirks.chunked)
         self.device = EmulatedDevice(_facts(panel), panel, clock)
         self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s)
-        self._server = EmulatedHttpServer(self._answer, "application/json", chunked=chunked)
         self._names = PortNames(_name(number) for number in self.device.facts.ingress_ports)
-        self._set_s, self._conflict_s = bulk_s, conflict_s
-        self._user = (user, password)
-        self._cookie_uses, self._sessions = cookie_uses, sessions
         self._cookies: dict[str, tuple[int, int]] = {}  # by value: the device's session, and requests so far
         self._given = 0
         self._both_ways: set[frozenset[int]] = set()  # pairs that were made as one connection
         self._groups: dict[str, str] = {}
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        return await self._server.start(host, port)
-
-    async def stop(self) -> None:
-        await self._server.stop()
-
-    async def _answer(self, request: web.Request, body: bytes) -> EmulatedReply:
+    async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
         headers = {}
-        if self._user[0] and not self._is_known(request.cookies.get(COOKIE, "")):
-            if not is_let_in(request, *self._user):
+        if self._quirks.user and not self._is_known(request.cookies.get(COOKIE, "")):
+            if not is_let_in(request, self._quirks.user, self._quirks.password):
                 return EmulatedReply(401, None, {"WWW-Authenticate": 'Basic realm="Calient"'})
             headers["Set-Cookie"] = f"{COOKIE}={self._new_cookie()}; Path={ROOT}; HttpOnly"
         try:
@@ -81,14 +76,14 @@ class CalientRestEmulator:
 
     def _is_known(self, cookie: str) -> bool:
         session, uses = self._cookies.pop(cookie, (0, 0))
-        is_good = uses and self.device.is_alive(session) and not 0 < self._cookie_uses < uses
+        is_good = uses and self.device.is_alive(session) and not 0 < self._quirks.cookie_uses < uses
         if is_good:
             self._cookies[cookie] = (session, uses + 1)
         return bool(is_good)
 
     def _new_cookie(self) -> str:
         self._given += 1
-        while len(self._cookies) >= self._sessions:
+        while len(self._cookies) >= self._quirks.sessions:
             del self._cookies[next(iter(self._cookies))]
         cookie = f"{self._given:032X}"
         self._cookies[cookie] = (self.device.session(), 1)
@@ -133,17 +128,17 @@ class CalientRestEmulator:
     async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:
         wanted = [self._pairs(item) for item in items]
         pairs = [pair for of_item in wanted for pair in of_item]
-        taken = occupants(self.device.facts, self._present)
+        taken = occupants(self.device.facts, self.device.model.present)
         in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
-        await self.device.clock.sleep(self._conflict_s if in_the_way - set(pairs) else self._set_s)
+        await self.device.clock.sleep(self._quirks.conflict_s if in_the_way - set(pairs) else self._quirks.bulk_s)
         self._listing.commanded(pairs)
         self._count_whole(wanted)
         words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {_shown(pairs)}"))
         answers = []
         for item, of_item in zip(items, wanted, strict=True):
-            is_done = not words or (bool(of_item) and self._present.issuperset(of_item))
+            is_done = not words or (bool(of_item) and self.device.model.present.issuperset(of_item))
             if len(of_item) == 2 and is_done:
-                self._both_ways.add(frozenset((of_item[0].ingress_port, of_item[0].egress_port)))
+                self._both_ways.add(of_item[0].ports)
             if is_done and of_item:
                 self._groups[self._conn(of_item)] = str(item.get("group", "SYSTEM"))
             told = "" if is_done else words
@@ -154,13 +149,13 @@ class CalientRestEmulator:
         connections = {str(row["conn"]): self._halves(str(row["conn"])) for row in self._rows()}
         found = [connections.get(str(item.get("conn")), []) for item in items]
         pairs = [pair for of_item in found for pair in of_item]
-        await self.device.clock.sleep(self._set_s)
+        await self.device.clock.sleep(self._quirks.bulk_s)
         self._count_whole(found)
         words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {_shown(pairs)}"))
         return [
             {**_echo(item), "response": _result(bool(of_item) and is_done, words if of_item else "no such connection")}
             for item, of_item in zip(items, found, strict=True)
-            for is_done in (not words or self._present.isdisjoint(of_item),)
+            for is_done in (not words or self.device.model.present.isdisjoint(of_item),)
         ]
 
     def _count_whole(self, connections: Sequence[Sequence[CrossConnect]]) -> None:
@@ -176,16 +171,12 @@ class CalientRestEmulator:
             return refusal.answer
         return ""
 
-    @property
-    def _present(self) -> set[CrossConnect]:
-        return {circuit.cross_connect for circuit in self.device.model.circuits()}
-
     def _rows(self) -> list[dict[str, object]]:
         listed = {circuit.cross_connect: circuit.state for circuit in self._listing.circuits()}
         rows: list[dict[str, object]] = []
         for pair in listed:
-            back = CrossConnect(pair.egress_port, pair.ingress_port)
-            is_both = back in listed and frozenset((pair.ingress_port, pair.egress_port)) in self._both_ways
+            back = pair.turned
+            is_both = back in listed and pair.ports in self._both_ways
             if is_both and back < pair:
                 continue
             pairs = [pair, back] if is_both else [pair]
@@ -225,7 +216,7 @@ class CalientRestEmulator:
         is_both = "-" in conn
         source, _, target = conn.partition("-" if is_both else ">")
         pair = CrossConnect(self._names.number(source), self._names.number(target))
-        return [pair, CrossConnect(pair.egress_port, pair.ingress_port)] if is_both else [pair]
+        return [pair, pair.turned] if is_both else [pair]
 
     def _pairs(self, item: Item) -> list[CrossConnect]:
         """None for ports that are not there."""
@@ -243,18 +234,7 @@ def _facts(panel: DevicePanel) -> SwitchFacts:
         raise ValueError(
             f"a Calient switch has as many ports out as in, got {panel.ingress_ports}x{panel.egress_ports}"
         )
-    numbers = range(1, panel.ingress_ports + 1)
-    return SwitchFacts(
-        vendor="Calient",
-        model=f"S{panel.ingress_ports}",
-        serial="S-0042",
-        software="8.3.1.4",
-        connectivity=Connectivity.INGRESS_EGRESS,
-        ingress_ports=numbers,
-        egress_ports=numbers,
-        reconfiguration_s=panel.reconfiguration_s,
-        boot=panel.boot,
-    )
+    return panel.mirrored_facts("Calient", f"S{panel.ingress_ports}", "S-0042", "8.3.1.4")
 
 
 def _name(number: int) -> str:

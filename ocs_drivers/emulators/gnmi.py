@@ -8,19 +8,21 @@ the glass then takes in part stays so. Clients connect through a relay, by which
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path as File
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
 from ocs_drivers.base import DeviceClock
+from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
 from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
 from ocs_drivers.emulators.gnmi_relay import RelayedConnection, TcpRelay
 from ocs_drivers.emulators.gnmi_sonic import SonicTarget
 from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Path, mapping, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
+from ocs_drivers.options import CheckedOptions, Flag, YamlText, is_whole, must_be
 
 LONGEST_WAIT_S = 3600.0
 MAX_MESSAGE = (
@@ -29,50 +31,52 @@ MAX_MESSAGE = (
 )
 
 
-def sonic(
-    panel: DevicePanel,
-    clock: DeviceClock | None = None,
-    *,
-    tables: str = "design",
-    origin: str = "sonic-db",
-    leftovers: bool = False,
-    user: str = "",
-    password: str = "",
-    tls_cert_file: str = "",
-    tls_key_file: str = "",
-    tls_client_ca_file: str = "",
-) -> "GnmiEmulator":
-    """Quirks: `tables` of the "design" or of the "image"; `origin` of paths; `leftovers`: what the hardware did not
-    take stays ordered; `user` and `password`: metadata must name them; `tls_..`: PEM files."""
-    target = SonicTarget(panel, clock, tables, origin, leftovers)
-    return GnmiEmulator(target, (user, password), (tls_cert_file, tls_key_file, tls_client_ca_file))
+class GnmiQuirks(CheckedOptions):
+    """`user` and `password`: metadata must name them; `tls_..`: PEM files."""
+
+    user: YamlText = ""
+    password: YamlText = ""
+    tls_cert_file: YamlText = ""
+    tls_key_file: YamlText = ""
+    tls_client_ca_file: YamlText = ""
 
 
-def openconfig(
-    panel: DevicePanel,
-    clock: DeviceClock | None = None,
-    *,
-    any_to_any: bool = False,
-    mirrored: bool = False,
-    first_index: int = 1,
-    user: str = "",
-    password: str = "",
-    tls_cert_file: str = "",
-    tls_key_file: str = "",
-    tls_client_ca_file: str = "",
-) -> "GnmiEmulator":
-    """Quirks: `any_to_any`: one range of ports; `mirrored`: connections are listed under both ports; `first_index` of
-    ports; the others as with `sonic`."""
-    target = OpenConfigTarget(panel, clock, any_to_any, mirrored, first_index)
-    return GnmiEmulator(target, (user, password), (tls_cert_file, tls_key_file, tls_client_ca_file))
+class SonicQuirks(GnmiQuirks):
+    """`tables` of the "design" or of the "image"; `origin` of paths; `leftovers`: what the hardware did not take stays
+    ordered."""
+
+    tables: YamlText = "design"
+    origin: YamlText = "sonic-db"
+    leftovers: Flag = False
+
+
+class OpenConfigQuirks(GnmiQuirks):
+    """`any_to_any`: one range of ports; `mirrored`: connections are listed under both ports; `first_index` of ports."""
+
+    any_to_any: Flag = False
+    mirrored: Flag = False
+    first_index: Annotated[int, must_be("a whole number", is_whole)] = 1
+
+
+@takes(SonicQuirks)
+def sonic(panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> "GnmiEmulator":
+    quirks = SonicQuirks.read(given, prefix="")
+    return GnmiEmulator(SonicTarget(panel, clock, quirks.tables, quirks.origin, quirks.leftovers), quirks)
+
+
+@takes(OpenConfigQuirks)
+def openconfig(panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> "GnmiEmulator":
+    quirks = OpenConfigQuirks.read(given, prefix="")
+    target = OpenConfigTarget(panel, clock, quirks.any_to_any, quirks.mirrored, quirks.first_index)
+    return GnmiEmulator(target, quirks)
 
 
 class GnmiEmulator:
-    def __init__(self, target: GnmiTarget, login: tuple[str, str], tls_files: tuple[str, str, str]) -> None:
+    def __init__(self, target: GnmiTarget, quirks: GnmiQuirks) -> None:
         self.device: EmulatedDevice = target.device
         self._target = target
-        self._login = login
-        self._tls_files = tls_files
+        self._login = (quirks.user, quirks.password)
+        self._tls_files = (quirks.tls_cert_file, quirks.tls_key_file, quirks.tls_client_ca_file)
         self._relay = TcpRelay(self.device.session)
         self._server: grpc.aio.Server | None = None
 

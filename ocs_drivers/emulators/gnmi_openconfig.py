@@ -8,32 +8,30 @@ from typing import Any
 
 import grpc
 
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, Row
-from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Elem, Path, path, shown
 from ocs_drivers.gnmi_openconfig import CONNECTIONS, MODEL, ROOT, OpenConfigTopology
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.model import CircuitState, CrossConnect, PortStatus
 
 SLOT = "1"
 STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
 
 
-class OpenConfigTarget:
+class OpenConfigTarget(GnmiTarget):
+    origins = frozenset({"", "openconfig"})
+
     def __init__(self, panel: DevicePanel, clock: Any, any_to_any: bool, mirrored: bool, first_index: int) -> None:
         if first_index < 0:
             raise ValueError(f"first_index must be >= 0, got {first_index}")
-        self.device = EmulatedDevice(facts(panel, any_to_any, first_index), panel, clock)
+        known = panel.facts("OrchestrRL", "openconfig-ocs", "oc-1", "1.0", any_to_any=any_to_any, first=first_index)
+        super().__init__(known, panel, clock)
         self.models = {MODEL: "0.1.0"}
-        self.origins = frozenset({"", "openconfig"})
-        known = self.device.facts
         self._topology = OpenConfigTopology(SLOT, known.connectivity, known.ingress_ports, known.egress_ports)
         self._mirrored = mirrored
-        self._ordered: set[CrossConnect] = set()
-        self._session = self.device.session()
 
     def tree(self) -> dict[str, Any]:
-        self._notice_restart()
+        self.notice_restart()
         known = self.device.facts
         statuses = [
             {"slot": SLOT, "port": str(state.port), "state": {"port-status": STATUS[state.status]}}
@@ -72,8 +70,8 @@ class OpenConfigTarget:
         return found
 
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
-        self._notice_restart()
-        listed = {port: pair for pair in self._ordered | self._present() for port in self._ports_of(pair)}
+        self.notice_restart()
+        listed = {port: pair for pair in self.ordered | self.device.model.present for port in self._ports_of(pair)}
         gone, new = set[CrossConnect](), dict[int, int]()
         for change in changes:
             port = self._port_of(change)
@@ -83,32 +81,18 @@ class OpenConfigTarget:
             if port is None:
                 raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "connections are set one by one")
             new[port] = self._peer_of(change)
-        added = sorted(self._topology.normal(*pair) for pair in new.items())
-        command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
-        ordered = (self._ordered - gone) | set(added)
-        is_broken = False
-        try:
-            if removed := sorted(gone & self._present() - set(added)):
-                await self.device.set(Action.REMOVE, removed, command)
-            if missing := [pair for pair in added if pair not in self._present()]:
-                await self.device.set(Action.ADD, missing, command)
-        except ConnectionBroken:
-            is_broken = True
-            raise
-        except DriverPermanent as error:
-            raise GnmiRefusal(grpc.StatusCode.ABORTED, error.answer) from None
-        finally:
-            self._ordered = (ordered | (self._ordered if is_broken else set())) & self._present()
+        added = {self._topology.normal(*pair) for pair in new.items()}
+        await self.carry_out(changes, (self.ordered - gone) | added, gone, added)
 
     def _connections(self) -> list[dict[str, Any]]:
         states = {circuit.cross_connect: circuit.state for circuit in self.device.model.circuits()}
         found = []
-        for pair in sorted({*states, *self._ordered}):
+        for pair in sorted({*states, *self.ordered}):
             for port in self._ports_of(pair):
                 peer = pair.egress_port if port == pair.ingress_port else pair.ingress_port
                 ends = {"slot": SLOT, "port": str(port), "peer-slot": SLOT, "peer-port": str(peer)}
                 entry: dict[str, Any] = {"slot": SLOT, "port": str(port), "state": {"slot": SLOT, "port": str(port)}}
-                if pair in self._ordered:
+                if pair in self.ordered:
                     entry["config"] = ends
                 if states.get(pair) is CircuitState.TUNED:
                     entry["state"] = ends
@@ -150,27 +134,3 @@ class OpenConfigTarget:
                 grpc.StatusCode.INVALID_ARGUMENT, f"Requested port-number {text} is not in a valid range."
             )
         return int(text)
-
-    def _present(self) -> set[CrossConnect]:
-        return {circuit.cross_connect for circuit in self.device.model.circuits()}
-
-    def _notice_restart(self) -> None:
-        if not self.device.is_alive(self._session):
-            self._session = self.device.session()
-            self._ordered = self._present()
-
-
-def facts(panel: DevicePanel, any_to_any: bool, first_index: int) -> SwitchFacts:
-    ingress = range(first_index, first_index + panel.ingress_ports)
-    egress = ingress if any_to_any else range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports)
-    return SwitchFacts(
-        vendor="OrchestrRL",
-        model="openconfig-ocs",
-        serial="oc-1",
-        software="1.0",
-        connectivity=Connectivity.ANY_TO_ANY if any_to_any else Connectivity.INGRESS_EGRESS,
-        ingress_ports=ingress,
-        egress_ports=egress,
-        reconfiguration_s=panel.reconfiguration_s,
-        boot=panel.boot,
-    )

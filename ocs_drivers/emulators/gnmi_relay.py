@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ocs_drivers.emulators.base import address_of
+
 
 @dataclass(frozen=True, slots=True)
 class RelayedConnection:
@@ -33,8 +35,7 @@ class TcpRelay:
     async def start(self, host: str, port: int, server_port: int) -> str:
         self._server_port = server_port
         self._listener = await asyncio.start_server(self._relay, host, port)
-        bound = self._listener.sockets[0].getsockname()[1]
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        return address_of(self._listener)
 
     async def stop(self) -> None:
         if self._listener is not None:

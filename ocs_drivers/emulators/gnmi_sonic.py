@@ -9,32 +9,31 @@ from typing import Any
 
 import grpc
 
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, Row
-from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Path, path, shown
 from ocs_drivers.gnmi_sonic import CONFIG, CROSS_CONNECTS, HOST, METADATA, PORTS, STATE, SonicPorts
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.model import CircuitState, CrossConnect, PortStatus
 
 NAMES = {"design": ("", "state", "status"), "image": ("_TABLE", "config_status", "oper_status")}
 
 
-class SonicTarget:
+class SonicTarget(GnmiTarget):
+    refused_as = grpc.StatusCode.UNKNOWN
+
     def __init__(self, panel: DevicePanel, clock: Any, tables: str, origin: str, leftovers: bool) -> None:
         if tables not in NAMES:
             raise ValueError(f"tables must be one of {', '.join(NAMES)}, got {tables!r}")
-        self.device = EmulatedDevice(facts(panel), panel, clock)
+        super().__init__(panel.facts("SONiC", "OCS-V", "", "0.1.0"), panel, clock)
         self.models = {origin: "0.1.0"}
         self.origins = frozenset({origin})
+        self.keeps_leftovers = leftovers
         self._is_image = tables == "image"
         self._suffix, self._override, self._status = NAMES[tables]
-        self._leftovers = leftovers
         self._sides = SonicPorts(panel.ingress_ports, panel.egress_ports)
-        self._ordered: set[CrossConnect] = set()
-        self._session = self.device.session()
 
     def tree(self) -> dict[str, Any]:
-        self._notice_restart()
+        self.notice_restart()
         ports = {self._sides.name(state.port): state.status for state in self.device.model.ports()}
         blocked = {PortStatus.DISABLED: "force_blocked"}
         config = {
@@ -43,7 +42,7 @@ class SonicTarget:
                 name: {"label": f"port{name}", self._override: blocked.get(status, "normal")}
                 for name, status in ports.items()
             },
-            CROSS_CONNECTS: {self._sides.key(pair): self._ends(pair) for pair in sorted(self._ordered)},
+            CROSS_CONNECTS: {self._sides.key(pair): self._ends(pair) for pair in sorted(self.ordered)},
         }
         state = {CROSS_CONNECTS + self._suffix: self._shown(), PORTS + self._suffix: self._port_states(ports)}
         return {CONFIG: {HOST: config}, STATE: {HOST: state}}
@@ -60,31 +59,13 @@ class SonicTarget:
         return found
 
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
-        self._notice_restart()
-        wanted, named = set(self._ordered), set[CrossConnect]()
+        self.notice_restart()
+        wanted, named = set(self.ordered), set[CrossConnect]()
         for change in changes:
             self._apply(change, wanted, named)
-        present = {circuit.cross_connect for circuit in self.device.model.circuits()}
-        gone = {pair for pair in self._ordered - wanted if pair in present}
-        gone |= {
-            pair for change in changes if change.op is GnmiOp.DELETE for pair in self._named(change) if pair in present
-        }
-        command = " ".join(f"{change.op} {shown(change.path)}" for change in changes)
-        is_broken = False
-        try:
-            if gone - wanted:
-                await self.device.set(Action.REMOVE, sorted(gone - wanted), command)
-            if new := sorted(named - present):
-                await self.device.set(Action.ADD, new, command)
-        except ConnectionBroken:
-            is_broken = True
-            raise
-        except DriverPermanent as error:
-            raise GnmiRefusal(grpc.StatusCode.UNKNOWN, f"Failed to apply patch: {error.answer}") from None
-        finally:
-            present = {circuit.cross_connect for circuit in self.device.model.circuits()}
-            kept = named if self._leftovers and not is_broken else set()
-            self._ordered = (wanted | (self._ordered if is_broken else set())) & present | kept
+        gone = self.ordered - wanted
+        gone |= {pair for change in changes if change.op is GnmiOp.DELETE for pair in self._named(change)}
+        await self.carry_out(changes, wanted, gone - wanted, named)
 
     def _apply(self, change: GnmiChange, wanted: set[CrossConnect], named: set[CrossConnect]) -> None:
         names = [elem.name for elem in change.path]
@@ -108,7 +89,7 @@ class SonicTarget:
     def _named(self, change: GnmiChange) -> set[CrossConnect]:
         """What a deletion names: one circuit, or the whole table."""
         if len(change.path) == 3:
-            return self._ordered | {circuit.cross_connect for circuit in self.device.model.circuits()}
+            return self.ordered | self.device.model.present
         return {self._pair(change.path[3].name)}
 
     def _pair(self, key: str) -> CrossConnect:
@@ -147,23 +128,3 @@ class SonicTarget:
                 word = "blocked"
             rows[name] = {"target_simplex_port_id": target, self._status: word, "connector_type": "LC UPC"}
         return rows
-
-    def _notice_restart(self) -> None:
-        if not self.device.is_alive(self._session):
-            self._session = self.device.session()
-            self._ordered = {circuit.cross_connect for circuit in self.device.model.circuits()}
-
-
-def facts(panel: DevicePanel) -> SwitchFacts:
-    ingress = range(1, panel.ingress_ports + 1)
-    return SwitchFacts(
-        vendor="SONiC",
-        model="OCS-V",
-        serial="",
-        software="0.1.0",
-        connectivity=Connectivity.INGRESS_EGRESS,
-        ingress_ports=ingress,
-        egress_ports=range(ingress[-1] + 1, ingress[-1] + 1 + panel.egress_ports),
-        reconfiguration_s=panel.reconfiguration_s,
-        boot=panel.boot,
-    )

@@ -3,12 +3,13 @@
 import base64
 import binascii
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from ocs_drivers.emulators.base import ConnectionBroken, EmulatedDevice
+from ocs_drivers.cross_connect_model import ConnectionBroken
+from ocs_drivers.emulators.base import EmulatedDevice
 from ocs_drivers.model import CircuitState, CrossConnect, DeviceCircuit
 
 
@@ -23,19 +24,15 @@ class EmulatedHttpServer:
     """Hands each request with its body to `answer`. Where `answer` raises ConnectionBroken, the TCP connection is cut
     without a byte. With `chunked`, answers come without a length, in pieces."""
 
-    def __init__(
-        self,
-        answer: Callable[[web.Request, bytes], Awaitable[EmulatedReply]],
-        media_type: str,
-        *,
-        chunked: bool = False,
-    ) -> None:
-        self._answer = answer
+    def __init__(self, media_type: str, *, chunked: bool = False) -> None:
         self._media_type = media_type
         self._chunked = chunked
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int) -> str:
+    async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
+        raise NotImplementedError
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         app = web.Application(client_max_size=16 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self._serve)
         # A client that goes away takes its request with it: an answer may be held back for a day.
@@ -52,7 +49,7 @@ class EmulatedHttpServer:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         try:
-            reply = await self._answer(request, await request.read())
+            reply = await self.answer(request, await request.read())
         except ConnectionBroken:
             if request.transport is not None:
                 request.transport.abort()
@@ -84,7 +81,7 @@ class HttpListing:
 
     def commanded(self, pairs: Sequence[CrossConnect]) -> None:
         """Call it before the glass is told."""
-        present = {circuit.cross_connect for circuit in self._device.model.circuits()}
+        present = self._device.model.present
         now_s = self._device.clock.now_s()
         self._commanded_s.update({pair: now_s for pair in pairs if pair not in present})
 

@@ -12,19 +12,22 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from xml.etree.ElementTree import Element
 
 import paramiko
+from pydantic import BeforeValidator
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
+from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_text as text
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
 from ocs_drivers.emulators.http import HttpListing
 from ocs_drivers.emulators.netconf_store import NetconfDatastores
 from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
 from ocs_drivers.emulators.polatis import polatis_facts
+from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
 
 T = TypeVar("T")
 
@@ -58,42 +61,43 @@ class NetconfServerSession:
             answer.cancel()
 
 
-class NetconfEmulator:
+class NetconfQuirks(CheckedOptions):
     """`revision` of module optical-switch ("" announces none); `base` 1.0 or 1.1, which is the framing; `candidate`:
-    only that can be
-    edited; `one_session`: further connections are refused; `any_to_any`: one range of ports; `lists_late`: pairs are
-    listed once their mirrors are in place; `power`: every port has a monitor."""
+    only that can be edited; `one_session`: further connections are refused; `any_to_any`: one range of ports;
+    `lists_late`: pairs are listed once their mirrors are in place; `power`: every port has a monitor."""
 
-    def __init__(
-        self,
-        panel: DevicePanel,
-        clock: DeviceClock | None = None,
-        *,
-        revision: str = "2018-03-22",
-        base: str = "1.1",
-        candidate: bool = False,
-        one_session: bool = False,
-        any_to_any: bool = False,
-        lists_late: bool = False,
-        power: bool = False,
-        user: str = "admin",
-        password: str = "root",
-        authorized_key: str = "",
-    ) -> None:
-        if base not in ("1.0", "1.1"):
-            raise ValueError(f"base must be 1.0 or 1.1, got {base!r}")
-        if revision and not yang.is_revision(revision):
-            raise ValueError(f"revision must be a date, got {revision!r}")
-        self.device = EmulatedDevice(polatis_facts(panel, any_to_any), panel, clock)
-        self.user, self.password, self.authorized_key = user, password, authorized_key
+    revision: yang.Revision = "2018-03-22"
+    base: Annotated[
+        str,
+        must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")),
+        must_be("text", is_text),
+        BeforeValidator(as_text),
+    ] = "1.1"
+    candidate: Flag = False
+    one_session: Flag = False
+    any_to_any: Flag = False
+    lists_late: Flag = False
+    power: Flag = False
+    user: YamlText = "admin"
+    password: YamlText = "root"
+    authorized_key: YamlText = ""
+
+
+@takes(NetconfQuirks)
+class NetconfEmulator:
+    """A switch with `NetconfQuirks`."""
+
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
+        self.quirks = NetconfQuirks.read(quirks, prefix="")
+        self.device = EmulatedDevice(polatis_facts(panel, self.quirks.any_to_any), panel, clock)
         self.host_key = ""  # base64, as in a known_hosts line; once started
-        self._base = base
-        self._candidate = candidate
-        self._one_session = one_session
-        self._revision = revision
-        listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
+        listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=self.quirks.lists_late)
         self._store = NetconfDatastores(
-            self.device, listing, revision or yang.PAIR_REVISION, has_candidate=candidate, has_monitors=power
+            self.device,
+            listing,
+            self.quirks.revision or yang.PAIR_REVISION,
+            has_candidate=self.quirks.candidate,
+            has_monitors=self.quirks.power,
         )
         self._sessions: dict[int, NetconfServerSession] = {}
         self._last_id = 0
@@ -126,13 +130,13 @@ class NetconfEmulator:
             await asyncio.to_thread(session.transport.join, 10)
 
     def capabilities(self) -> list[str]:
-        told = [text.BASE_1_0] + ([text.BASE_1_1] if self._base == "1.1" else [])
-        told.append(text.CAPABILITY + ("candidate:1.0" if self._candidate else "writable-running:1.0"))
-        if not self._revision:
+        told = [text.BASE_1_0] + ([text.BASE_1_1] if self.quirks.base == "1.1" else [])
+        told.append(text.CAPABILITY + ("candidate:1.0" if self.quirks.candidate else "writable-running:1.0"))
+        if not self.quirks.revision:
             return [*told, yang.NAMESPACE]
         return [
             *told,
-            f"{yang.NAMESPACE}?module={yang.MODULE}&revision={self._revision}",
+            f"{yang.NAMESPACE}?module={yang.MODULE}&revision={self.quirks.revision}",
             f"{yang.POLATIS_NAMESPACE}?module={yang.POLATIS_MODULE}&revision={POLATIS_REVISION}",
         ]
 
@@ -143,7 +147,7 @@ class NetconfEmulator:
             for session in list(self._sessions.values()):
                 if not session.is_open():
                     self._end(session)
-            if self._one_session and self._sessions:
+            if self.quirks.one_session and self._sessions:
                 connection.close()
                 continue
             self._greet(connection)
@@ -167,7 +171,7 @@ class NetconfEmulator:
         if (greeting := _received(framing, channel)) is None:
             return
         theirs = {(each.text or "").strip() for each in text.parse(greeting).iter(f"{NC}capability")}
-        framing.is_chunked = self._base == "1.1" and text.BASE_1_1 in theirs
+        framing.is_chunked = self.quirks.base == "1.1" and text.BASE_1_1 in theirs
         while (message := _received(framing, channel)) is not None:
             reply, is_last = self._on_loop(session, self.answer(session, message))
             channel.sendall(framing.frame(reply))
@@ -279,15 +283,15 @@ class SshAccess(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko is 
         self._emulator = emulator
 
     def get_allowed_auths(self, username: str) -> str:
-        return "password,publickey" if self._emulator.authorized_key else "password"
+        return "password,publickey" if self._emulator.quirks.authorized_key else "password"
 
     def check_auth_password(self, username: str, password: str) -> int:
-        known = (self._emulator.user, self._emulator.password)
+        known = (self._emulator.quirks.user, self._emulator.quirks.password)
         return self._verdict((username, password) == known)
 
     def check_auth_publickey(self, username: str, key: Any) -> int:
-        is_known = key.get_base64() == self._emulator.authorized_key
-        return self._verdict(username == self._emulator.user and is_known)
+        is_known = key.get_base64() == self._emulator.quirks.authorized_key
+        return self._verdict(username == self._emulator.quirks.user and is_known)
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         opened: int = paramiko.OPEN_SUCCEEDED

@@ -4,30 +4,19 @@ The tree is made from the glass whenever somebody asks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.emulators.base import EmulatedDevice
 from ocs_drivers.emulators.http import HttpListing
-from ocs_drivers.emulators.netconf_text import NC, RpcError, child, local
+from ocs_drivers.emulators.netconf_text import NC, RpcError, local, trees
+from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, state_containers
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, PortStatus
+from ocs_drivers.model import Action, CrossConnect
 
 NS = f"{{{yang.NAMESPACE}}}"
 POLATIS_NS = f"{{{yang.POLATIS_NAMESPACE}}}"
 OPERATION = f"{NC}operation"
-
-STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
-STARTUP = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
-
-
-@dataclass
-class NetconfEdit:
-    """What an <edit-config> comes to, in the order in which it is carried out."""
-
-    remove: list[CrossConnect] = field(default_factory=list)
-    add: list[CrossConnect] = field(default_factory=list)
 
 
 class NetconfDatastores:
@@ -54,19 +43,17 @@ class NetconfDatastores:
         """The tree of a datastore."""
         self._check_datastore(source)
         if source == "candidate" and self._candidate is not None:
-            return [self._cross_connects(self._candidate), self._system()]
+            return [*self._cross_connects(self._candidate), self._system()]
         listed = {
             circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port
             for circuit in self._listing.circuits()
         }
-        return [self._cross_connects(listed), self._system()]
+        return [*self._cross_connects(listed), self._system()]
 
     def state(self) -> list[Element]:
         """Everything, as <get> shows it."""
-        trees = [*self.config("running"), self._product(), self._ports()]
-        if self._has_monitors and yang.has_port_config(self._revision):
-            trees.append(self._powers())
-        return trees
+        containers = state_containers(self._device, self._revision, has_monitors=self._has_monitors)
+        return [*self.config("running"), *trees(containers, yang.NAMESPACE)]
 
     def lock(self, target: str, session: int) -> None:
         self._check_datastore(target)
@@ -169,28 +156,23 @@ class NetconfDatastores:
         return port
 
     async def _carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        edit = NetconfEdit()
-        edit.add = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
-        taken = {end for pair in edit.add for end in self._device.facts.ends(pair)}
+        new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
+        taken = {end for pair in new for end in self._device.facts.ends(pair)}
         # What is re-routed goes by itself: to remove it as well would be a second command to the glass.
         gone = [CrossConnect(*pair) for pair in before.items() if wanted.get(pair[0]) != pair[1]]
-        edit.remove = [pair for pair in gone if taken.isdisjoint(self._device.facts.ends(pair))]
+        gone = [pair for pair in gone if taken.isdisjoint(self._device.facts.ends(pair))]
         try:
-            if edit.remove:
-                await self._device.set(Action.REMOVE, edit.remove, command)
-            if edit.add:
-                self._listing.commanded(edit.add)
-                await self._device.set(Action.ADD, edit.add, command)
+            if gone:
+                await self._device.set(Action.REMOVE, gone, command)
+            if new:
+                self._listing.commanded(new)
+                await self._device.set(Action.ADD, new, command)
         except DriverPermanent as error:
             raise RpcError("operation-failed", error.answer) from None
 
-    def _cross_connects(self, pairs: Mapping[int, int]) -> Element:
-        tree = Element(f"{NS}cross-connects")
-        for ingress, egress in sorted(pairs.items()):
-            entry = child(tree, yang.pair_list(self._revision))
-            child(entry, "ingress", ingress)
-            child(entry, "egress", egress)
-        return tree
+    def _cross_connects(self, pairs: Mapping[int, int]) -> list[Element]:
+        listed = [CrossConnect(*pair) for pair in pairs.items()]
+        return trees(cross_connects_container(listed, self._revision), yang.NAMESPACE)
 
     def _system(self) -> Element:
         tree = Element(f"{NS}system-config")
@@ -198,32 +180,4 @@ class NetconfDatastores:
             leaf = Element(f"{POLATIS_NS}startup-mode")
             leaf.text = mode
             tree.append(leaf)
-        return tree
-
-    def _product(self) -> Element:
-        facts = self._device.facts
-        tree = Element(f"{NS}product-information")
-        child(tree, "manufacturer", facts.vendor)
-        child(tree, "serial-number", facts.serial)
-        child(tree, "model-name", facts.model)
-        child(tree, "software-version", facts.software)
-        return tree
-
-    def _ports(self) -> Element:
-        is_new = yang.has_port_config(self._revision)
-        tree = Element(f"{NS}port-config" if is_new else f"{NS}ports")
-        for state in self._device.model.ports():
-            entry = child(tree, "port")
-            child(entry, "port-id", state.port)
-            child(entry, "status" if is_new else "port-status", ("" if is_new else "PO_") + STATUS[state.status])
-            if not is_new and self._has_monitors:
-                child(child(entry, "opm"), "power", f"{state.power_dbm:.2f}")
-        return tree
-
-    def _powers(self) -> Element:
-        tree = Element(f"{NS}opm-power")
-        for state in self._device.model.ports():
-            entry = child(tree, "port")
-            child(entry, "port-id", state.port)
-            child(entry, "power", f"{state.power_dbm:.2f}")
         return tree

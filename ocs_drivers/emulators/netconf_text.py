@@ -2,7 +2,8 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
@@ -92,6 +93,22 @@ def child(parent: Element, name: str, text: object = None) -> Element:
     if text is not None:
         element.text = str(text)
     return element
+
+
+def trees(containers: Mapping[str, Any], namespace: str) -> list[Element]:
+    """Return plain data as elements of a namespace: a mapping has children, a list has entries of one name."""
+    root = Element(f"{{{namespace}}}data")
+    _fill(root, containers)
+    return list(root)
+
+
+def _fill(parent: Element, content: Mapping[str, Any]) -> None:
+    for name, value in content.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                _fill(child(parent, name), each)
+            else:
+                child(parent, name, each)
 
 
 def local(element: Element) -> str:

@@ -1,15 +1,15 @@
 """Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
 
-import inspect
-from datetime import date
 from importlib import import_module
 from typing import Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators.base import DevicePanel, Emulator
 from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.options import CheckedOptions
 
-# Each a class or function `(panel, clock=None, **quirks) -> Emulator`; its libraries are loaded with it.
+# Each a class or function `(panel, clock=None, **quirks) -> Emulator`, with the model of its quirks as `quirks_type`.
+# Its libraries are loaded with it.
 EMULATORS = {
     "calient_rest": "ocs_drivers.emulators.calient_rest:CalientRestEmulator",
     "gnmi": "ocs_drivers.emulators.gnmi:sonic",
@@ -38,42 +38,24 @@ def make_emulator(protocol: str, panel: DevicePanel, clock: DeviceClock | None =
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
     factory = _factory(protocol)
-    parameters = inspect.signature(factory).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.name not in ("panel", "clock")]
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # which checks them itself
-        faults = [
-            f"{name}: is not a quirk of {protocol} (known: {', '.join(known) or 'none'}), got {value!r}"
-            for name, value in quirks.items()
-            if name not in known
-        ]
-        defaults = {parameter.name: parameter.default for parameter in parameters}
-        # YAML makes of 1.1 a number and of 2018-03-22 a date, where text is meant.
-        quirks = {
-            name: str(value) if isinstance(defaults.get(name), str) and isinstance(value, float | date) else value
-            for name, value in quirks.items()
-        }
-        faults += [
-            f"{parameter.name}: must be {_WORDS[type(parameter.default)]}, got {quirks[parameter.name]!r}"
-            for parameter in parameters
-            if parameter.name in quirks and not _is_alike(quirks[parameter.name], parameter.default)
-        ]
-        if faults:
-            raise InvalidOptions(faults)
+    quirks_type: type[CheckedOptions] = factory.quirks_type
+    known = quirks_type.model_fields
+    faults = [
+        f"{name}: is not a quirk of {protocol} (known: {', '.join(known)}), got {value!r}"
+        for name, value in quirks.items()
+        if name not in known
+    ]
+    try:
+        quirks_type.read({name: value for name, value in quirks.items() if name in known}, prefix="")
+    except InvalidOptions as error:
+        faults += error.faults
+    if faults:
+        raise InvalidOptions(faults)
     try:
         emulator: Emulator = factory(panel, clock=clock, **quirks)
     except ValueError as error:
         raise InvalidOptions([str(error)]) from error
     return emulator
-
-
-_WORDS: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _is_alike(value: object, default: object) -> bool:
-    """Whether a value is of the kind of the default. One of another kind, such as None, says nothing."""
-    if type(default) not in _WORDS or type(value) is type(default):
-        return True
-    return isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
 
 
 def _factory(protocol: str) -> Any:

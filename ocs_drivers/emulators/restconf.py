@@ -7,25 +7,25 @@ others may use them beside it.
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 from aiohttp import web
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
 from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
-from ocs_drivers.emulators.polatis import polatis_facts
+from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, polatis_facts, state_containers
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, DeviceCircuit, PortStatus
+from ocs_drivers.model import Action, CrossConnect, DeviceCircuit
+from ocs_drivers.options import CheckedOptions, Flag, YamlText
 
 MEDIA_TYPE = "application/yang-data+json"
 YANG_PATCH_TYPE = "application/yang-patch+json"
 ROOT = "/api"
 COLLECTION = f"{ROOT}/data/{yang.MODULE}:cross-connects"
-STARTUP_MODES = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
 
 
 class RestconfRefusal(Exception):
@@ -37,54 +37,45 @@ class RestconfRefusal(Exception):
         self.reply = EmulatedReply(status, {"ietf-restconf:errors": {"error": [error]}})
 
 
-class RestconfEmulator:
-    """Quirks: `revision` of the model (before 2017-08-04 lists are `pairs` and ports are elsewhere); `yang_library`
-    False: the switch does not tell it; `yang_patch` False: it has none; `any_to_any`: one range of ports; `power`:
-    measures light; `chunked` answers; `lists_late`: pairs are listed once their mirrors are in place; `one_request`: a
-    second one at the same time is answered 503; `user` and `password`: Basic authentication."""
+class RestconfQuirks(CheckedOptions):
+    """`revision` of the model (before 2017-08-04 lists are `pairs` and ports are elsewhere); `yang_library` False: the
+    switch does not tell it; `yang_patch` False: it has none; `any_to_any`: one range of ports; `power`: measures light;
+    `chunked` answers; `lists_late`: pairs are listed once their mirrors are in place; `one_request`: a second one at
+    the same time is answered 503; `user` and `password`: Basic authentication."""
 
-    def __init__(
-        self,
-        panel: DevicePanel,
-        clock: DeviceClock | None = None,
-        *,
-        revision: str = "2018-03-22",
-        yang_library: bool = True,
-        yang_patch: bool = True,
-        any_to_any: bool = False,
-        power: bool = False,
-        chunked: bool = False,
-        lists_late: bool = False,
-        one_request: bool = False,
-        user: str = "",
-        password: str = "",
-    ) -> None:
-        self.device = EmulatedDevice(polatis_facts(panel, any_to_any), panel, clock)
-        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=lists_late)
-        self._server = EmulatedHttpServer(self._answer, MEDIA_TYPE, chunked=chunked)
-        self._revision = revision
-        self._yang_library = yang_library
-        self._yang_patch = yang_patch
-        self._power = power
-        self._one_request = one_request
+    revision: YamlText = "2018-03-22"
+    yang_library: Flag = True
+    yang_patch: Flag = True
+    any_to_any: Flag = False
+    power: Flag = False
+    chunked: Flag = False
+    lists_late: Flag = False
+    one_request: Flag = False
+    user: YamlText = ""
+    password: YamlText = ""
+
+
+@takes(RestconfQuirks)
+class RestconfEmulator(EmulatedHttpServer):
+    """A switch with `RestconfQuirks`."""
+
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> None:
+        self._quirks = RestconfQuirks.read(quirks, prefix="")
+        super().__init__(MEDIA_TYPE, chunked=self._quirks.chunked)
+        self.device = EmulatedDevice(polatis_facts(panel, self._quirks.any_to_any), panel, clock)
+        late = self._quirks.lists_late
+        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=late)
         self._under_way = 0
-        self._user = (user, password)
-        self._pairs = yang.pair_list(revision)
+        self._pairs = yang.pair_list(self._quirks.revision)
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        return await self._server.start(host, port)
-
-    async def stop(self) -> None:
-        await self._server.stop()
-
-    async def _answer(self, request: web.Request, body: bytes) -> EmulatedReply:
+    async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
         self._under_way += 1
         try:
-            if not is_let_in(request, *self._user):
+            if not is_let_in(request, self._quirks.user, self._quirks.password):
                 return EmulatedReply(401, None, {"WWW-Authenticate": 'Basic realm="Polatis"'})
-            if self._one_request and self._under_way > 1:
+            if self._quirks.one_request and self._under_way > 1:
                 raise RestconfRefusal(503, "in-use", "another request is under way")
-            if request.content_type == YANG_PATCH_TYPE and self._yang_patch:
+            if request.content_type == YANG_PATCH_TYPE and self._quirks.yang_patch:
                 return await self._patched(request.method, request.path, body)
             return await self._dispatch(request.method, request.path, body)
         except RestconfRefusal as refused:
@@ -109,12 +100,10 @@ class RestconfEmulator:
     async def _of_collection(self, method: str, body: bytes) -> EmulatedReply:
         match method:
             case "GET":
-                entries = [_entry(circuit.cross_connect) for circuit in self._listing.circuits()]
-                return (
-                    EmulatedReply(200, self._named("cross-connects", {self._pairs: entries}))
-                    if entries
-                    else EmulatedReply(204)
-                )
+                pairs = [circuit.cross_connect for circuit in self._listing.circuits()]
+                container = cross_connects_container(pairs, self._quirks.revision)
+                content = {f"{yang.MODULE}:{name}": entries for name, entries in container.items()}
+                return EmulatedReply(200, content) if pairs else EmulatedReply(204)
             case "POST":
                 pairs = self._parsed(body, self._pairs)
                 if len(pairs) != 1:
@@ -193,68 +182,28 @@ class RestconfEmulator:
                     self.device.inject(partial)
             return EmulatedReply(204)
         if method == "GET":
-            return EmulatedReply(200, self._named(self._pairs, _entry(present[0])))
+            entry = {"ingress": ingress, "egress": present[0].egress_port}
+            return EmulatedReply(200, {f"{yang.MODULE}:{self._pairs}": entry})
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
     def _read(self, name: str) -> EmulatedReply:
-        facts, is_new = self.device.facts, yang.has_port_config(self._revision)
-        readers: dict[str, Callable[[], object]] = {
-            f"{yang.MODULE}:product-information": lambda: self._named(
-                "product-information",
-                {
-                    "manufacturer": facts.vendor,
-                    "serial-number": facts.serial,
-                    "model-name": facts.model,
-                    "software-version": facts.software,
-                },
-            ),
-            f"{yang.MODULE}:port-config" if is_new else f"{yang.MODULE}:ports": self._ports,
-            f"{yang.MODULE}:system-config/{yang.POLATIS_MODULE}:startup-mode": lambda: {
-                f"{yang.POLATIS_MODULE}:startup-mode": STARTUP_MODES.get(facts.boot, "MODE_PRESERVE")
-            },
-        }
-        if self._yang_library:
-            readers["ietf-yang-library:modules-state"] = lambda: {
-                "ietf-yang-library:modules-state": {
-                    "module-set-id": "1",
-                    "module": [{"name": yang.MODULE, "revision": self._revision, "namespace": yang.NAMESPACE}],
-                }
-            }
-            readers["ietf-restconf-monitoring:restconf-state/capabilities"] = lambda: {
-                "ietf-restconf-monitoring:capabilities": {
-                    "capability": ["urn:ietf:params:restconf:capability:depth:1.0"]
-                    + ["urn:ietf:params:restconf:capability:yang-patch:1.0"] * self._yang_patch
-                }
-            }
-        if self._power and is_new:
-            readers[f"{yang.MODULE}:opm-power"] = lambda: self._named(
-                "opm-power",
-                {"port": [{"port-id": p.port, "power": f"{p.power_dbm:.2f}"} for p in self.device.model.ports()]},
-            )
-        if name not in readers:
-            raise RestconfRefusal(404, "invalid-value", f"no such resource: {name[:80]}")
         self.device.model.advance()
-        return EmulatedReply(200, readers[name]())
-
-    def _ports(self) -> object:
-        if yang.has_port_config(self._revision):
-            words = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
-            entries = [
-                {"port-id": port.port, "status": words[port.status], "label": "", "peer-port": ""}
-                for port in self.device.model.ports()
-            ]
-            return self._named("port-config", {"port": entries})
-        old = {PortStatus.ENABLED: "PO_ENABLED", PortStatus.DISABLED: "PO_DISABLED", PortStatus.FAILED: "PO_FAILED"}
-        return self._named(
-            "ports",
-            {
-                "port": [
-                    {"port-id": port.port, "port-status": old[port.status]}
-                    | ({"opm": {"power": f"{port.power_dbm:.2f}"}} if self._power else {})
-                    for port in self.device.model.ports()
-                ]
-            },
-        )
+        containers = state_containers(self.device, self._quirks.revision, has_monitors=self._quirks.power)
+        found: dict[str, object] = {f"{yang.MODULE}:{each}": content for each, content in containers.items()}
+        mode = STARTUP.get(self.device.facts.boot, "MODE_PRESERVE")
+        startup = f"{yang.POLATIS_MODULE}:startup-mode"
+        monitored = "ietf-restconf-monitoring:restconf-state/capabilities"
+        if self._quirks.yang_library:
+            module = {"name": yang.MODULE, "revision": self._quirks.revision, "namespace": yang.NAMESPACE}
+            found["ietf-yang-library:modules-state"] = {"module-set-id": "1", "module": [module]}
+            told = ["urn:ietf:params:restconf:capability:depth:1.0"]
+            told += ["urn:ietf:params:restconf:capability:yang-patch:1.0"] * self._quirks.yang_patch
+            found[monitored] = {"capability": told}
+        if name == f"{yang.MODULE}:system-config/{startup}":
+            return EmulatedReply(200, {startup: mode})
+        if name not in found:
+            raise RestconfRefusal(404, "invalid-value", f"no such resource: {name[:80]}")
+        return EmulatedReply(200, {name.replace("restconf-state/", ""): found[name]})
 
     async def _set_ports(self, body: bytes) -> EmulatedReply:
         rpc = _json(body)
@@ -289,9 +238,6 @@ class RestconfEmulator:
         self.device.model.advance()
         return self.device.model.circuits()
 
-    def _named(self, name: str, content: object) -> dict[str, object]:
-        return {f"{yang.MODULE}:{name}": content}
-
     def _parsed(self, body: bytes, name: str) -> list[CrossConnect]:
         """The pairs of a body that holds the collection or entries of it."""
         value = _json(body)
@@ -314,10 +260,6 @@ class RestconfEmulator:
         return pair
 
 
-def _entry(pair: CrossConnect) -> dict[str, int]:
-    return {"ingress": pair.ingress_port, "egress": pair.egress_port}
-
-
 def _shown(pairs: Sequence[CrossConnect]) -> str:
     return " ".join(str(pair) for pair in pairs)
 
@@ -326,9 +268,5 @@ def _json(body: bytes) -> object:
     try:
         value: object = json.loads(body)
     except (ValueError, RecursionError):
-        _malformed()
+        raise RestconfRefusal(400, "malformed-message", "the body is not JSON") from None
     return value
-
-
-def _malformed() -> NoReturn:
-    raise RestconfRefusal(400, "malformed-message", "the body is not JSON")

@@ -10,12 +10,15 @@ fit into the queue is lost behind `-350`; after a wrong header the rest of its l
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.cross_connect_model import ConnectionBroken
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of, takes
+from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import Action, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.model import Action, CircuitState, CrossConnect, PortStatus, SwitchFacts
+from ocs_drivers.options import CheckedOptions, Flag, must_be, whole
 
 LONGEST_INPUT_BYTES = 1 << 20
 
@@ -63,49 +66,33 @@ class UnknownScpiHeader(ScpiError):
         super().__init__(-113, f"Undefined header;{header[:40]}")
 
 
-@dataclass(frozen=True, slots=True)
-class ScpiQuirks:
-    """Who is emulated, and what is peculiar about it."""
+def _are_headers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(header in HEADERS for header in value)
 
-    identity: str
-    error_queue: int
-    one_session: bool
-    crlf: bool
-    lists_at_once: bool
-    answers_apart: bool
-    longest_line_chars: int | None
-    unknown: Sequence[str]
 
-    def __post_init__(self) -> None:
-        for name in ("one_session", "crlf", "lists_at_once", "answers_apart"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: must be true or false, got {getattr(self, name)!r}")
-        for name, least in (("error_queue", 2), ("longest_line_chars", 1)):
-            value = getattr(self, name)
-            is_absent = value is None and name == "longest_line_chars"
-            if not is_absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}: must be a whole number >= {least}, got {value!r}")
-        if not isinstance(self.unknown, list | tuple) or any(header not in HEADERS for header in self.unknown):
-            raise ValueError(f"unknown: must be a list out of {', '.join(HEADERS)}, got {self.unknown!r}")
+class ScpiQuirks(CheckedOptions):
+    """What is peculiar about a device: one session at a time; lines that end in `\\r\\n`; connections that are listed
+    as soon as they are commanded; the answers to a compound line on lines of their own; an input buffer of so many
+    characters; headers that it does not know, as the module writes them (`OXC:SWITch:PORT:STATe?`)."""
+
+    one_session: Flag = False
+    crlf: Flag = False
+    lists_at_once: Flag = False
+    answers_apart: Flag = False
+    longest_line_chars: Annotated[int, whole(1)] | None = None
+    error_queue: Annotated[int, whole(2)] = 32
+    unknown: Annotated[tuple[str, ...], must_be(f"a list out of {', '.join(HEADERS)}", _are_headers)] = ()
+
+
+class DiconQuirks(ScpiQuirks):
+    crlf: Flag = True
+    error_queue: Annotated[int, whole(2)] = 8
 
 
 class ScpiEmulator:
     """See the module; made by `polatis` and `dicon`."""
 
-    def __init__(self, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
-        ingress = range(1, panel.ingress_ports + 1)
-        vendor, model, serial, software = quirks.identity.split(",")
-        facts = SwitchFacts(
-            vendor=vendor,
-            model=model,
-            serial=serial,
-            software=software,
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=ingress,
-            egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
-            reconfiguration_s=panel.reconfiguration_s,
-            boot=panel.boot,
-        )
+    def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
         self.device = EmulatedDevice(facts, panel, clock)
         self.quirks = quirks
         self.errors: list[str] = []
@@ -118,8 +105,7 @@ class ScpiEmulator:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Session(self), host, port)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_of(self._server)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -316,63 +302,17 @@ class _Session(asyncio.Protocol):
         return False
 
 
-def polatis(
-    panel: DevicePanel,
-    clock: DeviceClock | None = None,
-    *,
-    one_session: bool = False,
-    crlf: bool = False,
-    lists_at_once: bool = False,
-    answers_apart: bool = False,
-    longest_line_chars: int | None = None,
-    error_queue: int = 32,
-    unknown: Sequence[str] = (),
-) -> ScpiEmulator:
-    """A Polatis. Quirks: one session at a time; lines that end in `\\r\\n`; connections that are listed as soon as they
-    are commanded; the answers to a compound line on lines of their own; an input buffer of so many characters; headers
-    that it does not know, as the module writes them (`OXC:SWITch:PORT:STATe?`)."""
-    return ScpiEmulator(
-        panel,
-        clock,
-        ScpiQuirks(
-            identity=f"Polatis,I-OST-{panel.ingress_ports}x{panel.egress_ports}-LU1-DMHNS,002414,6.5.2.18",
-            error_queue=error_queue,
-            one_session=one_session,
-            crlf=crlf,
-            lists_at_once=lists_at_once,
-            answers_apart=answers_apart,
-            longest_line_chars=longest_line_chars,
-            unknown=unknown,
-        ),
-    )
+@takes(ScpiQuirks)
+def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
+    """A Polatis, with `ScpiQuirks`."""
+    return ScpiEmulator(polatis_facts(panel, any_to_any=False), panel, clock, ScpiQuirks.read(quirks, prefix=""))
 
 
-def dicon(
-    panel: DevicePanel,
-    clock: DeviceClock | None = None,
-    *,
-    one_session: bool = False,
-    crlf: bool = True,
-    lists_at_once: bool = False,
-    answers_apart: bool = False,
-    longest_line_chars: int | None = None,
-    unknown: Sequence[str] = (),
-) -> ScpiEmulator:
-    """A DiCon GP750: the same tree, and an error queue of 8. Its identity is made up. Quirks as of `polatis`."""
-    return ScpiEmulator(
-        panel,
-        clock,
-        ScpiQuirks(
-            identity="DiCon,GP750,000001,1.0",
-            error_queue=8,
-            one_session=one_session,
-            crlf=crlf,
-            lists_at_once=lists_at_once,
-            answers_apart=answers_apart,
-            longest_line_chars=longest_line_chars,
-            unknown=unknown,
-        ),
-    )
+@takes(DiconQuirks)
+def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
+    """A DiCon GP750: the same tree, and an error queue of 8. Its identity is made up."""
+    facts = panel.facts("DiCon", "GP750", "000001", "1.0")
+    return ScpiEmulator(facts, panel, clock, DiconQuirks.read(quirks, prefix=""))
 
 
 def _pattern(form: str) -> re.Pattern[str]:

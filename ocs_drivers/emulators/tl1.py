@@ -9,19 +9,21 @@ import itertools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.cross_connect_model import ConnectionBroken
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of, takes
 from ocs_drivers.emulators.tl1_calient import CalientTl1Device
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal
 from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
 from ocs_drivers.emulators.tl1_polatis import PolatisTl1Device
-from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.model import SwitchEvent
+from ocs_drivers.options import CheckedOptions, Flag, Text, must_be, whole
 
 Box = PolatisTl1Device | CalientTl1Device | GlimmerglassTl1Device
+
+Count = Annotated[int, whole(0)]
 
 _GARBAGE = (
     b'\xff\xfb\x01\xff\xfd\x03\x1b[62;1"p\x1b>\x1b[?4l\x1b[?5l\x1b[?7h\x1b[?8h\x1b[1;50r\x1b[50;1H\x1b[50;0H\x1b[4l'
@@ -33,44 +35,24 @@ _NOISE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tl1Quirks:
+class Tl1Quirks(CheckedOptions):
     """How the device differs from a plain one."""
 
-    user: str = "root"
-    password: str = "root"
-    reports_before: int = 0  # autonomous messages of no interest before every reply
-    reports_between: bool = False  # one between any two parts of a reply
-    lines_per_part: int = 0  # after so many lines a reply is continued in another part; 0: never
-    part_mark: str = ">"  # what ends a part: `>` or `<`
-    semicolons: bool = False  # labels and comments hold `;` and quotes
-    prompt: str = ""  # shown on connect and after every reply, as on Calient's port 3083
-    echo: bool = False  # repeats what it is sent
-    garbage: bool = False  # terminal sequences on connect
-    acknowledge: bool = False  # IP before every reply
-    single_session: bool = False  # refuses the login of a second
-    logged_in_already: bool = False  # refuses every login as superfluous
-    newline: str = "\r\n"
-    line_limit: int = 0  # refuses longer commands; 0: takes any
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> "Tl1Quirks":
-        known = {field.name: type(field.default) for field in fields(cls)}
-        faults = [
-            f"{name}: is not a quirk of tl1 (known: {', '.join(sorted(known))}), got {value!r}"
-            for name, value in given.items()
-            if name not in known
-        ]
-        faults += [
-            f"{name}: must be of type {known[name].__name__}, got {value!r}"
-            for name, value in given.items()
-            if name in known and type(value) is not known[name]
-        ]
-        if given.get("part_mark", ">") not in (">", "<"):
-            faults.append(f"part_mark: must be > or <, got {given['part_mark']!r}")
-        if faults:
-            raise InvalidOptions(faults)
-        return cls(**given)
+    user: Text = "root"
+    password: Text = "root"
+    reports_before: Count = 0  # autonomous messages of no interest before every reply
+    reports_between: Flag = False  # one between any two parts of a reply
+    lines_per_part: Count = 0  # after so many lines a reply is continued in another part; 0: never
+    part_mark: Annotated[str, must_be("> or <", lambda value: value in (">", "<"))] = ">"  # what ends a part
+    semicolons: Flag = False  # labels and comments hold `;` and quotes
+    prompt: Text = ""  # shown on connect and after every reply, as on Calient's port 3083
+    echo: Flag = False  # repeats what it is sent
+    garbage: Flag = False  # terminal sequences on connect
+    acknowledge: Flag = False  # IP before every reply
+    single_session: Flag = False  # refuses the login of a second
+    logged_in_already: Flag = False  # refuses every login as superfluous
+    newline: Text = "\r\n"
+    line_limit: Count = 0  # refuses longer commands; 0: takes any
 
 
 class Tl1Emulator:
@@ -87,8 +69,7 @@ class Tl1Emulator:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = await asyncio.start_server(self._serve, host, port)
-        name = self._server.sockets[0].getsockname()
-        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        return address_of(self._server)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -254,16 +235,19 @@ class _Connection:
             self._writer.write(f"{self._quirks.newline}{self._quirks.prompt} ".encode("latin-1"))
 
 
+@takes(Tl1Quirks)
 def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Patches from ingress 1..N to egress N+1..N+M; takes lists, and re-routes a port in use without a word."""
     return _make(PolatisTl1Device, panel, clock, quirks)
 
 
+@takes(Tl1Quirks)
 def calient(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Ports `1.1.1` ... with an input and an output each, as many as the panel's longer side."""
     return _make(CalientTl1Device, panel, clock, quirks)
 
 
+@takes(Tl1Quirks)
 def glimmerglass(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
     """Inputs 10001 ... and outputs 20001 ..., the same number of both: the panel's longer side."""
     return _make(GlimmerglassTl1Device, panel, clock, quirks)
@@ -275,6 +259,6 @@ def _make(
     clock: DeviceClock | None,
     given: dict[str, Any],
 ) -> Tl1Emulator:
-    quirks = Tl1Quirks.of(given)
+    quirks = Tl1Quirks.read(given, prefix="")
     device = EmulatedDevice(kind.facts(panel), panel, clock)
     return Tl1Emulator(device, kind(device, panel, semicolons=quirks.semicolons), quirks)

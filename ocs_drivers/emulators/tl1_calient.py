@@ -8,7 +8,6 @@ from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter
 from ocs_drivers.model import (
     Action,
     CircuitState,
-    Connectivity,
     CrossConnect,
     EventKind,
     PortStatus,
@@ -36,18 +35,7 @@ class CalientTl1Device:
 
     @classmethod
     def facts(cls, panel: DevicePanel) -> SwitchFacts:
-        ports = range(1, max(panel.ingress_ports, panel.egress_ports) + 1)
-        return SwitchFacts(
-            vendor="Calient",
-            model="S320",
-            serial="C00002227",
-            software="6.0-3",
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=ports,
-            egress_ports=ports,
-            reconfiguration_s=panel.reconfiguration_s,
-            boot=panel.boot,
-        )
+        return panel.mirrored_facts("Calient", "S320", "C00002227", "6.0-3")
 
     async def answer(self, command: Tl1Command) -> Sequence[str]:
         self._forget_after_restart()

@@ -8,7 +8,6 @@ from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter
 from ocs_drivers.model import (
     Action,
     CircuitState,
-    Connectivity,
     EventKind,
     PortState,
     PortStatus,
@@ -31,18 +30,7 @@ class GlimmerglassTl1Device:
 
     @classmethod
     def facts(cls, panel: DevicePanel) -> SwitchFacts:
-        ports = range(1, max(panel.ingress_ports, panel.egress_ports) + 1)
-        return SwitchFacts(
-            vendor="Glimmerglass",
-            model="System-300",
-            serial="G300-117",
-            software="3.4.1",
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=ports,
-            egress_ports=ports,
-            reconfiguration_s=panel.reconfiguration_s,
-            boot=panel.boot,
-        )
+        return panel.mirrored_facts("Glimmerglass", "System-300", "G300-117", "3.4.1")
 
     async def answer(self, command: Tl1Command) -> Sequence[str]:
         facts, verb, aid = self._device.facts, command.verb, command.aid.lower()

@@ -10,7 +10,6 @@ from ocs_drivers.model import (
     Action,
     BootBehaviour,
     CircuitState,
-    Connectivity,
     EventKind,
     PortStatus,
     SwitchEvent,
@@ -33,18 +32,7 @@ class PolatisTl1Device:
 
     @classmethod
     def facts(cls, panel: DevicePanel) -> SwitchFacts:
-        inputs = range(1, panel.ingress_ports + 1)
-        return SwitchFacts(
-            vendor="Polatis",
-            model="OST",
-            serial="002414",
-            software="6.5.2.18",
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=inputs,
-            egress_ports=range(inputs[-1] + 1, inputs[-1] + panel.egress_ports + 1),
-            reconfiguration_s=panel.reconfiguration_s,
-            boot=panel.boot,
-        )
+        return panel.facts("Polatis", "OST", "002414", "6.5.2.18")
 
     async def answer(self, command: Tl1Command) -> Sequence[str]:
         facts, verb, aid = self._device.facts, command.verb, command.aid.upper()
@@ -89,7 +77,7 @@ class PolatisTl1Device:
             for circuit in self._device.model.circuits()
             if circuit.state is not CircuitState.TUNING
             for pair in [circuit.cross_connect]
-            if wanted is None or wanted & {pair.ingress_port, pair.egress_port}
+            if wanted is None or wanted & pair.ports
         ]
 
     def _ports(self, verb: str, aid: str) -> Sequence[str]:

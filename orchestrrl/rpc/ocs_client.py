@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -43,6 +43,7 @@ from ocs_drivers.model import (
     SwitchFacts,
     Verification,
 )
+from ocs_drivers.options import CheckedOptions, FromOptions, Seconds, must_be
 from ocs_drivers.ownership import Ownership
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs import ocs as convert
@@ -67,29 +68,26 @@ class _Session:
     stub: "ocs_pb2_grpc.OcsDriverAsyncStub"
 
 
-class GrpcSwitch:
+class GrpcOptions(CheckedOptions):
+    target: Annotated[str, must_be("HOST:PORT", lambda value: isinstance(value, str) and value)]
+    command_timeout_s: Seconds = 10.0
+    commit_timeout_s: Seconds = 60.0
+
+
+class GrpcSwitch(FromOptions, options=GrpcOptions):
     """An OcsDriver whose work is done by the process at `target`, `HOST:PORT` or `unix:PATH`."""
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        target: str,
-        clock: DeviceClock | None = None,
-        command_timeout_s: float = 10.0,
-        commit_timeout_s: float = 60.0,
-    ) -> None:
-        faults = [] if isinstance(target, str) and target else [f"options.target: must be HOST:PORT, got {target!r}"]
-        for name, value in (("command_timeout_s", command_timeout_s), ("commit_timeout_s", commit_timeout_s)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                faults.append(f"options.{name}: must be a number > 0, got {value!r}")
-        if faults:
-            raise InvalidOptions(faults, device=device)
+    def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
+        try:
+            options = GrpcOptions.read(given)
+        except InvalidOptions as error:
+            error.device = device
+            raise
         self.device = device
-        self._target = target
+        self._target = options.target
         self._clock = clock or SystemClock()
-        self._command_timeout_s = command_timeout_s
-        self._commit_timeout_s = commit_timeout_s
+        self._command_timeout_s = options.command_timeout_s
+        self._commit_timeout_s = options.commit_timeout_s
         self._session: _Session | None = None
         self._ownership = Ownership()  # as far as it is known here
         self._facts: SwitchFacts | None = None  # as last read

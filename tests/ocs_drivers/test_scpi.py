@@ -118,5 +118,5 @@ def test_options_are_refused_by_name(options: dict[str, Any], wrong: str) -> Non
     ],
 )
 def test_quirks_check_themselves(quirks: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong.replace("?", "[?]") if "[" not in wrong else wrong):
+    with pytest.raises(InvalidOptions, match=wrong.replace("?", "[?]") if "[" not in wrong else wrong):
         polatis(FAST, **quirks)

@@ -131,7 +131,9 @@ async def test_the_same_seed_gives_the_same_times() -> None:
 
 
 def test_a_schedule_reads_as_it_is_written() -> None:
-    schedule = FaultSchedule().at(12.0).fail_port(7).at(3.0).drop_connection().slow_answer(2.0)
+    dropped = DeviceFault(DeviceFaultKind.DROP_CONNECTION)
+    slow = DeviceFault(DeviceFaultKind.SLOW_ANSWER, delay_s=2.0)
+    schedule = FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7)).at(3.0, dropped, slow)
     assert [(at_s, fault.kind, fault.port) for at_s, fault in schedule.due] == [
         (3.0, DeviceFaultKind.DROP_CONNECTION, None),
         (3.0, DeviceFaultKind.SLOW_ANSWER, None),

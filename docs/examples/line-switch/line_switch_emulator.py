@@ -8,34 +8,23 @@ import contextlib
 import sys
 
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import ConnectionBroken, DevicePanel, EmulatedDevice
+from ocs_drivers.cross_connect_model import ConnectionBroken
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import Action, Connectivity, CrossConnect, SwitchFacts
+from ocs_drivers.model import Action, CrossConnect
 
 ACTIONS = {"CONNECT": Action.ADD, "DISCONNECT": Action.REMOVE}
 
 
 class LineEmulator:
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
-        first_egress = panel.ingress_ports + 1
-        facts = SwitchFacts(
-            vendor="Example",
-            model=f"S{panel.ingress_ports}",
-            serial="0042",
-            software="1.0",
-            connectivity=Connectivity.INGRESS_EGRESS,
-            ingress_ports=range(1, first_egress),
-            egress_ports=range(first_egress, first_egress + panel.egress_ports),
-            reconfiguration_s=panel.reconfiguration_s,
-        )
-        self.device = EmulatedDevice(facts, panel, clock)
+        self.device = EmulatedDevice(panel.facts("Example", f"S{panel.ingress_ports}", "0042", "1.0"), panel, clock)
         self._server: asyncio.Server | None = None
         self._sessions: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = await asyncio.start_server(self._accept, host, port, limit=1024 * 1024)
-        bound_host, bound_port = self._server.sockets[0].getsockname()[:2]
-        return f"{bound_host}:{bound_port}"
+        return address_of(self._server)
 
     async def stop(self) -> None:
         if self._server is not None:

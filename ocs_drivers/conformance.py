@@ -151,6 +151,12 @@ class DriverConformance:
             normal(CrossConnect(two.ingress_port, one.egress_port)),
         )
 
+    async def crossed_up(self, driver: OcsDriver) -> tuple[tuple[CrossConnect, ...], tuple[CrossConnect, ...]]:
+        """As `crossed`, with the first pair up."""
+        now, wanted = await self.crossed(driver)
+        await carry_out(driver, now)
+        return now, wanted
+
     @asynccontextmanager
     async def device(self, big: int | None = None) -> AsyncIterator[OcsDriver]:
         if big is not None:
@@ -257,8 +263,7 @@ class DriverConformance:
 
     async def test_safe_refuses_ports_in_use_and_names_who_holds_them(self) -> None:
         async with self.device() as driver:
-            now, wanted = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, wanted = await self.crossed_up(driver)
             async with refusal(CircuitConflict, str(now[0]), str(now[1]), "connect[0]", "connect[1]"):
                 await driver.plan(CircuitChange(wanted))
             assert await connected(driver) == frozenset(now)
@@ -352,8 +357,7 @@ class DriverConformance:
 
     async def test_disconnect_must_name_the_circuit_as_it_is(self) -> None:
         async with self.device() as driver:
-            now, other = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, other = await self.crossed_up(driver)
             async with refusal(CircuitConflict, "disconnect[0]", str(now[0])):
                 await driver.plan(CircuitChange(disconnect=other[:1]))
             assert await connected(driver) == frozenset(now)
@@ -372,8 +376,7 @@ class DriverConformance:
 
     async def test_disconnect_and_connect_in_one_change(self) -> None:
         async with self.device() as driver:
-            now, wanted = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, wanted = await self.crossed_up(driver)
             result = await carry_out(driver, wanted, now)
             assert [item.action for item in result.items] == [Action.REMOVE, Action.REMOVE, Action.ADD, Action.ADD]
             assert result.done, undone(result)
@@ -476,8 +479,7 @@ class DriverConformance:
     async def test_rollback_restores_from_every_prefix(self) -> None:
         for done in range(5):
             async with self.device() as driver:
-                now, wanted = await self.crossed(driver)
-                await carry_out(driver, now)
+                now, wanted = await self.crossed_up(driver)
                 diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
                 for pair in now[:done]:
                     await carry_out(driver, disconnect=(pair,))
@@ -491,8 +493,7 @@ class DriverConformance:
 
     async def test_rollback_leaves_ports_that_others_took(self) -> None:
         async with self.device() as driver:
-            now, other = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, other = await self.crossed_up(driver)
             diff = await driver.plan(CircuitChange(disconnect=now))
             await driver.commit(diff, diff.revision)
             await carry_out(driver, other[:1])
@@ -502,8 +503,7 @@ class DriverConformance:
 
     async def test_verify_tells_missing_from_lingering(self) -> None:
         async with self.device() as driver:
-            now, wanted = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, wanted = await self.crossed_up(driver)
             diff = await driver.plan(CircuitChange(wanted, now))
             seen = await driver.verify(diff)
             assert not seen.ok
@@ -531,8 +531,7 @@ class DriverConformance:
 
     async def test_a_change_that_nobody_confirms_reverts_itself(self) -> None:
         async with self.device() as driver:
-            now, wanted = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, wanted = await self.crossed_up(driver)
             diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
             result = await driver.commit(diff, diff.revision, SHORT_S)
             reading = await until(driver, lambda reading: reading.unconfirmed is None, "reverted")
@@ -635,8 +634,7 @@ class DriverConformance:
 
     async def test_rollback_leaves_what_others_put_there(self) -> None:
         async with self.device() as driver:
-            now, other = await self.crossed(driver)
-            await carry_out(driver, now)
+            now, other = await self.crossed_up(driver)
             diff = await driver.plan(CircuitChange(disconnect=now))
             assert (await driver.commit(diff, diff.revision)).done
             await self.foreign(driver, other[:1])
@@ -691,8 +689,7 @@ class DriverConformance:
     async def test_a_partial_commit_is_seen_and_rolled_back(self) -> None:
         for silent in (False, True):
             async with self.device() as driver:
-                now, wanted = await self.crossed(driver)
-                await carry_out(driver, now)
+                _, wanted = await self.crossed_up(driver)
                 diff = await driver.plan(CircuitChange(wanted), ChangeMode.UPDATE)
                 await self.break_it(driver, DeviceFault(DeviceFaultKind.PARTIAL_COMMIT, items=1, silent=silent))
                 if not (await driver.capabilities()).bulk:

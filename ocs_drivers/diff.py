@@ -1,7 +1,7 @@
 """What a change comes to: evictions, steps, what is left to do, the way back. Pure; sending it is driver.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ocs_drivers.errors import CircuitConflict, InvalidChange
 from ocs_drivers.model import (
@@ -102,12 +102,7 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
 
 def way_back(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
     """The steps that undo the diff, from any point of it; what was there before and was not removed is not touched."""
-    steps = CommandSteps(
-        remove=tuple(pair for pair in diff.add if pair in present),
-        add=tuple(pair for pair in diff.remove if pair not in present),
-    )
-    _refuse_collisions(facts, present, steps)
-    return steps
+    return remaining(facts, replace(diff, remove=diff.add, add=diff.remove), present)
 
 
 def compare(diff: CircuitDiff, reading: CrossConnectReading) -> Verification:

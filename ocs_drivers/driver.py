@@ -1,4 +1,4 @@
-"""The contract of `base.OcsDriver` made of a family's `base.Wire`: one writer, time limits, reading back.
+"""The contract of `base.OcsDriver` made of a family's `base.SwitchWire`: one writer, time limits, reading back.
 
 Every commit begins by reading the device and ends by reading it. So an outcome that was unknown, a setter that answers
 nothing and a bulk command that took in part are one case: what counts is what the device shows.
@@ -465,6 +465,11 @@ class SwitchDriver:
 
     async def _command(self, command: str, verb: Callable[[], Awaitable[T]], is_setter: bool = False) -> T:
         is_sent = False
+
+        def unclear(otherwise: type[DriverError]) -> type[DriverError]:
+            """After a setter was sent it may have taken."""
+            return DriverOutcomeUnknown if is_setter and is_sent else otherwise
+
         async with self._session:
             is_sound = False  # whatever else ends a command leaves the session in the middle of something
             try:
@@ -476,8 +481,7 @@ class SwitchDriver:
                 is_sound = True
                 return answer
             except TimeoutError as error:
-                kind: type[DriverError] = DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
-                raise kind(str(error), device=self.device, command=command) from None
+                raise unclear(DriverRetryable)(str(error), device=self.device, command=command) from None
             except DriverError as error:
                 is_sound = self._is_open and isinstance(error, DriverPermanent)  # not of a login that was refused
                 error.device, error.command = error.device or self.device, error.command or command
@@ -485,15 +489,13 @@ class SwitchDriver:
             except AssertionError:
                 raise  # a test's own
             except ValueError as error:
-                kind = DriverOutcomeUnknown if is_setter and is_sent else DriverPermanent
-                raise kind(f"the answer makes no sense: {error}", device=self.device, command=command) from None
+                wrong = f"the answer makes no sense: {error}"
+                raise unclear(DriverPermanent)(wrong, device=self.device, command=command) from None
             except Exception as error:  # a defect of the wire, mostly in how it reads an answer that it did not expect
                 logger.exception("%s: the driver failed at %s", self.device, command)
-                failed = (
-                    DriverOutcomeUnknown if is_setter and is_sent else DriverRetryable
-                )  # the next answer may make sense
                 wrong = f"the driver failed, maybe at an answer that makes no sense: {type(error).__name__}: {error}"
-                raise failed(wrong, device=self.device, command=command) from error
+                # The next answer may make sense.
+                raise unclear(DriverRetryable)(wrong, device=self.device, command=command) from error
             finally:
                 if not is_sound:
                     await self._drop_session()

@@ -11,7 +11,7 @@ from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_session import GnmiEndpoint, GnmiNews, GnmiSession, Tls
 from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities, SwitchEvent
-from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, SecondsOr0, Text, split_address
+from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
 
 DEFAULT_PORT = 9339
 
@@ -30,7 +30,7 @@ class GnmiOptions(DriverOptions):
     tls_key_file: Text = ""
     tls_server_name: Text = ""
     user: Text = ""
-    password: Text = ""
+    password: Password = ""
     origin: Text = ""
     slot: FilledText = "1"
     reconfiguration_s: SecondsOr0 = 0.025

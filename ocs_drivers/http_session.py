@@ -26,8 +26,8 @@ from ocs_drivers.options import (
     DriverOptions,
     FilledText,
     Flag,
+    Password,
     SecondsOr0,
-    Text,
     is_text,
     must_be,
     split_address,
@@ -79,7 +79,7 @@ class HttpOptions(DriverOptions):
     tls_ca_file: FilledText | None = None
     # Basic authentication ends the name at a colon.
     user: Annotated[str, must_be("without a colon", lambda value: ":" not in value), must_be("text", is_text)] = ""
-    password: Text = ""
+    password: Password = ""
     reconfiguration_s: SecondsOr0
 
     def conflicts(self) -> list[str]:

@@ -39,6 +39,7 @@ from ocs_drivers.options import (
     DriverOptions,
     FilledText,
     Flag,
+    Password,
     SecondsOr0,
     Text,
     split_address,
@@ -65,7 +66,7 @@ class NetconfOptions(DriverOptions):
 
     address: Address
     user: FilledText = "admin"
-    password: Text = ""
+    password: Password = ""
     key_file: Text = ""
     known_hosts: Text = ""
     host_key: Text = ""

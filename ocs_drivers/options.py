@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import DriverTimeouts, SwitchDriver
@@ -71,6 +71,7 @@ def _is_address(value: object) -> bool:
 Address = Annotated[str, must_be("HOST or HOST:PORT", _is_address)]
 Flag = Annotated[bool, must_be("true or false", lambda value: isinstance(value, bool))]
 Text = Annotated[str, must_be("text", is_text)]
+Password = Annotated[str, Field(repr=False), must_be("text", is_text)]
 # YAML makes of 1.1 a number and of 2018-03-22 a date, where text is meant.
 YamlText = Annotated[str, must_be("text", is_text), BeforeValidator(as_text)]
 Number = Annotated[float, must_be("a number", is_number)]

@@ -28,6 +28,7 @@ from ocs_drivers.options import (
     DriverOptions,
     FilledText,
     Flag,
+    Password,
     SecondsOr0,
     Text,
     must_be,
@@ -68,7 +69,7 @@ def _is_names(value: object) -> bool:
 class Tl1Options(DriverOptions):
     address: Address
     user: FilledText = "root"
-    password: Text = "root"
+    password: Password = "root"
     dialect: DialectName = DialectName.POLATIS
     group: Text = ""
     port_names: Annotated[tuple[str, ...], must_be("a list of names", _is_names)] = ()

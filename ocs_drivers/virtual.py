@@ -28,7 +28,7 @@ from ocs_drivers.options import ConfiguredSwitch, DriverOptions, Flag, SecondsOr
 
 
 class VirtualSwitchWire(SwitchWire):
-    """A session with a `CrossConnectModel`: the `base.Wire` of it."""
+    """A session with a `CrossConnectModel`: the `base.SwitchWire` of it."""
 
     def __init__(self, model: CrossConnectModel, clock: DeviceClock, *, bulk: bool = True) -> None:
         self.capabilities = SwitchCapabilities(

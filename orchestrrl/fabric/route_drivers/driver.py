@@ -1,4 +1,4 @@
-"""The contract of `base.RouteDriver` made of a product's `base.Wire`: one writer, time limits, reading back."""
+"""The contract of `base.RouteDriver` made of a product's `base.RouterWire`: one writer, time limits, reading back."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence

@@ -92,7 +92,7 @@ class VirtualRouter:
 
 
 class VirtualRouterWire:
-    """A session with a `VirtualRouter`: the `base.Wire` of it."""
+    """A session with a `VirtualRouter`: the `base.RouterWire` of it."""
 
     def __init__(self, device: VirtualRouter, clock: Clock, capabilities: RouterCapabilities) -> None:
         self.capabilities = capabilities

@@ -101,7 +101,7 @@ class Agent:
         hello = NodeHello(
             agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
         )
-        self._link = NodeLink(daemon, node_codec.hello_to_pb(hello), self._handle, clock=clock, rng=rng)
+        self._link = NodeLink(daemon, node_codec.HELLO.to_pb(hello), self._handle, clock=clock, rng=rng)
         self._stream = ReportStream(
             daemon,
             "ReportEngines",
@@ -116,11 +116,11 @@ class Agent:
         await first_of(self._link.run(), self._stream.run(), *(watch.run() for watch in self._watches))
 
     async def _make_report(self) -> telemetry_pb2.EngineReport:
-        return telemetry_codec.engine_report_to_pb(await self._outgoing.next_report())
+        return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
 
     async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
         try:
-            operation = node_codec.operation_from_pb(message)
+            operation = node_codec.OPERATION.from_pb(message)
         except ValueError as error:
             raise Permanent(f"not an operation: {error}") from error
-        return node_codec.result_to_pb(await self._operations.run(operation))
+        return node_codec.RESULT.to_pb(await self._operations.run(operation))

@@ -19,7 +19,7 @@ from typing import Any, Self
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.periods import PeriodReport
-from orchestrrl.rpc.codecs.fabric import period_from_pb
+from orchestrrl.rpc.codecs.fabric import PERIOD
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.fabric.intent import Intent
@@ -78,7 +78,7 @@ class FabricClient:
         )
         async with aclosing(self._client.watch(self._client.fabric.AnnouncePeriod, order)) as reports:
             async for report in reports:
-                yield period_from_pb(report)
+                yield PERIOD.from_pb(report)
 
 
 def announce_period(

@@ -27,8 +27,8 @@ from orchestrrl.core.operations import (
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.codecs.node import hello_to_pb, operation_from_pb, result_to_pb
-from orchestrrl.rpc.codecs.telemetry import ack_from_pb, gateway_engine_to_pb, gateway_report_to_pb
+from orchestrrl.rpc.codecs.node import HELLO, OPERATION, RESULT
+from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_ENGINE, GATEWAY_REPORT
 from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
 from planner.model import EngineId, RequestId
@@ -48,7 +48,7 @@ class GatewayLink:
         self._clock = clock
         gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
         self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
-        self._hello = hello_to_pb(
+        self._hello = HELLO.to_pb(
             NodeHello(
                 node=gateway.node,
                 kind=NodeKind.GATEWAY,
@@ -76,10 +76,10 @@ class GatewayLink:
 
     async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
         try:
-            operation = operation_from_pb(message)
+            operation = OPERATION.from_pb(message)
         except ValueError as error:
             return agent_pb2.OperationResult(status=agent_pb2.OPERATION_STATUS_FAILED, detail=str(error))
-        return result_to_pb(await self.perform(operation))
+        return RESULT.to_pb(await self.perform(operation))
 
     async def perform(self, operation: Operation) -> OperationResult:
         """Carry out one operation of the daemon."""
@@ -130,13 +130,13 @@ class GatewayLink:
     async def _report(self) -> telemetry_pb2.GatewayReport:
         engines = self._gateway.own_engines()
         if engines == self._sent_engines:
-            return gateway_report_to_pb(self._gateway.report())
+            return GATEWAY_REPORT.to_pb(self._gateway.report())
         self._sent_engines = engines
         # The next hello has them as well.
         del self._hello.engine_ids[:], self._hello.engines[:]
         self._hello.engine_ids.extend(self._gateway.fleet.id_of(engine.engine) for engine in engines)
-        self._hello.engines.extend(map(gateway_engine_to_pb, engines))
-        return gateway_report_to_pb(replace(self._gateway.report(), engines=engines))
+        self._hello.engines.extend(map(GATEWAY_ENGINE.to_pb, engines))
+        return GATEWAY_REPORT.to_pb(replace(self._gateway.report(), engines=engines))
 
     def _acknowledge(self, message: telemetry_pb2.ReportAck) -> None:
-        self._gateway.acknowledge(ack_from_pb(message).sequence)
+        self._gateway.acknowledge(ACK.from_pb(message).sequence)

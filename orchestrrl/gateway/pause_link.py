@@ -16,7 +16,7 @@ from orchestrrl.gateway.http.pause import (
     SetVersionBody,
 )
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.codecs.node import barrier_mode_to_pb, frozen_to_pb
+from orchestrrl.rpc.codecs.node import FROZEN, PAUSE_MODE
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.plain_values import plain
 
@@ -57,8 +57,8 @@ def _call(body: RequestBody | None) -> tuple[str, Message, float]:
             return "GetPauseBarrier", control_pb2.GetPauseBarrierRequest(), ANSWER_S
         case PauseBody():
             pause = control_pb2.PauseFleetRequest(
-                mode=barrier_mode_to_pb(body.mode),
-                frozen=frozen_to_pb(body.frozen),
+                mode=PAUSE_MODE.to_pb(body.mode),
+                frozen=FROZEN.to_pb(body.frozen),
                 holder=body.holder,
                 lease_s=body.lease_s,
                 deadline_s=body.within_s,

@@ -46,7 +46,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         found = [view for view in requests if not engine or view.engine == engine]
         listed = found[: request.limit] if request.limit else found
         return control_pb2.ListRequestsResponse(
-            requests=[telemetry_codec.request_to_pb(view) for view in listed], total=len(found)
+            requests=[telemetry_codec.REQUEST.to_pb(view) for view in listed], total=len(found)
         )
 
     async def GetPlan(self, request: control_pb2.GetPlanRequest, context: Context) -> control_pb2.Plan:
@@ -61,35 +61,35 @@ class ControlService(control_pb2_grpc.ControlServicer):
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         assert plan is not None
-        return control_codec.plan_to_pb(plan)
+        return control_codec.PLAN.to_pb(plan)
 
     async def ListPlans(self, request: control_pb2.ListPlansRequest, context: Context) -> control_pb2.ListPlansResponse:
         plans = self._control_plane.plans.newest(request.limit)
-        return control_pb2.ListPlansResponse(plans=[control_codec.plan_to_pb(plan) for plan in plans])
+        return control_pb2.ListPlansResponse(plans=[control_codec.PLAN.to_pb(plan) for plan in plans])
 
     async def WatchPlans(
         self, request: control_pb2.WatchPlansRequest, context: Context
     ) -> AsyncIterator[control_pb2.PlanEvent]:
         await context.send_initial_metadata(())
         async for event in self._control_plane.plans.watch():
-            yield control_codec.plan_event_to_pb(event)
+            yield control_codec.PLAN_EVENT.to_pb(event)
 
     async def OverridePlan(self, request: control_pb2.OverridePlanRequest, context: Context) -> control_pb2.PlanControl:
         known = [configuration.id for configuration in self._control_plane.config.fleet.configuration_values()]
         async with refusing(context):
             wanted = ConfigurationId(request.configuration)
             control = self._control_plane.plans.override(wanted, known, request.reason, request.ttl_s)
-        return control_codec.control_to_pb(control)
+        return control_codec.CONTROL.to_pb(control)
 
     async def PinPlan(self, request: control_pb2.PinPlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
             control = self._control_plane.plans.pin(request.reason, request.ttl_s)
-        return control_codec.control_to_pb(control)
+        return control_codec.CONTROL.to_pb(control)
 
     async def ReleasePlan(self, request: control_pb2.ReleasePlanRequest, context: Context) -> control_pb2.PlanControl:
         async with refusing(context):
             control = self._control_plane.plans.release(request.reason)
-        return control_codec.control_to_pb(control)
+        return control_codec.CONTROL.to_pb(control)
 
     async def GetBalance(self, request: control_pb2.GetBalanceRequest, context: Context) -> control_pb2.Balance:
         if self._control_plane.balance is None:
@@ -97,13 +97,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.balance_to_pb(self._control_plane.balance, self._control_plane.latest_moves)
 
     async def SetMode(self, request: control_pb2.SetModeRequest, context: Context) -> control_pb2.SetModeResponse:
-        mode = await read(context, request.mode, control_codec.mode_from_pb)
+        mode = await read(context, request.mode, control_codec.MODE.from_pb)
         async with refusing(context):
             previous = self._control_plane.set_mode(mode, request.reason)
             if request.reason:  # who gives one has seen what the mode was for
                 self._control_plane.journal.confirm_damage(self._control_plane.clock.now_s(), request.reason)
         return control_pb2.SetModeResponse(
-            mode=control_codec.mode_to_pb(mode), previous=control_codec.mode_to_pb(previous)
+            mode=control_codec.MODE.to_pb(mode), previous=control_codec.MODE.to_pb(previous)
         )
 
     async def MoveRequest(
@@ -213,7 +213,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         journal, kinds = self._control_plane.journal, tuple(request.kinds)
         last = journal.last_sequence
         for entry in journal.tail(request.tail, kinds):
-            yield control_codec.entry_to_pb(entry)
+            yield control_codec.ENTRY.to_pb(entry)
         if request.follow:
             async for entry in journal.follow(last, kinds):
-                yield control_codec.entry_to_pb(entry)
+                yield control_codec.ENTRY.to_pb(entry)

@@ -13,13 +13,13 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
 from orchestrrl.rpc.channel import stop
 from orchestrrl.rpc.codecs.fabric import (
-    control_of_fabric_to_pb,
+    CONTROL,
+    PERIOD,
+    QUIET,
     fabric_to_pb,
     hosts_to_pb,
     jobs_from_pb,
     order_to_pb,
-    period_to_pb,
-    remaining_from_pb,
 )
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
@@ -93,7 +93,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 stream.traces(jobs_from_pb(message.hello))
             case "quiet":
                 quiet = message.quiet
-                stream.on_remaining_quiet(quiet.job, quiet.told_s, quiet.rank, remaining_from_pb(quiet))
+                stream.on_remaining_quiet(quiet.job, quiet.told_s, quiet.rank, QUIET.from_pb(quiet))
             case "traffic":
                 traffic = message.traffic
                 stream.on_remaining_quiet(traffic.job, traffic.at_s, -1, Hold(traffic.code, traffic.detail))
@@ -121,9 +121,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
             await refuse(context, error)
         try:
             async for report in fabric.follow(period):
-                message = period_to_pb(report)
-                assert message is not None
-                yield message
+                yield PERIOD.to_pb(report)
         finally:
             if request.boundary:  # harmless where it is over
                 fabric.withdraw(period, "its caller has gone, and may stand still no longer")
@@ -142,19 +140,19 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         fabric = await self._coordinator(context)
         async with refusing(context):
             control = fabric.overrides.pin(request.cross_connects, request.reason, request.ttl_s)
-        return control_of_fabric_to_pb(control)
+        return CONTROL.to_pb(control)
 
     async def OverrideFabric(self, request: pb.OverrideFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)
         async with refusing(context):
             control = fabric.override(request.period, request.reason, request.ttl_s, request.job)
-        return control_of_fabric_to_pb(control)
+        return CONTROL.to_pb(control)
 
     async def ReleaseFabric(self, request: pb.ReleaseFabricRequest, context: Context) -> pb.FabricControl:
         fabric = await self._coordinator(context)
         async with refusing(context):
             control = fabric.overrides.release(request.reason)
-        return control_of_fabric_to_pb(control)
+        return CONTROL.to_pb(control)
 
     async def MaskFabric(self, request: pb.MaskFabricRequest, context: Context) -> pb.FabricStatus:
         fabric = await self._coordinator(context)

@@ -93,15 +93,15 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         self._facts: SwitchFacts | None = None  # as last read
 
     async def facts(self) -> SwitchFacts:
-        self._facts = self._sense(convert.facts_from_pb, await self._read_facts())
+        self._facts = self._sense(convert.FACTS.from_pb, await self._read_facts())
         return self._facts
 
     async def capabilities(self) -> SwitchCapabilities:
-        return convert.capabilities_from_pb((await self._read_facts()).capabilities)
+        return convert.CAPABILITIES.from_pb((await self._read_facts()).capabilities)
 
     async def ports(self) -> tuple[PortState, ...]:
         response = await self._read("ListPorts", self._stub().ListPorts, ocs_pb2.ListPortsRequest())
-        ports = (self._sense(convert.port_from_pb, port) for port in response.ports)
+        ports = (self._sense(convert.PORT.from_pb, port) for port in response.ports)
         return tuple(sorted(ports, key=lambda port: port.port))
 
     async def cross_connects(self) -> CrossConnectReading:
@@ -113,7 +113,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise InvalidChange(faults, device=self.device)
         request = convert.change_to_pb(change, mode)
         response = await self._as_owner(lambda: self._read("Plan", self._stub().Plan, request))
-        return self._sense(convert.diff_from_pb, response)
+        return self._sense(convert.DIFF.from_pb, response)
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         request = _commit_request(diff, expect_revision, revert_in_s)
@@ -129,7 +129,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             raise CircuitConflict(faults, device=self.device)
         request = ocs_pb2.TakeOverRequest(cross_connects=convert.pairs_to_pb(pairs))
         response = await self._call("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
-        reading = self._sense(convert.reading_from_pb, response)
+        reading = self._sense(convert.READING.from_pb, response)
         self._ownership.take(reading.cross_connects - reading.foreign)
         return reading
 
@@ -158,11 +158,11 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return _ArmedCommit(call, lambda: self._owning(begin, CommandSteps(diff.remove, diff.add)))
 
     async def verify(self, diff: CircuitDiff) -> Verification:
-        request = ocs_pb2.VerifyRequest(diff=convert.diff_to_pb(diff))
-        return self._sense(convert.verification_from_pb, await self._read("Verify", self._stub().Verify, request))
+        request = ocs_pb2.VerifyRequest(diff=convert.DIFF.to_pb(diff))
+        return self._sense(convert.VERIFICATION.from_pb, await self._read("Verify", self._stub().Verify, request))
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
-        request = ocs_pb2.RollbackRequest(diff=convert.diff_to_pb(diff))
+        request = ocs_pb2.RollbackRequest(diff=convert.DIFF.to_pb(diff))
 
         def call() -> Awaitable[ocs_pb2.CommitResult]:
             return self._call("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
@@ -173,7 +173,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
         try:
             async for event in call:
-                yield self._sense(convert.event_from_pb, event)
+                yield self._sense(convert.EVENT.from_pb, event)
         except grpc.aio.AioRpcError as error:
             raise self._translated(error, "Watch", is_setter=False) from None
         finally:
@@ -191,7 +191,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         """The reading, and whether something of ours had to be given back to the process first."""
         request = ocs_pb2.ListCrossConnectsRequest()
         response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
-        reading = self._sense(convert.reading_from_pb, response)
+        reading = self._sense(convert.READING.from_pb, response)
         marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
         self._ownership.take(reading.cross_connects - reading.foreign)
         unknown_there = [
@@ -226,7 +226,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def _settled(self, call: Awaitable[ocs_pb2.CommitResult], wanted: CommandSteps) -> CommitResult:
         """The answer, or, where the answer was lost, what the device shows once it has come to rest."""
         try:
-            result = convert.result_from_pb(await call)
+            result = convert.RESULT.from_pb(await call)
             if [item.cross_connect for item in result.items] == [*wanted.remove, *wanted.add]:
                 self._ownership.release(_not_here(result.items))
                 return result
@@ -362,7 +362,7 @@ class _ArmedCommit:
 
 def _commit_request(diff: CircuitDiff, expect_revision: int, revert_in_s: float | None) -> ocs_pb2.CommitRequest:
     return ocs_pb2.CommitRequest(
-        diff=convert.diff_to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
+        diff=convert.DIFF.to_pb(diff), expect_revision=expect_revision, revert_in_s=revert_in_s
     )
 
 

@@ -38,24 +38,24 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
     async def ListPorts(self, request: ocs_pb2.ListPortsRequest, context: Context) -> ocs_pb2.ListPortsResponse:
         async with _speaking(context):
             ports = await self._driver.ports()
-            return ocs_pb2.ListPortsResponse(ports=[convert.port_to_pb(port) for port in ports])
+            return ocs_pb2.ListPortsResponse(ports=map(convert.PORT.to_pb, ports))
 
     async def ListCrossConnects(
         self, request: ocs_pb2.ListCrossConnectsRequest, context: Context
     ) -> ocs_pb2.ListCrossConnectsResponse:
         async with _speaking(context):
-            return convert.reading_to_pb(await self._driver.cross_connects())
+            return convert.READING.to_pb(await self._driver.cross_connects())
 
     async def Plan(self, request: ocs_pb2.PlanChangeRequest, context: Context) -> ocs_pb2.ChangeDiff:
         async with _speaking(context):
             change, mode = _sense(convert.change_from_pb, request)
-            return convert.diff_to_pb(await self._driver.plan(change, mode))
+            return convert.DIFF.to_pb(await self._driver.plan(change, mode))
 
     async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
-            diff = _sense(convert.diff_from_pb, request.diff)
+            diff = _sense(convert.DIFF.from_pb, request.diff)
             commit = self._driver.commit(diff, request.expect_revision, _revert_in_s(request))
-            return convert.result_to_pb(await asyncio.shield(commit))
+            return convert.RESULT.to_pb(await asyncio.shield(commit))
 
     async def Confirm(self, request: ocs_pb2.ConfirmRequest, context: Context) -> ocs_pb2.ConfirmResponse:
         async with _speaking(context):
@@ -65,7 +65,7 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
     async def TakeOver(self, request: ocs_pb2.TakeOverRequest, context: Context) -> ocs_pb2.ListCrossConnectsResponse:
         async with _speaking(context):
             pairs = _sense(convert.pairs_from_pb, request.cross_connects)
-            return convert.reading_to_pb(await self._driver.take_over(pairs))
+            return convert.READING.to_pb(await self._driver.take_over(pairs))
 
     async def CommitArmed(
         self, request_iterator: AsyncIterator[ocs_pb2.CommitOrder], context: Context
@@ -76,28 +76,28 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
                 return
             if not first.HasField("arm"):
                 raise _Nonsense("the first order must be to arm")
-            diff = _sense(convert.diff_from_pb, first.arm.diff)
+            diff = _sense(convert.DIFF.from_pb, first.arm.diff)
             await self._driver.facts()  # connects
             yield ocs_pb2.CommitAnswer(armed=ocs_pb2.CommitAnswer.Armed())
             if await anext(orders, None) is None:
                 return  # not wanted any more
             commit = self._driver.commit(diff, first.arm.expect_revision, _revert_in_s(first.arm))
             result = await asyncio.shield(commit)
-            yield ocs_pb2.CommitAnswer(result=convert.result_to_pb(result))
+            yield ocs_pb2.CommitAnswer(result=convert.RESULT.to_pb(result))
 
     async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
         async with _speaking(context):
-            return convert.verification_to_pb(await self._driver.verify(_sense(convert.diff_from_pb, request.diff)))
+            return convert.VERIFICATION.to_pb(await self._driver.verify(_sense(convert.DIFF.from_pb, request.diff)))
 
     async def Rollback(self, request: ocs_pb2.RollbackRequest, context: Context) -> ocs_pb2.CommitResult:
         async with _speaking(context):
-            diff = _sense(convert.diff_from_pb, request.diff)
-            return convert.result_to_pb(await asyncio.shield(self._driver.rollback(diff)))
+            diff = _sense(convert.DIFF.from_pb, request.diff)
+            return convert.RESULT.to_pb(await asyncio.shield(self._driver.rollback(diff)))
 
     async def Watch(self, request: ocs_pb2.WatchEventsRequest, context: Context) -> AsyncIterator[ocs_pb2.DeviceEvent]:
         async with _speaking(context):
             async for event in self._driver.watch():
-                yield convert.event_to_pb(event)
+                yield convert.EVENT.to_pb(event)
 
 
 def _revert_in_s(request: ocs_pb2.CommitRequest) -> float | None:

@@ -19,7 +19,7 @@ class PauseService:
 
     async def pause(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:
         async with refusing(context):
-            await self._control_plane.barrier.pause(pause_codec.pause_request_from_pb(request))
+            await self._control_plane.barrier.pause(pause_codec.REQUEST.from_pb(request))
         return self.seen()
 
     async def renew(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:

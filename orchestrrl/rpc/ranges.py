@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import LimitReached, ProblemFaults, shorten
+from orchestrrl.engines.serving import MOST_RANKS, MOST_SIZE
 
 if TYPE_CHECKING:  # processes without a configuration file check their messages, too
     from orchestrrl.core.config.schema import LimitSettings
@@ -31,6 +32,7 @@ MOST_TEXT_CHARACTERS = 4096
 MOST_SUMMARY_CHARACTERS = 4 * 1024 * 1024  # the daemon keeps one for each host
 MOST_ITEMS = 65_536  # of a list that no configuration key limits
 MOST_FAULTS = 20  # that one refusal names
+LEAST_BITS, MOST_BITS = 0.01, 64.0  # of a weight or a KV cache's element
 STEP_ITEMS = 1000  # messages of a list that are checked at a time
 
 
@@ -40,6 +42,7 @@ class _Rule:
     `key`: the setting in the section `limits` that has the most items of a list."""
 
     most: float | None = None
+    least: float = 0
     is_url: bool = False  # of an engine, unless it is empty
     needed: bool = False  # a text must not be empty, an enum must be specified
     key: str = ""
@@ -49,6 +52,8 @@ class _Rule:
 _NEEDED = _Rule(needed=True)
 _PORTS = _Rule(4096)  # of one switch
 _HANDLERS = _Rule(by_handler=True)
+_RANKS = _Rule(MOST_RANKS, least=1)
+_BITS = _Rule(MOST_BITS, least=LEAST_BITS)
 _REQUESTS, _ENGINES = _Rule(key="requests_per_report"), _Rule(key="engines")
 # Fields of any message.
 _NAMED: Mapping[str, _Rule] = {
@@ -60,11 +65,19 @@ _NAMED: Mapping[str, _Rule] = {
     "models": _Rule(256),
     "engine_ids": _ENGINES,
     "without_engine_ids": _ENGINES,
+    "weight_bits": _BITS,
+    "kv_bits": _BITS,
+    "expert_bits": _BITS,
     "request_ids": _REQUESTS,
     "group_ids": _REQUESTS,
 }
 _RULES: Mapping[str, Mapping[str, _Rule]] = {
     "EngineReport": {"agent_id": _NEEDED, "engine_id": _NEEDED, "health": _NEEDED, "url": _Rule(is_url=True)},
+    "ServingFacts": dict.fromkeys(("tensor_parallel", "pipeline_parallel", "data_parallel"), _RANKS),
+    "ModelSizes": {
+        **dict.fromkeys(("layers", "hidden", "q_heads", "kv_heads", "head_dim", "vocab"), _Rule(MOST_SIZE, least=1)),
+        **dict.fromkeys(("ffn", "experts", "experts_per_token", "expert_ffn", "window_tokens"), _Rule(MOST_SIZE)),
+    },
     "EngineSample": {"kv_usage_fraction": _Rule(1.0), "decode_tokens_per_s": _Rule(MOST_TOKENS_PER_S)},
     "GatewayReport": {"gateway_id": _NEEDED, "in_flight": _REQUESTS, "finished": _REQUESTS, "failovers": _Rule(4096)},
     "EngineFailovers": {"engine_id": _NEEDED, "tokens_recomputed": _Rule(MOST_FAILOVER_TOKENS)},
@@ -73,6 +86,11 @@ _RULES: Mapping[str, Mapping[str, _Rule]] = {
     "RequestProgress": {"request_id": _NEEDED},
     "FinishedRequest": {"request_id": _NEEDED},
     "NodeHello": {"node_id": _NEEDED, "kind": _NEEDED},
+    "Operation": {"operation_id": _NEEDED},
+    "Route": {"engine_id": _NEEDED},
+    "RequestMove": {"request_id": _NEEDED, "to_engine_id": _NEEDED},
+    "CloseBarrier": {"lease_id": _NEEDED},
+    "OpenBarrier": {"lease_id": _NEEDED},
     "OperationResult": {"operation_id": _NEEDED, "items": _REQUESTS},
     "TraceHello": {"host": _NEEDED},
     "SetModeRequest": {"mode": _NEEDED},
@@ -98,11 +116,21 @@ def checking(message: Message, limits: "LimitSettings") -> Iterator[None]:
         raise ProblemFaults([*faults[:MOST_FAULTS], *more])
 
 
+def needed_fields(descriptor: _Descriptor) -> frozenset[str]:
+    """Texts of a message that must not be empty."""
+    rules = _RULES.get(descriptor.name, {})
+    return frozenset(
+        name for name, rule in rules.items() if rule.needed and descriptor.fields_by_name[name].enum_type is None
+    )
+
+
 class _Checks:
-    """What is checked of one type of message. Fields that are absent have their kind's 0, which passes."""
+    """What is checked of one type of message. Fields that are absent have their kind's 0, which passes unless a rule
+    has a larger `least`."""
 
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most
+        self._may_lack: set[str] = set()
         self._texts: list[tuple[str, float, bool]] = []  # field, most characters, needed
         self._urls: list[str] = []
         self._enums: list[tuple[str, Mapping[int, str]]] = []  # field, names of the values that are taken
@@ -119,6 +147,8 @@ class _Checks:
                 self._messages.append((field.name, field.message_type))
             elif (numbers := _range_of(field, rule)) is not None:
                 self._numbers.append((field.name, *numbers))
+                if field.has_presence and rule.least > 0:
+                    self._may_lack.add(field.name)
             elif field.type == field.TYPE_STRING:
                 self._texts.append((field.name, _characters(field.name, rule), rule.needed))
                 if rule.is_url:
@@ -155,6 +185,8 @@ class _Checks:
         faults = []
         for name, least, most in self._numbers:
             if not least <= (value := getattr(message, name)) <= most:  # NaN is not, either
+                if name in self._may_lack and not message.HasField(name):
+                    continue
                 faults.append(f"{name}: must be >= {_shown(least)} and <= {_shown(most)}, got {value}")
         for name, most, needed in self._texts:
             size = len(getattr(message, name))
@@ -184,9 +216,11 @@ def _checks_of(descriptor: _Descriptor) -> _Checks:
 def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
     """None for what is no number, and where every number that the field can have is taken."""
     if field.type in (field.TYPE_DOUBLE, field.TYPE_FLOAT):
-        return 0.0, MOST_NUMBER if rule.most is None else rule.most
+        return rule.least, MOST_NUMBER if rule.most is None else rule.most
     if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64):
-        return 0, MOST_WHOLE if rule.most is None else rule.most
+        return rule.least, MOST_WHOLE if rule.most is None else rule.most
+    if field.type in (field.TYPE_UINT32, field.TYPE_FIXED32) and rule.most is not None:
+        return rule.least, rule.most
     return None
 
 

@@ -16,7 +16,7 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeployRequest,
     RedeployStep,
 )
-from orchestrrl.rpc.codecs.redeployment import draft_to_pb, pause_request_from_pb, report_to_pb
+from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, request_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
 
@@ -64,7 +64,7 @@ class RedeploymentService:
         self._control_plane = control_plane
 
     async def redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
-        redeployer, wish = await self._redeploying(context), pause_request_from_pb(request)
+        redeployer, wish = await self._redeploying(context), request_from_pb(request)
         if request.dry_run:
             async with refusing(context):
                 draft = redeployer.draft(wish)

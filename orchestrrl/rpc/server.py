@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -73,8 +72,8 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         await context.send_initial_metadata(())  # tells the client that it is connected
         try:
             async for message in request_iterator:
-                report = await read(context, message, telemetry_codec.engine_report_from_pb)
-                yield telemetry_codec.ack_to_pb(self._plane.engine_reported(report, stream))
+                report = await read(context, message, telemetry_codec.ENGINE_REPORT.from_pb)
+                yield telemetry_codec.ACK.to_pb(self._plane.engine_reported(report, stream))
         finally:
             self._plane.stream_ended(stream)
 
@@ -85,11 +84,13 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         await context.send_initial_metadata(())
         try:
             async for message in request_iterator:
-                in_flight = await _in_steps(telemetry_codec.request_from_pb, message.in_flight)
-                finished = await _in_steps(telemetry_codec.finished_from_pb, message.finished)
-                read_report = partial(telemetry_codec.gateway_report_of, in_flight=in_flight, finished=finished)
-                report = await read(context, message, read_report)
-                yield telemetry_codec.ack_to_pb(self._plane.gateway_reported(report, stream))
+                in_flight = await _in_steps(telemetry_codec.REQUEST.from_pb, message.in_flight)
+                finished = await _in_steps(telemetry_codec.FINISHED.from_pb, message.finished)
+                message.ClearField("in_flight")
+                message.ClearField("finished")
+                report = await read(context, message, telemetry_codec.GATEWAY_REPORT.from_pb)
+                report = replace(report, in_flight=in_flight, finished=finished)
+                yield telemetry_codec.ACK.to_pb(self._plane.gateway_reported(report, stream))
         finally:
             self._plane.stream_ended(stream)
 
@@ -117,12 +118,12 @@ class NodeService(agent_pb2_grpc.NodeServicer):
             return
         if not first.HasField("hello"):
             await refuse(context, ValueError("the first message must be a hello"))
-        hello = await read(context, first.hello, node_codec.hello_from_pb)
+        hello = await read(context, first.hello, node_codec.HELLO.from_pb)
         attachment = self._plane.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))
         try:
             async for operation in attachment.orders():
-                yield node_codec.operation_to_pb(operation)
+                yield node_codec.OPERATION.to_pb(operation)
             if results.done():
                 results.result()  # what ended it ends the call
         finally:
@@ -133,7 +134,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         try:
             async for message in messages:
                 if message.HasField("result"):
-                    result = node_codec.result_from_pb(message.result)
+                    result = node_codec.RESULT.from_pb(message.result)
                     self._plane.result_received(replace(result, node=attachment.hello.node))
         finally:
             attachment.end()

@@ -21,6 +21,7 @@ from orchestrrl.core.errors import ProblemFaults, cut
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOutcome
+from orchestrrl.rpc.codec import Codec
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
 from orchestrrl.rpc.refusals import Context, status_text
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # How long a stop waits for changes under way.
 DRAIN_S = 5.0
+
+_OUTCOME = Codec(CircuitOutcome, control_pb2.SwitchChange, beside="dry_run", items=("results", convert.ITEM))
 
 
 def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
@@ -162,7 +165,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         self._under_way.add(task)
         task.add_done_callback(self._ended)
         # Carried to its end even if the operator hangs up: glass that is half moved helps nobody.
-        return _changed(await asyncio.shield(task))
+        return _OUTCOME.to_pb(await asyncio.shield(task))
 
     def _ended(self, task: "asyncio.Future[CircuitOutcome]") -> None:
         self._under_way.discard(task)
@@ -209,11 +212,11 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
                 ],
                 cross_connects=convert.pairs_to_pb(circuit.cross_connect for circuit in reading.circuits),
                 revision=reading.revision,
-                circuits=[convert.circuit_to_pb(circuit) for circuit in reading.circuits],
+                circuits=map(convert.CIRCUIT.to_pb, reading.circuits),
                 ingress_ports=convert.ports_to_pb(facts.ingress_ports),
                 egress_ports=convert.ports_to_pb(facts.egress_ports),
                 boot_behaviour=facts.boot,
-                unconfirmed=convert.unconfirmed_to_pb(reading.unconfirmed),
+                unconfirmed=convert.UNCONFIRMED.to_pb(reading.unconfirmed) if reading.unconfirmed else None,
             )
         )
         return message
@@ -253,18 +256,4 @@ def _planned(switch: str, diff: CircuitDiff) -> control_pb2.SwitchChange:
 
 
 def _would(action: Action, pair: CrossConnect) -> ocs_pb2.CrossConnectResult:
-    return convert.item_to_pb(CrossConnectResult(pair, action, done=False))
-
-
-def _changed(outcome: CircuitOutcome) -> control_pb2.SwitchChange:
-    return control_pb2.SwitchChange(
-        switch_id=outcome.switch,
-        done=outcome.done,
-        results=[convert.item_to_pb(item) for item in outcome.items],
-        evicted=convert.pairs_to_pb(outcome.evicted),
-        revision=outcome.revision,
-        detail=outcome.detail,
-        operation_id=outcome.operation,
-        rolled_back=outcome.rolled_back,
-        revert_at_unix_s=outcome.revert_at_s,
-    )
+    return convert.ITEM.to_pb(CrossConnectResult(pair, action, done=False))

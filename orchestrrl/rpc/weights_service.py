@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
-from orchestrrl.rpc.codecs.weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.codecs.weights import STATUS, report_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
@@ -163,7 +163,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         return pb.ListSyncsResponse(syncs=listed)
 
     async def GetWeights(self, request: pb.GetWeightsRequest, context: Context) -> pb.WeightsStatus:
-        return status_to_pb(self._syncs.status())
+        return STATUS.to_pb(self._syncs.status())
 
     async def AbortSync(self, request: pb.AbortSyncRequest, context: Context) -> pb.SyncReport:
         async with refusing(context):

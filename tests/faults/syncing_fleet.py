@@ -21,7 +21,7 @@ from versioned_requests import Clients, ask
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
-from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2, weights_pb2
 from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
@@ -247,7 +247,7 @@ class Harness:
 
     async def status(self) -> WeightsStatus:
         async with ControlClient(self.address) as client:
-            return status_from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+            return STATUS.from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def barrier(self) -> control_pb2.PauseBarrier:
         async with ControlClient(self.address) as client:
@@ -256,7 +256,7 @@ class Harness:
     async def report(self, version: int) -> SyncReport:
         async with ControlClient(self.address) as client:
             request = weights_pb2.GetSyncRequest(version=version)
-            return report_from_pb(await client.call(client.weights.GetSync, request))
+            return SYNC.from_pb(await client.call(client.weights.GetSync, request))
 
     async def until_sync(self, version: int, so: Callable[[SyncReport], bool]) -> SyncReport:
         async def is_so() -> SyncReport | None:

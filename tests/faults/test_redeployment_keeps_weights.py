@@ -14,7 +14,7 @@ from redeploying_fleet import Harness as Redeploying
 from syncing_fleet import Marked, Trainer
 from versioned_requests import Clients
 
-from orchestrrl.rpc.codecs.weights import status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, weights_pb2
 from orchestrrl.weights.controller.reports import WeightsStatus
@@ -72,7 +72,7 @@ class Harness(Redeploying):
 
     async def weights(self) -> WeightsStatus:
         async with ControlClient(self.daemon_address) as client:
-            return status_from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+            return STATUS.from_pb(await client.call(client.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
 
 @pytest.fixture(scope="module")

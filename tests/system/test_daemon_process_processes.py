@@ -140,17 +140,17 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
             await killed.wait()
         items = tuple(OperationItemResult(move.request_id, True) for move in operation.move_requests.moves)
         id = OperationId(operation.operation_id)
-        return node_codec.result_to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
+        return node_codec.RESULT.to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
 
     sequence = 0
 
     async def report() -> Any:
         nonlocal sequence
         sequence += 1
-        return telemetry_codec.gateway_report_to_pb(gateway_report(request("a"), sequence=sequence))
+        return telemetry_codec.GATEWAY_REPORT.to_pb(gateway_report(request("a"), sequence=sequence))
 
     clock = WallClock()
-    hello = node_codec.hello_to_pb(gateway_hello("e0", "e1"))
+    hello = node_codec.HELLO.to_pb(gateway_hello("e0", "e1"))
     link = NodeLink(daemon.address, hello, handle, clock=clock)
     reports = ReportStream(daemon.address, "ReportRequests", report, 0.1, clock=clock)
     node = [asyncio.create_task(link.run()), asyncio.create_task(reports.run())]
@@ -181,7 +181,7 @@ async def _agent_says_ok(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         call = telemetry_pb2_grpc.TelemetryStub(channel).ReportEngines()
         for number, engine in enumerate(("e0", "e1"), 1):
-            await call.write(telemetry_codec.engine_report_to_pb(engine_report(engine, number, sample())))
+            await call.write(telemetry_codec.ENGINE_REPORT.to_pb(engine_report(engine, number, sample())))
             await call.read()
         call.cancel()
     while (await ask_status(address)).requests_running != 1:

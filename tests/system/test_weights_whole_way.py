@@ -17,7 +17,7 @@ from staged_parts import Array
 from orchestrrl.core.errors import Retryable
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
-from orchestrrl.rpc.codecs.weights import status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, weights_pb2
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
@@ -103,7 +103,7 @@ async def until_ready(address: str) -> None:
                 async with ControlClient(address) as daemon:
                     told = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
                     known = await daemon.call(daemon.control.GetStatus, control_pb2.GetStatusRequest())
-                there = {each.id for each in status_from_pb(told).peers if each.attached}
+                there = {each.id for each in STATUS.from_pb(told).peers if each.attached}
                 if want <= there and len(known.workers) == len(ENGINES):
                     return
             except Retryable:

@@ -158,12 +158,12 @@ async def take_over(client: ControlClient, switch: SwitchArgument, pairs: PairsA
 
 def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs_pb2.CrossConnect]":
     """Return the arguments as cross-connects. Raises ProblemFaults."""
-    from orchestrrl.rpc.codecs.ocs import pair_to_pb
+    from orchestrrl.rpc.codecs.ocs import PAIR
 
     parsed, faults = [], []
     for index, text in enumerate(pairs):
         try:
-            parsed.append(pair_to_pb(CrossConnect.parse(text)))
+            parsed.append(PAIR.to_pb(CrossConnect.parse(text)))
         except ValueError as error:
             faults.append(f"pairs[{index}]: {error}, got {text!r}")
     if revert_in_s is not None and not 0 < revert_in_s < inf:
@@ -197,7 +197,7 @@ def _change_view(change: "control_pb2.SwitchChange") -> View:
 
 
 def _switch_view(switch: "control_pb2.Switch") -> View:
-    from orchestrrl.rpc.codecs.ocs import unconfirmed_from_pb
+    from orchestrrl.rpc.codecs.ocs import UNCONFIRMED
 
     after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)
     yield f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}"
@@ -207,7 +207,7 @@ def _switch_view(switch: "control_pb2.Switch") -> View:
         f"revision {switch.revision}"
     )
     if switch.HasField("unconfirmed"):
-        yield str(unconfirmed_from_pb(switch))
+        yield str(UNCONFIRMED.from_pb(switch.unconfirmed))
     yield table("Circuits", CIRCUIT_COLUMNS, switch.circuits)
     if odd := [port for port in switch.port_states if port.state != "enabled"]:
         columns: Columns = {"port": "port", "state": "state", "power dBm": lambda port: _optional(port, "power_dbm")}

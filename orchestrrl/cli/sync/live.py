@@ -179,15 +179,15 @@ async def _profiled(client: ControlClient, version: int | None, last: int) -> "l
 
 
 def _report(message: "pb.SyncReport") -> "SyncReport":
-    from orchestrrl.rpc.codecs.weights import report_from_pb
+    from orchestrrl.rpc.codecs.weights import SYNC
 
-    return _known(report_from_pb, message)
+    return _known(SYNC.from_pb, message)
 
 
 def _status(message: "pb.WeightsStatus") -> "WeightsStatus":
-    from orchestrrl.rpc.codecs.weights import status_from_pb
+    from orchestrrl.rpc.codecs.weights import STATUS
 
-    return _known(status_from_pb, message)
+    return _known(STATUS.from_pb, message)
 
 
 def _known(convert: Callable[[Message], Value], message: Message) -> Value:

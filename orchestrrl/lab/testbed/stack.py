@@ -16,7 +16,7 @@ import yaml
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.testbed.processes import LabProcess, command_of, until
-from orchestrrl.rpc.codecs.weights import status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, fabric_pb2, weights_pb2
 from orchestrrl.weights.controller.reports import WeightsStatus
@@ -135,7 +135,7 @@ class Stack:
 
     async def weights(self) -> WeightsStatus:
         async with ControlClient(self.daemon_address) as control:
-            return status_from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
+            return STATUS.from_pb(await control.call(control.weights.GetWeights, weights_pb2.GetWeightsRequest()))
 
     async def until_reported(self, engines: int, kinds: Iterable[str] = ("agent", "gateway")) -> None:
         """Wait until so many engines, and nodes of these kinds, have reported to the daemon. Raises Permanent."""

@@ -1,11 +1,10 @@
-"""Between the fabric's values and its messages."""
+"""How reports of the fabric, its windows and its orders are written as messages."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from orchestrrl.fabric.periods import CommitReport, FabricControl, PeriodReport, PeriodState
+from orchestrrl.fabric.periods import CommitReport, FabricControl, PeriodReport
 from orchestrrl.fabric.switch_reader import SiteReading
 from orchestrrl.fabric.window_tracker import (
     ClockPing,
@@ -17,8 +16,8 @@ from orchestrrl.fabric.window_tracker import (
     WatchWindows,
     WindowTracker,
 )
+from orchestrrl.rpc.codec import LOCAL, Codec, OneOf, rows_to_pb
 from orchestrrl.rpc.pb import fabric_pb2 as pb
-from planner.fabric.intent import Stage
 from planner.fabric.model import Pair
 from planner.fabric.slack import RemainingQuiet
 from planner.model import Hold
@@ -29,122 +28,48 @@ if TYPE_CHECKING:
 
 PAIRS_TOLD = 256  # of ToRs: on a large site all of them are more than a message holds
 
-
-def period_to_pb(report: PeriodReport | None) -> pb.PeriodReport | None:
-    if report is None:
-        return None
-    return pb.PeriodReport(
-        id=report.id,
-        period=report.period,
-        stage=report.stage,
-        state=report.state,
-        code=report.code,
-        detail=report.detail,
-        announced_unix_s=report.announced_s,
-        ended_unix_s=report.ended_s,
-        stages=report.stages,
-        stages_done=report.stages_done,
-        moves=report.moves,
-        completion_s=report.completion_s,
-        notes=report.notes,
-        commits=[_commit_to_pb(commit) for commit in report.commits],
-        job=report.job,
-    )
+PERIOD = Codec(PeriodReport, pb.PeriodReport, commits=Codec(CommitReport, pb.CommitReport, switch_times=LOCAL))
+CONTROL = Codec(FabricControl, pb.FabricControl)
+QUIET = Codec(RemainingQuiet, pb.Quiet, beside="rank armed told_s job", opened_s="since_s")
+_ORDERS = OneOf(
+    "order",
+    arm=Codec(WatchWindows, pb.Arm),
+    disarm=Codec(StopWatching, pb.Disarm),
+    ping=Codec(ClockPing, pb.Ping),
+    summarise=Codec(RequestSummary, pb.Summarise),
+)
 
 
-def _commit_to_pb(commit: CommitReport) -> pb.CommitReport:
-    return pb.CommitReport(
-        window_opened_unix_s=commit.window_opened_s or 0.0,
-        window_until_unix_s=commit.window_until_s or 0.0,
-        commanded_unix_s=commit.commanded_s,
-        usable_unix_s=commit.usable_s,
-        needed_s=commit.needed_s,
-        moves=commit.moves,
-        done=commit.done,
-        detail=commit.detail,
-        risk=commit.risk,
-    )
+def order_to_pb(order: Order) -> pb.TraceOrder:
+    return pb.TraceOrder(**_ORDERS.to_fields(order))
 
 
-def period_from_pb(message: pb.PeriodReport) -> PeriodReport:
-    """Raises ValueError for a stage or state of a newer daemon."""
-    return PeriodReport(
-        message.id,
-        message.period,
-        Stage(message.stage),
-        PeriodState(message.state),
-        message.announced_unix_s,
-        message.code,
-        message.detail,
-        message.ended_unix_s if message.HasField("ended_unix_s") else None,
-        message.stages,
-        message.stages_done,
-        message.moves,
-        message.completion_s,
-        tuple(message.notes),
-        tuple(_commit_from_pb(commit) for commit in message.commits),
-        message.job,
-    )
-
-
-def _commit_from_pb(message: pb.CommitReport) -> CommitReport:
-    windowed = message.window_until_unix_s > 0
-    return CommitReport(
-        message.window_opened_unix_s if windowed else None,
-        message.window_until_unix_s if windowed else None,
-        message.needed_s,
-        message.commanded_unix_s,
-        message.usable_unix_s,
-        message.moves,
-        message.done,
-        message.detail,
-        risk=message.risk,
-    )
-
-
-def control_of_fabric_to_pb(control: FabricControl) -> pb.FabricControl:
-    return pb.FabricControl(
-        state=control.state,
-        cross_connects=control.cross_connects,
-        period=control.period,
-        reason=control.reason,
-        expires_unix_s=control.expires_s,
-        job=control.job,
-    )
+def jobs_from_pb(hello: pb.TraceHello) -> Jobs:
+    return {each.job: frozenset(each.ranks) for each in hello.jobs}
 
 
 def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouting | None" = None) -> pb.FabricStatus:
-    control = fabric.overrides.control
     pinned = fabric.overrides.pinned
-    message = pb.FabricStatus(
+    return pb.FabricStatus(
         configured=True,
-        control=control_of_fabric_to_pb(control),
+        control=CONTROL.to_pb(fabric.overrides.control),
         period=fabric.period,
-        periods=[told for report in fabric.reports(limit) if (told := period_to_pb(report)) is not None],
-        counts=[
-            pb.PeriodCount(state=state, code=code, count=count)
-            for (state, code), count in sorted(fabric.counts.items())
-        ],
+        periods=map(PERIOD.to_pb, fabric.reports(limit)),
+        counts=rows_to_pb(pb.PeriodCount, ((*key, count) for key, count in sorted(fabric.counts.items()))),
         masked=[*fabric.overrides.masked, *_broken(fabric.site_reading)],
-        circuits=[
-            pb.CircuitCount(pod=pod, a=a, b=b, count=count)
-            for (pod, (a, b)), count in sorted(_circuits_of(fabric).items())
-        ],
-        switch_times=[
-            pb.SwitchTime(switch_id=switch, usable_s=usable_s, samples=samples)
-            for switch, usable_s, samples in fabric.times_of_switches()
-        ],
+        circuits=rows_to_pb(
+            pb.CircuitCount, ((pod, *ends, count) for (pod, ends), count in sorted(_circuits_of(fabric).items()))
+        ),
+        switch_times=rows_to_pb(pb.SwitchTime, fabric.times_of_switches()),
         routes=routes_to_pb(routing),
+        cross_connects=rows_to_pb(
+            pb.CrossConnectOf,
+            (
+                (pair.switch, pair.port_a, pair.port_b, *(fabric.ends(pair) or ("", "")), pair in pinned)
+                for pair in sorted(fabric.site_reading.cross_connects)
+            ),
+        ),
     )
-    for pair in sorted(fabric.site_reading.cross_connects):
-        ends = fabric.ends(pair)
-        a, b = ends if ends is not None else ("", "")
-        message.cross_connects.append(
-            pb.CrossConnectOf(
-                switch_id=pair.switch, port_a=pair.port_a, port_b=pair.port_b, a=a, b=b, pinned=pair in pinned
-            )
-        )
-    return message
 
 
 def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]:
@@ -176,10 +101,10 @@ def routes_to_pb(routing: "FabricRouting | None") -> pb.RoutesStatus | None:
     return pb.RoutesStatus(
         rerouted_unix_s=routed.at_s,
         links=len(routed.links),
-        left_out=[pb.RoutesAmiss(what=str(link), why=why) for link, why in sorted(routed.left_out.items())],
-        failed=[pb.RoutesAmiss(what=router, why=why) for router, why in sorted(routed.failed.items())],
-        unreachable=[pb.TorPair(from_tor=a, to_tor=b) for a, b in routed.unreachable[:PAIRS_TOLD]],
-        on_packet_side=[pb.TorPair(from_tor=a, to_tor=b) for a, b in routed.on_packet_side[:PAIRS_TOLD]],
+        left_out=rows_to_pb(pb.RoutesAmiss, ((str(link), why) for link, why in sorted(routed.left_out.items()))),
+        failed=rows_to_pb(pb.RoutesAmiss, sorted(routed.failed.items())),
+        unreachable=rows_to_pb(pb.TorPair, routed.unreachable[:PAIRS_TOLD]),
+        on_packet_side=rows_to_pb(pb.TorPair, routed.on_packet_side[:PAIRS_TOLD]),
         unreachable_pairs=len(routed.unreachable),
         on_packet_side_pairs=len(routed.on_packet_side),
     )
@@ -198,33 +123,9 @@ def _host_to_pb(host: TracedHost, now_s: float) -> pb.HostTrace:
     ]
     return pb.HostTrace(
         host=host.name,
-        jobs=[pb.JobRanks(job=job, ranks=sorted(ranks)) for job, ranks in sorted(host.jobs.items())],
+        jobs=rows_to_pb(pb.JobRanks, ((job, sorted(ranks)) for job, ranks in sorted(host.jobs.items()))),
         attached=host.stream is not None,
         offset_s=0.0 if offset is None else offset.offset_s,
         bound_s=0.0 if offset is None else offset.bound_s,
         detail="; ".join(words) if offset is not None else "the offset of its clock is not known",
     )
-
-
-def jobs_from_pb(hello: pb.TraceHello) -> Jobs:
-    return {each.job: frozenset(each.ranks) for each in hello.jobs}
-
-
-def remaining_from_pb(quiet: pb.Quiet) -> RemainingQuiet:
-    """Raises ValueError for what is no time."""
-    if not (math.isfinite(quiet.since_s) and math.isfinite(quiet.until_s) and math.isfinite(quiet.told_s)):
-        raise ValueError(f"times must be finite, got {quiet.since_s}, {quiet.until_s} and {quiet.told_s}")
-    return RemainingQuiet(quiet.position, quiet.since_s, quiet.until_s, quiet.samples, quiet.risk)
-
-
-def order_to_pb(order: Order) -> pb.TraceOrder:
-    match order:
-        case WatchWindows():
-            arm = pb.Arm(id=order.id, need_s=order.need_s, quantile=order.quantile, job=order.job)
-            return pb.TraceOrder(arm=arm)
-        case StopWatching():
-            return pb.TraceOrder(disarm=pb.Disarm(id=order.id))
-        case ClockPing():
-            return pb.TraceOrder(ping=pb.Ping(sent_s=order.sent_s))
-        case RequestSummary():
-            return pb.TraceOrder(summarise=pb.Summarise())

@@ -1,19 +1,13 @@
-"""Between the daemon's barrier and the Control service's messages."""
+"""How the daemon's pause barrier is written as messages of the Control service."""
 
-from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
-from orchestrrl.rpc.codecs.node import barrier_mode_from_pb, barrier_mode_to_pb, frozen_from_pb, frozen_to_pb
-from orchestrrl.rpc.codecs.telemetry import barrier_to_pb as report_to_pb
+from orchestrrl.fleet.pause_barrier import EngineAtRest, PauseBarrier, PauseRequest
+from orchestrrl.rpc.codec import LOCAL, Codec
+from orchestrrl.rpc.codecs.node import FROZEN, PAUSE_MODE
+from orchestrrl.rpc.codecs.telemetry import BARRIER
 from orchestrrl.rpc.pb import control_pb2 as pb
 
-
-def pause_request_from_pb(message: pb.PauseFleetRequest) -> PauseRequest:
-    return PauseRequest(
-        mode=barrier_mode_from_pb(message.mode),
-        frozen=frozen_from_pb(message.frozen),
-        holder=message.holder,
-        lease_s=message.lease_s,
-        deadline_s=message.deadline_s,
-    )
+REQUEST = Codec(PauseRequest, pb.PauseFleetRequest, mode=PAUSE_MODE, frozen=FROZEN, weights_change=LOCAL)
+AT_REST = Codec(EngineAtRest, pb.EngineAtRest)
 
 
 def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
@@ -24,21 +18,16 @@ def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
         policy_version=state.newest,
         weights_source=state.newest_source,
         gateways=[
-            pb.GatewayAtBarrier(node_id=node, report=report_to_pb(report) if report else None)
+            pb.GatewayAtBarrier(node_id=node, report=BARRIER.to_pb(report) if report else None)
             for node, report in keeper.gateways().items()
         ],
-        engines=[
-            pb.EngineAtRest(
-                engine_id=rest.engine, done=rest.done, detail=rest.detail, policy_version=rest.policy_version
-            )
-            for rest in keeper.rests()
-        ],
+        engines=map(AT_REST.to_pb, keeper.rests()),
         detail=state.opened.detail if state.opened else "",
     )
     if lease is not None:
         barrier.lease_id = lease.id
         barrier.holder = lease.holder
-        barrier.mode = barrier_mode_to_pb(lease.mode)
-        barrier.frozen = frozen_to_pb(lease.frozen)
+        barrier.mode = PAUSE_MODE.to_pb(lease.mode)
+        barrier.frozen = FROZEN.to_pb(lease.frozen)
         barrier.lease_until_unix_s = lease.until_s
     return barrier

@@ -26,7 +26,7 @@ import numpy as np
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.rpc.channel import Backoff
-from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
@@ -347,7 +347,7 @@ class WeightsClient:
             try:
                 async with ControlClient(self.address) as daemon:
                     told = await daemon.call(daemon.weights.GetWeights, weights_pb2.GetWeightsRequest())
-                    status = status_from_pb(told)
+                    status = STATUS.from_pb(told)
                     taken = [-1 if status.committed is None else status.committed]
                     taken += [status.sync.version] if status.sync is not None else []
                     return max(taken) + 1
@@ -368,7 +368,7 @@ class WeightsClient:
                 async with ControlClient(self.address) as daemon:
                     async for told in daemon.watch(daemon.weights.Publish, request):
                         failures = 0
-                        handle.report = report_from_pb(told)
+                        handle.report = SYNC.from_pb(told)
                         if handle._listener is not None:
                             handle._listener(handle.report)
                         if handle.report.over:

@@ -15,8 +15,7 @@ from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineRea
 from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
 from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
 from orchestrrl.fleet.reports import EngineReport
-from orchestrrl.rpc.codecs import telemetry as telemetry_codec
-from orchestrrl.rpc.codecs.telemetry import engine_report_to_pb
+from orchestrrl.rpc.codecs.telemetry import ENGINE_REPORT, SAMPLE
 from orchestrrl.rpc.ranges import checking
 from planner.model import EngineHealth, EngineId, NodeId
 
@@ -137,7 +136,7 @@ def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, c
     _, sample = fold(EngineTrack(), reading, 1.0, LIMITS)
     if sample is not None:
         assert 0 <= sample.kv_usage_fraction <= 1
-        assert telemetry_codec.engine_sample_from_pb(telemetry_codec.engine_sample_to_pb(sample)) == sample
+        assert SAMPLE.from_pb(SAMPLE.to_pb(sample)) == sample
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
     report = EngineReport(
         NodeId("a"), 1, EngineId("e0"), "http://e0", reading.health, reading.detail or "\ud800" * 9999, sample
     )
-    for _ in checking(engine_report_to_pb(report), LimitSettings()):
+    for _ in checking(ENGINE_REPORT.to_pb(report), LimitSettings()):
         pass
 
 

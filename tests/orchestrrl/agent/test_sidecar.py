@@ -159,8 +159,8 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
             await asyncio.sleep(0.01)
         invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)
         await servicer.orders.put(invalid)
-        await servicer.orders.put(node_codec.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
-        await servicer.orders.put(node_codec.operation_to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(node_codec.OPERATION.to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(node_codec.OPERATION.to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
         while len(servicer.results) < 3:
             await asyncio.sleep(0.01)
     assert not task.done()

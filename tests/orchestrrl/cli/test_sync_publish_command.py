@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.fleet.status import weights_summary
 from orchestrrl.cli.main import application
 from orchestrrl.core.errors import Permanent
-from orchestrrl.rpc.codecs.weights import status_to_pb
+from orchestrrl.rpc.codecs.weights import STATUS
 from orchestrrl.rpc.plain_values import plain
 from orchestrrl.weights.controller.reports import (
     EngineStatus,
@@ -142,7 +142,7 @@ async def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 
 def line_of(status: WeightsStatus) -> list[str]:
-    told: dict[str, Any] = plain(status_to_pb(status))
+    told: dict[str, Any] = plain(STATUS.to_pb(status))
     return weights_summary(told, 4.0)
 
 

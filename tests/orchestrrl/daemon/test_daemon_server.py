@@ -260,7 +260,7 @@ async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(harness: Ha
     harness.load()
     harness.plane.engine_reported(engine_report("e1", 1, sample()), 0)
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
-    await call.write(agent_pb2.NodeMessage(hello=node_codec.hello_to_pb(gateway_hello("e0", "e1"))))
+    await call.write(agent_pb2.NodeMessage(hello=node_codec.HELLO.to_pb(gateway_hello("e0", "e1"))))
     async with asyncio.timeout(DEADLINE_S):
         routes = await call.read()
         assert [route.engine_id for route in routes.set_routes.routes] == ["e0", "e1"]
@@ -286,8 +286,8 @@ async def test_reports_are_folded_and_acknowledged(harness: Harness) -> None:
     telemetry = telemetry_pb2_grpc.TelemetryStub(harness.channel)
     engines, gateways = telemetry.ReportEngines(), telemetry.ReportRequests()
     async with asyncio.timeout(DEADLINE_S):
-        await engines.write(telemetry_codec.engine_report_to_pb(engine_report("e0", 7, sample(running=3))))
-        await gateways.write(telemetry_codec.gateway_report_to_pb(gateway_report(request("a"), sequence=9)))
+        await engines.write(telemetry_codec.ENGINE_REPORT.to_pb(engine_report("e0", 7, sample(running=3))))
+        await gateways.write(telemetry_codec.GATEWAY_REPORT.to_pb(gateway_report(request("a"), sequence=9)))
         acks = [await engines.read(), await gateways.read()]
     assert [ack.sequence for ack in acks] == [7, 9]
     assert {ack.generation for ack in acks} == {harness.plane.journal.generation}
@@ -304,7 +304,7 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
     first = telemetry.ReportEngines()
 
     async def say(call: Any, sequence: int, running: int) -> None:
-        await call.write(telemetry_codec.engine_report_to_pb(engine_report("e0", sequence, sample(running=running))))
+        await call.write(telemetry_codec.ENGINE_REPORT.to_pb(engine_report("e0", sequence, sample(running=running))))
         ack = await call.read()
         assert (ack.sequence, ack.sent_unix_s > 0) == (sequence, True)
 

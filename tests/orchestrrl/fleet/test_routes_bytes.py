@@ -13,7 +13,7 @@ from orchestrrl.core.operations import Operation, SetRoutes
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fleet.routes import SPACING_LAST_S
-from orchestrrl.rpc.codecs.node import operation_to_pb
+from orchestrrl.rpc.codecs.node import OPERATION
 from planner.model import EngineHealth, NodeId
 
 MB = 1_000_000
@@ -35,7 +35,7 @@ class Harness:
 
     def send(self, node: NodeId, operation: Operation) -> None:
         assert isinstance(operation.action, SetRoutes)
-        self.sent.append((node, operation_to_pb(operation).ByteSize()))
+        self.sent.append((node, OPERATION.to_pb(operation).ByteSize()))
         self.routes[node] = operation.action
         self._send(node, operation)
 

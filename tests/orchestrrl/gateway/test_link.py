@@ -28,8 +28,8 @@ from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.codecs.node import operation_to_pb, result_from_pb
-from orchestrrl.rpc.codecs.telemetry import ack_to_pb, gateway_report_from_pb
+from orchestrrl.rpc.codecs.node import OPERATION, RESULT
+from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_REPORT
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed
@@ -61,18 +61,18 @@ class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
             if message.HasField("hello"):
                 self.hellos.append(message.hello)
             else:
-                result = result_from_pb(message.result)
+                result = RESULT.from_pb(message.result)
                 self.results[result.operation] = result
 
     async def ReportRequests(self, requests, context):  # type: ignore[no-untyped-def]
         async for message in requests:
-            report = gateway_report_from_pb(message)
+            report = GATEWAY_REPORT.from_pb(message)
             self.reports.append(report)
             if self.acknowledges:
-                yield ack_to_pb(ReportAck(report.sequence, 1))
+                yield ACK.to_pb(ReportAck(report.sequence, 1))
 
     def order(self, name: str, action: Action) -> None:
-        self.orders.put_nowait(operation_to_pb(Operation(OperationId(name), 1, FAR_S, action)))
+        self.orders.put_nowait(OPERATION.to_pb(Operation(OperationId(name), 1, FAR_S, action)))
 
     async def serve(self, address: str) -> grpc.aio.Server:
         server = grpc.aio.server(options=SERVER_OPTIONS)

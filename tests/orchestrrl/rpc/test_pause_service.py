@@ -50,9 +50,9 @@ class Harness:
     async def gateway(self) -> None:
         """Does what it is told, at once."""
         call = agent_pb2_grpc.NodeStub(self.channel).Attach()
-        await call.write(agent_pb2.NodeMessage(hello=node_codec.hello_to_pb(gateway_hello("e0", "e1"))))
+        await call.write(agent_pb2.NodeMessage(hello=node_codec.HELLO.to_pb(gateway_hello("e0", "e1"))))
         async for message in call:
-            action = node_codec.operation_from_pb(message).action
+            action = node_codec.OPERATION.from_pb(message).action
             match action:
                 case CloseBarrier() | OpenBarrier():
                     items = (
@@ -66,7 +66,7 @@ class Harness:
             self.orders.append(action)
             result = OperationResult(message.operation_id, GATEWAY, OperationStatus.DONE, items=items)  # type: ignore[arg-type]
             if self.answering:
-                await call.write(agent_pb2.NodeMessage(result=node_codec.result_to_pb(result)))
+                await call.write(agent_pb2.NodeMessage(result=node_codec.RESULT.to_pb(result)))
 
 
 @pytest.fixture

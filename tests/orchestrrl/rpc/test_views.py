@@ -97,11 +97,11 @@ def passes(message: Any) -> bool:
 def fold(plane: ControlPlane, message: Any, stream: int) -> None:
     match message:
         case telemetry_pb2.EngineReport():
-            plane.engine_reported(telemetry_codec.engine_report_from_pb(message), stream)
+            plane.engine_reported(telemetry_codec.ENGINE_REPORT.from_pb(message), stream)
         case telemetry_pb2.GatewayReport():
-            plane.gateway_reported(telemetry_codec.gateway_report_from_pb(message), stream)
+            plane.gateway_reported(telemetry_codec.GATEWAY_REPORT.from_pb(message), stream)
         case _:
-            result: OperationResult = node_codec.result_from_pb(message)
+            result: OperationResult = node_codec.RESULT.from_pb(message)
             plane.result_received(result)
             plane.state.fold_result(result)
 
@@ -112,12 +112,12 @@ def look(plane: ControlPlane) -> None:
     views: list[Any] = [
         control_codec.status_to_pb(plane, "test"),
         control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(plane, snapshot)),
-        control_pb2.ListRequestsResponse(requests=map(telemetry_codec.request_to_pb, snapshot.requests)),
+        control_pb2.ListRequestsResponse(requests=map(telemetry_codec.REQUEST.to_pb, snapshot.requests)),
     ]
     if plane.balance is not None:
         views.append(control_codec.balance_to_pb(plane.balance, plane.latest_moves))
-    views += [control_codec.plan_to_pb(plan) for plan in plane.plans.newest(0)]
-    views += [control_codec.entry_to_pb(entry) for entry in plane.journal.tail(1000)]
+    views += [control_codec.PLAN.to_pb(plan) for plan in plane.plans.newest(0)]
+    views += [control_codec.ENTRY.to_pb(entry) for entry in plane.journal.tail(1000)]
     for view in views:
         assert type(view).FromString(view.SerializeToString()) == view
     registry = CollectorRegistry()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS, MESSAGE_BYTES, SERVER_OPTIONS
-from orchestrrl.rpc.codecs.weights import report_from_pb, status_from_pb
+from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.order_pieces import OrderAssembler, pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
@@ -271,13 +271,13 @@ def published(publication: Publication) -> pb.PublishRequest:
 
 async def test_who_publishes_hears_until_it_is_over(harness: Harness) -> None:
     call = harness.weights.Publish(published(PUBLICATION_8))
-    first = report_from_pb(await call.read())
+    first = SYNC.from_pb(await call.read())
     assert (first.version, first.state) == (8, SyncState.PUBLISHING)
     assert harness.syncs.published == [PUBLICATION_8]
     harness.syncs.change(carrying(8))
-    assert report_from_pb(await call.read()) == carrying(8)
+    assert SYNC.from_pb(await call.read()) == carrying(8)
     harness.syncs.change(done(8))
-    assert report_from_pb(await call.read()) == done(8)
+    assert SYNC.from_pb(await call.read()) == done(8)
     assert await call.read() is grpc.aio.EOF
 
 
@@ -291,7 +291,7 @@ async def test_one_that_is_forgotten_is_refused(harness: Harness, monkeypatch: p
 
 async def test_who_leaves_before_does_not_end_it(harness: Harness) -> None:
     call = harness.weights.Publish(published(PUBLICATION_8))
-    report = report_from_pb(await call.read())
+    report = SYNC.from_pb(await call.read())
     call.cancel()
     await until(lambda: harness.syncs.followed == 0)
     assert not harness.syncs.report(report.id).over
@@ -340,23 +340,23 @@ def later(report: SyncReport, arrived_bytes: int) -> SyncReport:
 async def test_who_watches_hears_of_steps_at_once_and_of_bytes_now_and_then(harness: Harness) -> None:
     harness.syncs.change(carrying(8))
     call = harness.weights.WatchSync(pb.GetSyncRequest(version=8))
-    assert report_from_pb(await call.read()) == carrying(8)
+    assert SYNC.from_pb(await call.read()) == carrying(8)
     for number in range(1000):
         harness.syncs.change(later(carrying(8), number))
     prepared = replace(carrying(8), state=SyncState.PREPARED)
     harness.syncs.change(prepared)
-    assert report_from_pb(await call.read()) == prepared
+    assert SYNC.from_pb(await call.read()) == prepared
     await harness.clock.advance(1.0)
     harness.syncs.change(later(prepared, 5))
-    assert report_from_pb(await call.read()) == later(prepared, 5)
+    assert SYNC.from_pb(await call.read()) == later(prepared, 5)
     harness.syncs.change(done(8))
-    assert report_from_pb(await call.read()) == done(8)
+    assert SYNC.from_pb(await call.read()) == done(8)
     assert await call.read() is grpc.aio.EOF
 
 
 async def test_one_that_is_over_is_told_once(harness: Harness) -> None:
     harness.syncs.change(done(8))
-    reports = [report_from_pb(each) async for each in harness.weights.WatchSync(pb.GetSyncRequest())]
+    reports = [SYNC.from_pb(each) async for each in harness.weights.WatchSync(pb.GetSyncRequest())]
     assert reports == [done(8)]
 
 
@@ -368,9 +368,9 @@ async def test_syncs_are_found_by_id_by_version_or_as_the_newest(harness: Harnes
         (pb.GetSyncRequest(version=6), 6),
         (pb.GetSyncRequest(sync_id="sync-7"), 7),
     ):
-        assert report_from_pb(await harness.weights.GetSync(request)) == done(version)
+        assert SYNC.from_pb(await harness.weights.GetSync(request)) == done(version)
     listed = await harness.weights.ListSyncs(pb.ListSyncsRequest(limit=2))
-    assert [report_from_pb(each) for each in listed.syncs] == [replace(done(v), slowest=()) for v in (8, 7)]
+    assert [SYNC.from_pb(each) for each in listed.syncs] == [replace(done(v), slowest=()) for v in (8, 7)]
 
 
 async def test_no_more_are_listed_than_a_message_holds(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,11 +399,11 @@ async def test_what_is_not_there_is_not_found(harness: Harness) -> None:
 
 
 async def test_the_status_is_there_whether_anything_was_published_or_not(harness: Harness) -> None:
-    empty = status_from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest()))
+    empty = STATUS.from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest()))
     assert empty == harness.syncs.status()
     harness.syncs.change(carrying(8))
     harness.syncs.peers = PEERS
-    assert status_from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest())) == harness.syncs.status()
+    assert STATUS.from_pb(await harness.weights.GetWeights(pb.GetWeightsRequest())) == harness.syncs.status()
 
 
 async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(harness: Harness) -> None:

@@ -10,7 +10,7 @@ import grpc
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.rpc.channel import SERVER_OPTIONS
-from orchestrrl.rpc.codecs.weights import report_to_pb, status_to_pb
+from orchestrrl.rpc.codecs.weights import STATUS, report_to_pb
 from orchestrrl.rpc.pb import weights_pb2, weights_pb2_grpc
 from orchestrrl.rpc.refusals import refuse
 from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
@@ -42,7 +42,7 @@ class Daemon(weights_pb2_grpc.WeightsServicer):
     async def GetWeights(
         self, request: weights_pb2.GetWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.WeightsStatus:
-        return status_to_pb(self.status)
+        return STATUS.to_pb(self.status)
 
     @property
     def publications(self) -> list[Publication]:

@@ -62,8 +62,8 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
-from orchestrrl.rpc.codecs.control import entry_to_pb, plan_to_pb, status_to_pb
-from orchestrrl.rpc.codecs.fabric import control_of_fabric_to_pb, period_to_pb
+from orchestrrl.rpc.codecs.control import ENTRY, PLAN, status_to_pb
+from orchestrrl.rpc.codecs.fabric import CONTROL, PERIOD
 from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_pb
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
@@ -250,7 +250,7 @@ def _plans(shelf: Shelf, draw: Drawn) -> None:
     again.recover()
     assert again.newest(0) == book.newest(0)
     assert (again.calibration, again.last_redeploy_s) == (book.calibration, book.last_redeploy_s)
-    plan_to_pb(again.newest(0)[0]).SerializeToString()
+    PLAN.to_pb(again.newest(0)[0]).SerializeToString()
 
 
 def _plan_control(shelf: Shelf, draw: Drawn) -> None:
@@ -381,9 +381,7 @@ def _periods(shelf: Shelf, draw: Drawn) -> None:
     again = PeriodBook(shelf.again())
     assert again.intent(intent.period, intent.job) == intent
     assert list(again.over) == [report]
-    message = period_to_pb(report)
-    assert message is not None
-    message.SerializeToString()
+    PERIOD.to_pb(report).SerializeToString()
 
 
 def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
@@ -391,7 +389,7 @@ def _fabric_control(shelf: Shelf, draw: Drawn) -> None:
     body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": masked, "reason": draw(TEXTS)}
     shelf.journal.append(NOW_S, EntryKind.FABRIC_CONTROL, control.state, body)
     assert shelf.again().newest(EntryKind.FABRIC_CONTROL, _constraints_in) == (control, tuple(masked))
-    control_of_fabric_to_pb(control).SerializeToString()
+    CONTROL.to_pb(control).SerializeToString()
 
 
 def _rerouted(shelf: Shelf, draw: Drawn) -> None:
@@ -484,7 +482,7 @@ def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], da
             assert set(kinds) <= {entry.kind for entry in written}
             assert not shelf.journal.set_aside
             for entry in written:
-                message = control_pb2.JournalEntry.FromString(entry_to_pb(entry).SerializeToString())
+                message = control_pb2.JournalEntry.FromString(ENTRY.to_pb(entry).SerializeToString())
                 shown = entry_of(message)
                 assert (shown["body"], shown["subject_id"]) == (entry.body, entry.subject)
                 entry_text(shown).encode()
@@ -576,7 +574,7 @@ def test_it_is_refused_or_given_back_as_it_was(at_s: float, subject: str, body: 
             assert not journal.damage
             (entry,) = journal.since(0)
             assert (entry.at_s, entry.subject, entry.body) == (at_s, subject, body)
-            message = entry_to_pb(entry)
+            message = ENTRY.to_pb(entry)
             assert json.loads(message.body_json) == body
             entry_text(entry_of(control_pb2.JournalEntry.FromString(message.SerializeToString()))).encode()
 
@@ -655,16 +653,14 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
         for sync in book.over:
             sync_to_pb(sync).SerializeToString()
         for period in periods.over:
-            message = period_to_pb(period)
-            assert message is not None
-            message.SerializeToString()
+            PERIOD.to_pb(period).SerializeToString()
         journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         journal.newest(EntryKind.REROUTED, _recorded_in)
         seen = plain(status_to_pb(plane, "test"))
         assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
         assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)
         for entry in journal.since(0):
-            entry_text(entry_of(entry_to_pb(entry)))
+            entry_text(entry_of(ENTRY.to_pb(entry)))
 
 
 def test_the_entry_that_was_set_aside_is_named_and_the_one_before_it_holds(tmp_path: Path) -> None:

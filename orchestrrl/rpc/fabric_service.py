@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
 from orchestrrl.rpc.channel import stop
 from orchestrrl.rpc.codecs.fabric import (
@@ -23,7 +23,7 @@ from orchestrrl.rpc.codecs.fabric import (
 )
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
+from orchestrrl.rpc.refusals import Context, status_text
 from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
@@ -62,7 +62,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         if first is None:
             return
         if not first.HasField("hello") or not first.hello.host:
-            await refuse(context, ValueError("the first message must be a hello with the host's name"))
+            raise ProblemFaults(["the first message must be a hello with the host's name"])
         stream = self._hub.attach(first.hello.host, jobs_from_pb(first.hello))
         tasks = (
             asyncio.ensure_future(self._receive(request_iterator, stream)),
@@ -110,15 +110,13 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         self, request: pb.AnnouncePeriodRequest, context: Context
     ) -> AsyncIterator[pb.PeriodReport]:
         await context.send_initial_metadata(())
-        fabric = await self._coordinator(context)
+        fabric = self._coordinator()
         try:
             period = fabric.announce(
                 request.period, request.intent_json, request.within_s, boundary=request.boundary, job=request.job
             )
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
-        except OrchestrRLError as error:
-            await refuse(context, error)
         try:
             async for report in fabric.follow(period):
                 yield PERIOD.to_pb(report)
@@ -137,34 +135,29 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return pb.SlackStatus(summary_json=await self._hub.slack_json())
 
     async def PinFabric(self, request: pb.PinFabricRequest, context: Context) -> pb.FabricControl:
-        fabric = await self._coordinator(context)
-        async with refusing(context):
-            control = fabric.overrides.pin(request.cross_connects, request.reason, request.ttl_s)
+        fabric = self._coordinator()
+        control = fabric.overrides.pin(request.cross_connects, request.reason, request.ttl_s)
         return CONTROL.to_pb(control)
 
     async def OverrideFabric(self, request: pb.OverrideFabricRequest, context: Context) -> pb.FabricControl:
-        fabric = await self._coordinator(context)
-        async with refusing(context):
-            control = fabric.override(request.period, request.reason, request.ttl_s, request.job)
+        fabric = self._coordinator()
+        control = fabric.override(request.period, request.reason, request.ttl_s, request.job)
         return CONTROL.to_pb(control)
 
     async def ReleaseFabric(self, request: pb.ReleaseFabricRequest, context: Context) -> pb.FabricControl:
-        fabric = await self._coordinator(context)
-        async with refusing(context):
-            control = fabric.overrides.release(request.reason)
+        fabric = self._coordinator()
+        control = fabric.overrides.release(request.reason)
         return CONTROL.to_pb(control)
 
     async def MaskFabric(self, request: pb.MaskFabricRequest, context: Context) -> pb.FabricStatus:
-        fabric = await self._coordinator(context)
-        async with refusing(context):
-            fabric.mask(request.masked, request.reason)
+        fabric = self._coordinator()
+        fabric.mask(request.masked, request.reason)
         return fabric_to_pb(fabric, 0)
 
     async def VerifyFabric(self, request: pb.VerifyFabricRequest, context: Context) -> pb.FabricVerification:
-        await self._coordinator(context)
+        self._coordinator()
         assert self._verifier is not None
-        async with refusing(context):
-            found = await self._verifier.verify(request.walk)
+        found = await self._verifier.verify(request.walk)
         return pb.FabricVerification(
             faults=[pb.FabricFault(kind=each.kind, where=each.where, what=each.what) for each in found.faults],
             cross_connects=found.circuits,
@@ -183,9 +176,9 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         except OrchestrRLError as error:
             logger.warning("rank %d announced a period that makes no sense: %s", message.rank, error)
 
-    async def _coordinator(self, context: Context) -> "CircuitCoordinator":
+    def _coordinator(self) -> "CircuitCoordinator":
         if self._fabric is None:
-            await refuse(context, Permanent(NO_FABRIC))
+            raise Permanent(NO_FABRIC)
         return self._fabric
 
 

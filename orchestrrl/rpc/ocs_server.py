@@ -14,8 +14,10 @@ from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.defects import Defects
 from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
+from orchestrrl.rpc.codec import optional
 from orchestrrl.rpc.codecs import ocs as convert
-from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
+from orchestrrl.rpc.pb import ocs_pb2 as pb
+from orchestrrl.rpc.pb import ocs_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
 
 Request = TypeVar("Request")
@@ -31,45 +33,45 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
     def __init__(self, driver: OcsDriver) -> None:
         self._driver = driver
 
-    async def GetFacts(self, request: ocs_pb2.GetFactsRequest, context: Context) -> ocs_pb2.DeviceFacts:
+    async def GetFacts(self, request: pb.GetFactsRequest, context: Context) -> pb.DeviceFacts:
         async with _speaking(context):
             return convert.facts_to_pb(await self._driver.facts(), await self._driver.capabilities())
 
-    async def ListPorts(self, request: ocs_pb2.ListPortsRequest, context: Context) -> ocs_pb2.ListPortsResponse:
+    async def ListPorts(self, request: pb.ListPortsRequest, context: Context) -> pb.ListPortsResponse:
         async with _speaking(context):
             ports = await self._driver.ports()
-            return ocs_pb2.ListPortsResponse(ports=map(convert.PORT.to_pb, ports))
+            return pb.ListPortsResponse(ports=map(convert.PORT.to_pb, ports))
 
     async def ListCrossConnects(
-        self, request: ocs_pb2.ListCrossConnectsRequest, context: Context
-    ) -> ocs_pb2.ListCrossConnectsResponse:
+        self, request: pb.ListCrossConnectsRequest, context: Context
+    ) -> pb.ListCrossConnectsResponse:
         async with _speaking(context):
             return convert.READING.to_pb(await self._driver.cross_connects())
 
-    async def Plan(self, request: ocs_pb2.PlanChangeRequest, context: Context) -> ocs_pb2.ChangeDiff:
+    async def Plan(self, request: pb.PlanChangeRequest, context: Context) -> pb.ChangeDiff:
         async with _speaking(context):
             change, mode = _sense(convert.change_from_pb, request)
             return convert.DIFF.to_pb(await self._driver.plan(change, mode))
 
-    async def Commit(self, request: ocs_pb2.CommitRequest, context: Context) -> ocs_pb2.CommitResult:
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResult:
         async with _speaking(context):
             diff = _sense(convert.DIFF.from_pb, request.diff)
-            commit = self._driver.commit(diff, request.expect_revision, _revert_in_s(request))
+            commit = self._driver.commit(diff, request.expect_revision, optional(request, "revert_in_s"))
             return convert.RESULT.to_pb(await asyncio.shield(commit))
 
-    async def Confirm(self, request: ocs_pb2.ConfirmRequest, context: Context) -> ocs_pb2.ConfirmResponse:
+    async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.ConfirmResponse:
         async with _speaking(context):
             await asyncio.shield(self._driver.confirm(request.revision))
-            return ocs_pb2.ConfirmResponse()
+            return pb.ConfirmResponse()
 
-    async def TakeOver(self, request: ocs_pb2.TakeOverRequest, context: Context) -> ocs_pb2.ListCrossConnectsResponse:
+    async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.ListCrossConnectsResponse:
         async with _speaking(context):
             pairs = _sense(convert.pairs_from_pb, request.cross_connects)
             return convert.READING.to_pb(await self._driver.take_over(pairs))
 
     async def CommitArmed(
-        self, request_iterator: AsyncIterator[ocs_pb2.CommitOrder], context: Context
-    ) -> AsyncIterator[ocs_pb2.CommitAnswer]:
+        self, request_iterator: AsyncIterator[pb.CommitOrder], context: Context
+    ) -> AsyncIterator[pb.CommitAnswer]:
         async with _speaking(context):
             orders = aiter(request_iterator)
             if (first := await anext(orders, None)) is None:
@@ -78,30 +80,26 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
                 raise _Nonsense("the first order must be to arm")
             diff = _sense(convert.DIFF.from_pb, first.arm.diff)
             await self._driver.facts()  # connects
-            yield ocs_pb2.CommitAnswer(armed=ocs_pb2.CommitAnswer.Armed())
+            yield pb.CommitAnswer(armed=pb.CommitAnswer.Armed())
             if await anext(orders, None) is None:
                 return  # not wanted any more
-            commit = self._driver.commit(diff, first.arm.expect_revision, _revert_in_s(first.arm))
+            commit = self._driver.commit(diff, first.arm.expect_revision, optional(first.arm, "revert_in_s"))
             result = await asyncio.shield(commit)
-            yield ocs_pb2.CommitAnswer(result=convert.RESULT.to_pb(result))
+            yield pb.CommitAnswer(result=convert.RESULT.to_pb(result))
 
-    async def Verify(self, request: ocs_pb2.VerifyRequest, context: Context) -> ocs_pb2.Verification:
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.Verification:
         async with _speaking(context):
             return convert.VERIFICATION.to_pb(await self._driver.verify(_sense(convert.DIFF.from_pb, request.diff)))
 
-    async def Rollback(self, request: ocs_pb2.RollbackRequest, context: Context) -> ocs_pb2.CommitResult:
+    async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.CommitResult:
         async with _speaking(context):
             diff = _sense(convert.DIFF.from_pb, request.diff)
             return convert.RESULT.to_pb(await asyncio.shield(self._driver.rollback(diff)))
 
-    async def Watch(self, request: ocs_pb2.WatchEventsRequest, context: Context) -> AsyncIterator[ocs_pb2.DeviceEvent]:
+    async def Watch(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.DeviceEvent]:
         async with _speaking(context):
             async for event in self._driver.watch():
                 yield convert.EVENT.to_pb(event)
-
-
-def _revert_in_s(request: ocs_pb2.CommitRequest) -> float | None:
-    return request.revert_in_s if request.HasField("revert_in_s") else None
 
 
 class _Nonsense(Exception):

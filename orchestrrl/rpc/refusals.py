@@ -1,7 +1,6 @@
 """How calls that cannot be answered end: our errors as gRPC statuses, which say what to do next."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -60,14 +59,6 @@ def status_text(error: Exception | str) -> str:
 
 def _header_bytes(line: str) -> int:
     return sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in f"{line}\n".encode())
-
-
-@asynccontextmanager
-async def refusing(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except OrchestrRLError as error:
-        await refuse(context, error)
 
 
 async def read(context: Context, message: _Message, read: Callable[[_Message], _Value]) -> _Value:

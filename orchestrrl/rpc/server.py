@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from orchestrrl.core.config.schema import ListenSettings
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
@@ -39,7 +39,7 @@ from orchestrrl.rpc.pb import (
     weights_pb2_grpc,
 )
 from orchestrrl.rpc.ranges import STEP_ITEMS
-from orchestrrl.rpc.refusals import Context, read, refuse
+from orchestrrl.rpc.refusals import Context, read
 from orchestrrl.rpc.weights_service import WeightsService
 
 _Message = TypeVar("_Message")
@@ -117,7 +117,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         if first is None:
             return
         if not first.HasField("hello"):
-            await refuse(context, ValueError("the first message must be a hello"))
+            raise ProblemFaults(["the first message must be a hello"])
         hello = await read(context, first.hello, node_codec.HELLO.from_pb)
         attachment = self._plane.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))

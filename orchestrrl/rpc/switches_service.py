@@ -21,9 +21,10 @@ from orchestrrl.core.errors import ProblemFaults, cut
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOutcome
-from orchestrrl.rpc.codec import Codec
+from orchestrrl.rpc.codec import Codec, optional
 from orchestrrl.rpc.codecs import ocs as convert
-from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, ocs_pb2
+from orchestrrl.rpc.pb import control_pb2 as pb
+from orchestrrl.rpc.pb import control_pb2_grpc, ocs_pb2
 from orchestrrl.rpc.refusals import Context, status_text
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 # How long a stop waits for changes under way.
 DRAIN_S = 5.0
 
-_OUTCOME = Codec(CircuitOutcome, control_pb2.SwitchChange, beside="dry_run", items=("results", convert.ITEM))
+_OUTCOME = Codec(CircuitOutcome, pb.SwitchChange, beside="dry_run", items=("results", convert.ITEM))
 
 
 def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
@@ -90,19 +91,15 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             except Exception:  # of one driver: what is on trial at the others is to be undone all the same
                 logger.exception("switch %s is left as it is", switch)
 
-    async def ListSwitches(
-        self, request: control_pb2.ListSwitchesRequest, context: Context
-    ) -> control_pb2.ListSwitchesResponse:
+    async def ListSwitches(self, request: pb.ListSwitchesRequest, context: Context) -> pb.ListSwitchesResponse:
         switches = await asyncio.gather(*(self._read(switch) for switch in self._switches))
-        return control_pb2.ListSwitchesResponse(switches=switches)
+        return pb.ListSwitchesResponse(switches=switches)
 
-    async def ShowSwitch(self, request: control_pb2.ShowSwitchRequest, context: Context) -> control_pb2.Switch:
+    async def ShowSwitch(self, request: pb.ShowSwitchRequest, context: Context) -> pb.Switch:
         await self._require(request.switch_id, context)
         return await self._read(request.switch_id)
 
-    async def ConnectPorts(
-        self, request: control_pb2.ConnectPortsRequest, context: Context
-    ) -> control_pb2.SwitchChange:
+    async def ConnectPorts(self, request: pb.ConnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         async with _speaking(context):
             faults = [] if request.cross_connects else ["cross_connects: must name at least one, got []"]
@@ -113,9 +110,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             change = CircuitChange(connect=convert.pairs_from_pb(request.cross_connects))
             return await self._change(request, change, ChangeMode(request.mode or ChangeMode.SAFE))
 
-    async def DisconnectPorts(
-        self, request: control_pb2.DisconnectPortsRequest, context: Context
-    ) -> control_pb2.SwitchChange:
+    async def DisconnectPorts(self, request: pb.DisconnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         async with _speaking(context):
             if not request.cross_connects:
@@ -123,16 +118,12 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             change = CircuitChange(disconnect=convert.pairs_from_pb(request.cross_connects))
             return await self._change(request, change, ChangeMode.SAFE)
 
-    async def ConfirmPorts(
-        self, request: control_pb2.ConfirmPortsRequest, context: Context
-    ) -> control_pb2.SwitchChange:
+    async def ConfirmPorts(self, request: pb.ConfirmPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         async with _speaking(context):
             return await self._to_its_end(self.executor.confirm(request.switch_id))
 
-    async def TakeOverPorts(
-        self, request: control_pb2.TakeOverPortsRequest, context: Context
-    ) -> control_pb2.SwitchChange:
+    async def TakeOverPorts(self, request: pb.TakeOverPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         async with _speaking(context):
             if not request.cross_connects:
@@ -140,27 +131,25 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             pairs = convert.pairs_from_pb(request.cross_connects)
             reading = await self.executor.take_over(request.switch_id, pairs)
             detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
-            return control_pb2.SwitchChange(
-                switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail
-            )
+            return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
 
     async def _change(
         self,
-        request: control_pb2.ConnectPortsRequest | control_pb2.DisconnectPortsRequest,
+        request: pb.ConnectPortsRequest | pb.DisconnectPortsRequest,
         change: CircuitChange,
         mode: ChangeMode,
-    ) -> control_pb2.SwitchChange:
+    ) -> pb.SwitchChange:
         switch = request.switch_id
-        revert_in_s = request.revert_in_s if request.HasField("revert_in_s") else None
+        revert_in_s = optional(request, "revert_in_s")
         if revert_in_s is not None and not 0 < revert_in_s <= MOST_S:
             most = f" and <= {MOST_S:.0f}" if revert_in_s > MOST_S else ""
             raise InvalidChange([f"revert_in_s: must be > 0{most}, got {revert_in_s:g}"])
         if request.dry_run:
             return _planned(switch, await self.executor.plan(switch, change, mode))
-        expect_revision = request.expect_revision if request.HasField("expect_revision") else None
+        expect_revision = optional(request, "expect_revision")
         return await self._to_its_end(self.executor.change(switch, change, mode, expect_revision, revert_in_s))
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> control_pb2.SwitchChange:
+    async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> pb.SwitchChange:
         task = asyncio.ensure_future(work)
         self._under_way.add(task)
         task.add_done_callback(self._ended)
@@ -182,10 +171,10 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             words = status_text(f"there is no switch {switch!r} (known: {known})")
             await context.abort(grpc.StatusCode.NOT_FOUND, words)
 
-    async def _read(self, switch: str) -> control_pb2.Switch:
+    async def _read(self, switch: str) -> pb.Switch:
         """A switch as it is now; one that cannot be read says why."""
         driver = self._switches[switch]
-        message = control_pb2.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
+        message = pb.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:
             facts, ports = await driver.facts(), await driver.ports()
             reading = await self.executor.owners.claim(switch, await driver.cross_connects())
@@ -197,7 +186,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             message.detail = f"{type(error).__name__}: {error}"
             return message
         message.MergeFrom(
-            control_pb2.Switch(
+            pb.Switch(
                 vendor=facts.vendor,
                 model=facts.model,
                 serial=facts.serial,
@@ -207,8 +196,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
                 reconfiguration_s=facts.reconfiguration_s,
                 reachable=True,
                 port_states=[
-                    control_pb2.SwitchPort(port=port.port, state=port.status, power_dbm=port.power_dbm)
-                    for port in ports
+                    pb.SwitchPort(port=port.port, state=port.status, power_dbm=port.power_dbm) for port in ports
                 ],
                 cross_connects=convert.pairs_to_pb(circuit.cross_connect for circuit in reading.circuits),
                 revision=reading.revision,
@@ -243,9 +231,9 @@ def _status_of(error: DriverError) -> grpc.StatusCode:
             return grpc.StatusCode.FAILED_PRECONDITION
 
 
-def _planned(switch: str, diff: CircuitDiff) -> control_pb2.SwitchChange:
+def _planned(switch: str, diff: CircuitDiff) -> pb.SwitchChange:
     results = [_would(Action.REMOVE, pair) for pair in diff.remove] + [_would(Action.ADD, pair) for pair in diff.add]
-    return control_pb2.SwitchChange(
+    return pb.SwitchChange(
         switch_id=switch,
         results=results,
         evicted=convert.pairs_to_pb(diff.evicted),

@@ -11,11 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
+from orchestrrl.rpc.codec import optional
 from orchestrrl.rpc.codecs.weights import STATUS, report_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
-from orchestrrl.rpc.refusals import Context, refuse, refusing, status_text
+from orchestrrl.rpc.refusals import Context, status_text
 from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
@@ -105,11 +106,10 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         try:
             peer = NEWS.validate_json(first.news_json)
         except ValidationError as error:
-            await refuse(context, ProblemFaults(news_faults(error)))
+            raise ProblemFaults(news_faults(error)) from None
         if not isinstance(peer, Peer):
-            await refuse(context, ValueError("the first message must be a peer that says who it is"))
-        async with refusing(context):
-            line = self._peers.attach(peer)
+            raise ProblemFaults(["the first message must be a peer that says who it is"])
+        line = self._peers.attach(peer)
         _stamp(line, first)
         receiving = asyncio.ensure_future(self._receive(request_iterator, peer, line))
         try:
@@ -136,8 +136,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
         await context.send_initial_metadata(())
-        async with refusing(context):
-            sync_id = self._syncs.publish(publication_from_json(request.publication_json))
+        sync_id = self._syncs.publish(publication_from_json(request.publication_json))
         async for message in self._follow(sync_id, context):
             yield message
 
@@ -166,24 +165,21 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         return STATUS.to_pb(self._syncs.status())
 
     async def AbortSync(self, request: pb.AbortSyncRequest, context: Context) -> pb.SyncReport:
-        async with refusing(context):
-            return report_to_pb(self._syncs.abort(request.sync_id, request.reason))
+        return report_to_pb(self._syncs.abort(request.sync_id, request.reason))
 
     async def InstallSync(self, request: pb.InstallSyncRequest, context: Context) -> pb.SyncReport:
-        async with refusing(context):
-            return report_to_pb(self._syncs.install_now(request.sync_id, request.reason))
+        return report_to_pb(self._syncs.install_now(request.sync_id, request.reason))
 
     async def RelayToBackend(self, request: pb.RelayToBackendRequest, context: Context) -> pb.RelayToBackendResponse:
-        async with refusing(context):
-            try:
-                body = _BODY.validate_json(request.body_json or "{}")
-            except ValidationError as error:
-                raise ProblemFaults(faults_of(error)) from None
-            told = await self._syncs.relayed(request.sync_id, request.rank, request.number, request.call, body)
-            return pb.RelayToBackendResponse(body_json=_BODY.dump_json(dict(told)).decode())
+        try:
+            body = _BODY.validate_json(request.body_json or "{}")
+        except ValidationError as error:
+            raise ProblemFaults(faults_of(error)) from None
+        told = await self._syncs.relayed(request.sync_id, request.rank, request.number, request.call, body)
+        return pb.RelayToBackendResponse(body_json=_BODY.dump_json(dict(told)).decode())
 
     async def _found(self, request: pb.GetSyncRequest, context: Context) -> SyncReport:
-        version = request.version if request.HasField("version") else None
+        version = optional(request, "version")
         try:
             return self._syncs.report(request.sync_id, version)
         except Permanent as error:
@@ -194,11 +190,10 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         report is not small."""
         seen: SyncReport | None = None
         told_s = 0.0
-        async with refusing(context):
-            async for report in self._syncs.follow(sync_id):
-                if seen is None or _is_step(seen, report) or self._now_s() - told_s >= TOLD_EVERY_S:
-                    seen, told_s = report, self._now_s()
-                    yield report_to_pb(report)
+        async for report in self._syncs.follow(sync_id):
+            if seen is None or _is_step(seen, report) or self._now_s() - told_s >= TOLD_EVERY_S:
+                seen, told_s = report, self._now_s()
+                yield report_to_pb(report)
 
 
 def _stamp(line: PeerConnection, message: pb.PeerMessage) -> None:

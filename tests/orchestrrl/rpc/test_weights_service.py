@@ -11,6 +11,9 @@ from fake_syncs import PEERS, FakePeers, FakeSyncs, carrying, done
 from pydantic import ValidationError
 
 from orchestrrl.core.clock import VirtualClock, WallClock
+from orchestrrl.core.config.schema import LimitSettings
+from orchestrrl.core.defects import Defects
+from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS, MESSAGE_BYTES, SERVER_OPTIONS
 from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.order_pieces import OrderAssembler, pieces_of
@@ -74,7 +77,8 @@ class Harness:
 @pytest.fixture
 async def harness() -> AsyncIterator[Harness]:
     syncs, peers, clock = FakeSyncs(committed=7), FakePeers(), VirtualClock()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    boundary = BoundaryInterceptor(LimitSettings(), Defects(WallClock(), lambda _: None))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(syncs, peers, clock), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -428,7 +432,8 @@ async def test_a_sync_is_aborted_or_installed_or_it_is_said_why_not(harness: Har
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[PeerHub, "weights_pb2_grpc.WeightsAsyncStub"]]:
     hub = PeerHub(WallClock(), generation=3)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    boundary = BoundaryInterceptor(LimitSettings(), Defects(WallClock(), lambda _: None))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(FakeSyncs(), hub, WallClock()), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -11,7 +11,10 @@ import pytest
 from fake_syncs import FakePeers, FakeSyncs
 
 from orchestrrl.core.clock import Clock, VirtualClock, WallClock
+from orchestrrl.core.config.schema import LimitSettings
+from orchestrrl.core.defects import Defects
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
+from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
@@ -47,7 +50,8 @@ class OffClock(WallClock):
 
 @asynccontextmanager
 async def served(hub: PeerHub | FakePeers) -> AsyncIterator[int]:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    boundary = BoundaryInterceptor(LimitSettings(), Defects(WallClock(), lambda _: None))
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(FakeSyncs(), hub, WallClock()), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

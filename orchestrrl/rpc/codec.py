@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from orchestrrl.rpc.plain_values import enum_prefix
 from orchestrrl.rpc.ranges import needed_fields
 
 Value = TypeVar("Value")
@@ -165,11 +166,6 @@ def rows_to_pb(message: type[Pb], rows: Iterable[Iterable[Any]]) -> list[Pb]:
 def optional(message: Message, name: str) -> Any:
     """The field's value, or None where it is absent."""
     return getattr(message, name) if message.HasField(name) else None
-
-
-def enum_prefix(name: str) -> str:
-    """What the values' names of an enum begin with: `ENGINE_HEALTH_` of EngineHealth."""
-    return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in name).lstrip("_") + "_"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,10 @@ def _enum_name(number: int, enum: _EnumDescriptor) -> str | None:
     known = enum.values_by_number.get(number)
     if known is None:
         return str(number)
-    prefix = "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in enum.name).lstrip("_") + "_"
-    word = known.name.removeprefix(prefix).lower()
+    word = known.name.removeprefix(enum_prefix(enum.name)).lower()
     return None if word == "unspecified" else word
+
+
+def enum_prefix(name: str) -> str:
+    """What the values' names of an enum begin with: `ENGINE_HEALTH_` of EngineHealth."""
+    return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in name).lstrip("_") + "_"

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from pydantic import TypeAdapter, ValidationError
@@ -17,9 +17,11 @@ from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
-from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
+from orchestrrl.weights.controller.controller import WeightSync
+from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
+from orchestrrl.weights.controller.reports import SyncReport
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.orders import NEWS, PeerNews, PeerOrder
+from orchestrrl.weights.orders import NEWS
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
 logger = logging.getLogger(__name__)
@@ -32,66 +34,8 @@ _BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
 FAULTS_TOLD, FAULT_CHARACTERS = 20, 200  # a refusal travels in a header, and a model has thousands of tensors
 
 
-class SyncControl(Protocol):
-    """Whoever carries versions out, one at a time. A sync runs by itself, whoever looks on."""
-
-    def publish(self, publication: Publication) -> str:
-        """The sync's id. Raises ProblemFaults with all that is wrong with it, Permanent where it cannot be now."""
-        ...
-
-    def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
-        """The report as it is and whenever it changes; ends after the last."""
-        ...
-
-    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Neither: the one under way, else the last. Raises Permanent where there is none."""
-        ...
-
-    def history(self, limit: int) -> list[SyncReport]:
-        """Newest first; 0: all that are remembered."""
-        ...
-
-    def status(self) -> WeightsStatus: ...
-
-    def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Empty: the one under way. Raises Permanent where it is over or committed."""
-        ...
-
-    def install_now(self, sync_id: str, reason: str) -> SyncReport:
-        """Raises Permanent where nothing is prepared."""
-        ...
-
-    async def relayed(
-        self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Of a trainer's rank, to the backend. Raises Permanent where nothing of the kind is asked."""
-        ...
-
-
-class PeerConnection(Protocol):
-    """One attached peer."""
-
-    def orders(self) -> AsyncIterator[PeerOrder]:
-        """Until `end`, or until the peer has attached anew."""
-        ...
-
-    def on_news(self, news: PeerNews) -> None: ...
-
-    def stamped(self, sent_s: float) -> None:
-        """By the peer's clock, what has come now was sent then."""
-        ...
-
-    def end(self) -> None:
-        """Harmless when it has ended."""
-        ...
-
-
-class PeerConnections(Protocol):
-    def attach(self, peer: Peer) -> PeerConnection: ...
-
-
 class WeightsService(weights_pb2_grpc.WeightsServicer):
-    def __init__(self, syncs: SyncControl, peers: PeerConnections, clock: Clock) -> None:
+    def __init__(self, syncs: WeightSync, peers: PeerHub, clock: Clock) -> None:
         self._syncs = syncs
         self._peers = peers
         self._now_s = clock.now_s
@@ -122,7 +66,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             await stop(receiving)
             line.end()
 
-    async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerConnection) -> None:
+    async def _receive(self, messages: AsyncIterator[pb.PeerMessage], peer: Peer, line: PeerStream) -> None:
         try:
             async for message in messages:
                 _stamp(line, message)
@@ -196,7 +140,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
                 yield report_to_pb(report)
 
 
-def _stamp(line: PeerConnection, message: pb.PeerMessage) -> None:
+def _stamp(line: PeerStream, message: pb.PeerMessage) -> None:
     if message.HasField("sent_unix_s"):
         line.stamped(message.sent_unix_s)
 

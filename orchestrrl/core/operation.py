@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import JournalEntry
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class StepReport(Generic[S]):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepEntry:
     """One entry of a step; records are kept in the order in which they were written."""
 
     direction: StepDirection
@@ -108,7 +108,7 @@ class Description(Protocol[S]):
         """Read what there is now. Raises OrchestrRLError where that cannot be read yet: it is tried again."""
         ...
 
-    def back(self, records: Sequence[StepRecord]) -> Sequence[Stage[S]]:
+    def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
         """Plan the way back from what was observed and written."""
         ...
 
@@ -116,7 +116,7 @@ class Description(Protocol[S]):
         """Return whether what was observed last is what was there before the operation."""
         ...
 
-    def resume_from(self, records: Sequence[StepRecord]) -> frozenset[int] | None:
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
         ...
 
@@ -158,7 +158,7 @@ class OperationRun(Generic[S]):
     """One operation under way. `changed` is called whenever what is reported of it changes."""
 
     def __init__(
-        self, description: Description[S], log: OperationLog, clock: Clock, changed: Callable[[], None]
+        self, description: Description[S], log: OperationJournal, clock: Clock, changed: Callable[[], None]
     ) -> None:
         self.state = OperationState.RUNNING
         self.detail = ""
@@ -170,7 +170,7 @@ class OperationRun(Generic[S]):
         self._changed = changed
         self._forward_stages = tuple(description.forward())
         self._reports: dict[tuple[StepDirection, int], StepReport[S]] = {}
-        self.records: list[StepRecord] = []  # of its steps, also those of earlier daemons
+        self.records: list[StepEntry] = []  # of its steps, also those of earlier daemons
         self._going: asyncio.Task[None] | None = None  # forward
         self._called_off = ""
         self._is_final = False
@@ -347,7 +347,7 @@ class OperationRun(Generic[S]):
             "valid_until_s": (report.began_s or 0.0) + step.within_s,
         }
         self._reports[report.direction, step.number] = report
-        self.records.append(StepRecord(report.direction, step.number, report.state, entry))
+        self.records.append(StepEntry(report.direction, step.number, report.state, entry))
         try:
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
@@ -363,7 +363,7 @@ class OperationRun(Generic[S]):
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
-            record = StepRecord(StepDirection(body["direction"]), body["number"], StepState(body["state"]), body)
+            record = StepEntry(StepDirection(body["direction"]), body["number"], StepState(body["state"]), body)
             self.records.append(record)
             if record.direction is StepDirection.FORWARD and record.number in forward:
                 self._reports[record.direction, record.number] = StepReport(

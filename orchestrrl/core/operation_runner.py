@@ -18,7 +18,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.kinds import NODE_OPERATIONS
 from orchestrrl.core.journal.store import Journal, JournalEntry
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operations import Action, Operation, OperationId, OperationResult, OperationStatus
 from orchestrrl.core.unknown_outcomes import OperationEvidence, settle
 from planner.model import NodeId
@@ -58,7 +58,7 @@ class OperationRunner:
     """Sends operations to nodes and sees every one of them closed, once."""
 
     def __init__(self, journal: Journal, nodes: NodeOrders, clock: Clock, on_closed: Closed) -> None:
-        self._log = OperationLog(journal, clock, NODE_OPERATIONS)
+        self._log = OperationJournal(journal, clock, NODE_OPERATIONS)
         self._nodes = nodes
         self._clock = clock
         self._on_closed = on_closed

@@ -38,7 +38,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CircuitExecutor:
     ) -> None:
         self.owners = CircuitOwners(switches, journal, clock, owns_all)
         self._switches = switches
-        self._log = OperationLog(journal, clock, CIRCUIT_CHANGES)
+        self._log = OperationJournal(journal, clock, CIRCUIT_CHANGES)
         self._clock = clock
         self._turns = {switch: asyncio.Lock() for switch in switches}
         self._count = itertools.count(1)

@@ -55,7 +55,7 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperationEntries:
-    """The entries of one kind of operation, written by core/operation_log.py alone. An operation is open from its
+    """The entries of one kind of operation, written by core/operation_journal.py alone. An operation is open from its
     intent until its result."""
 
     intent: EntryKind

@@ -8,7 +8,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operation import OperationState, StepState
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
@@ -27,7 +27,7 @@ class RedeploymentBook:
     under way, or that was last here."""
 
     def __init__(self, journal: Journal, clock: Clock, current: Callable[[], RedeploymentReport | None]) -> None:
-        self.log = OperationLog(journal, clock, REDEPLOYMENTS)
+        self.log = OperationJournal(journal, clock, REDEPLOYMENTS)
         self._journal = journal
         self._clock = clock
         self._current = current

@@ -15,7 +15,7 @@ from typing import Protocol
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import OperationState, Stage
-from orchestrrl.core.operation_log import OpenIntent
+from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.core.operation import check_record
-from orchestrrl.core.operation_log import OpenIntent, OperationLog, left_open
+from orchestrrl.core.operation_journal import OpenIntent, OperationJournal, left_open
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
@@ -35,7 +35,7 @@ class RecordedFleet:
     asleep: tuple[EngineSpec, ...] = ()
 
 
-def write_end(log: OperationLog, report: RedeploymentReport, fleet: RecordedFleet) -> None:
+def write_end(log: OperationJournal, report: RedeploymentReport, fleet: RecordedFleet) -> None:
     body = {
         "report": REPORT.dump_python(report, mode="json"),
         "serving": _SPECS.dump_python(fleet.serving, mode="json"),

@@ -17,11 +17,11 @@ from orchestrrl.core.operation import (
     OperationRun,
     Stage,
     StepDirection,
-    StepRecord,
+    StepEntry,
     StepState,
     steps_in,
 )
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions
 from orchestrrl.fleet.redeployment.records import EXCERPT, REDEPLOYMENT
@@ -51,7 +51,7 @@ class RedeploymentRun:
         self,
         redeployment: Redeployment,
         acts: RedeployActions,
-        log: OperationLog,
+        log: OperationJournal,
         clock: Clock,
         changed: Callable[[], None],
     ) -> None:
@@ -153,7 +153,7 @@ class RedeploymentRun:
     async def observe(self) -> None:
         self._present = await self.acts.scan()
 
-    def back(self, records: Sequence[StepRecord]) -> tuple[Stage[RedeployStep], ...]:
+    def back(self, records: Sequence[StepEntry]) -> tuple[Stage[RedeployStep], ...]:
         self.acts.going_back = True
         left = _unsettled(records)
         self.acts.loaded = left.loaded
@@ -171,7 +171,7 @@ class RedeploymentRun:
     def restored(self) -> bool:
         return self._serving() == {spec.engine for spec in self.redeployment.old}
 
-    def resume_from(self, records: Sequence[StepRecord]) -> frozenset[int] | None:
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         for record in records:
             if "reference" in record.entry:
                 reference = EXCERPT.validate_python(record.entry["reference"])
@@ -231,7 +231,7 @@ class _Unsettled:
     scaled: set[EngineId] = field(default_factory=set)  # whose scaling was begun
 
 
-def _unsettled(records: Iterable[StepRecord]) -> _Unsettled:
+def _unsettled(records: Iterable[StepEntry]) -> _Unsettled:
     left = _Unsettled()
     for record in records:
         kind, engine, state = StepKind(record.entry["kind"]), record.entry["engine"], record.state
@@ -259,7 +259,7 @@ def _unsettled(records: Iterable[StepRecord]) -> _Unsettled:
     return left
 
 
-def _closed_s(records: Collection[StepRecord]) -> float | None:
+def _closed_s(records: Collection[StepEntry]) -> float | None:
     """Return the seconds from the fence until requests went to the new engines, or None where they have not."""
     fenced_s = [record.entry["began_s"] for record in records if record.entry["kind"] == StepKind.FENCE]
     admitted_s = [

@@ -20,7 +20,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import cut
 from orchestrrl.core.journal.kinds import WEIGHT_SYNCS
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.weights.backends.base import TREE
 from orchestrrl.weights.controller.reports import (
     SYNC,
@@ -211,7 +211,7 @@ class WeightBook:
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self._log = OperationLog(journal, clock, WEIGHT_SYNCS)
+        self._log = OperationJournal(journal, clock, WEIGHT_SYNCS)
         self.fleet = FleetWeights()
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums

@@ -20,11 +20,11 @@ from orchestrrl.core.operation import (
     OperationState,
     Stage,
     StepDirection,
-    StepRecord,
+    StepEntry,
     StepState,
     check_record,
 )
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 
 PARTS = ("a", "b", "c")
 STEP_S = 1.0  # what each step takes
@@ -119,7 +119,7 @@ class ToyChange:
             raise Retryable("no answer", STEP_S)
         self.seen, self.seen_open = dict(self.world.parts), self.world.is_open
 
-    def back(self, records: Sequence[StepRecord]) -> Sequence[Stage[ToyStep]]:
+    def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[ToyStep]]:
         changed = [part for part in PARTS if self.seen[part] == "new"]
         close = [ToyStep(1, "open", "")] if self.seen_open else []
         stages: list[Stage[ToyStep]] = [(tuple(close),)] if close else []
@@ -129,7 +129,7 @@ class ToyChange:
     def restored(self) -> bool:
         return set(self.seen.values()) == {"old"} and not self.seen_open
 
-    def resume_from(self, records: Sequence[StepRecord]) -> frozenset[int] | None:
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         done = {record.number for record in records if record.state is StepState.DONE}
         return frozenset(done - {4}) if {1, 2, 3} <= done else None
 
@@ -167,7 +167,9 @@ class KilledJournal(Journal):
 
 
 def run_of(world: World, journal: Journal) -> OperationRun[ToyStep]:
-    return OperationRun(ToyChange(world), OperationLog(journal, world.clock, REDEPLOYMENTS), world.clock, lambda: None)
+    return OperationRun(
+        ToyChange(world), OperationJournal(journal, world.clock, REDEPLOYMENTS), world.clock, lambda: None
+    )
 
 
 async def until_over(world: World, run: OperationRun[ToyStep], work: Any) -> None:
@@ -197,7 +199,7 @@ async def begun(world: World, path: Path, **faults: Any) -> AsyncIterator[Operat
 async def resumed(world: World, path: Path) -> OperationRun[ToyStep] | None:
     """The next daemon's run; None where nothing was left open."""
     journal = Journal(path / "journal.sqlite", 0.0)
-    left = OperationLog(journal, world.clock, REDEPLOYMENTS).left_open(lambda entry: entry.body["parts"])
+    left = OperationJournal(journal, world.clock, REDEPLOYMENTS).left_open(lambda entry: entry.body["parts"])
     if not left:
         journal.close()
         return None

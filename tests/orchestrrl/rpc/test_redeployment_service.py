@@ -18,7 +18,7 @@ from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import StepDirection
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
@@ -192,7 +192,7 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
     last = (await harness.all_of(TO_TP8))[-1]
     await harness.all_of(pb.RedeployRequest(plan_id="p1"))
     for report in reversed(harness.redeployer.history(0)):
-        write_end(OperationLog(harness.plane.journal, harness.plane.clock, REDEPLOYMENTS), report, RecordedFleet())
+        write_end(OperationJournal(harness.plane.journal, harness.plane.clock, REDEPLOYMENTS), report, RecordedFleet())
     harness.plane.redeployer = None
     listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
     assert [report.redeployment_id for report in listed] == ["s2", "s1"]

@@ -29,7 +29,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.journal.values import FAULTS_NAMED, body_faults
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.core.operation import OperationRun, StepDirection, StepReport
-from orchestrrl.core.operation_log import OperationLog
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, Operation, OperationResult
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
@@ -264,7 +264,7 @@ def _plan_control(shelf: Shelf, draw: Drawn) -> None:
 
 def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     redeployment, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
-    log = OperationLog(shelf.journal, shelf.clock, REDEPLOYMENTS)
+    log = OperationJournal(shelf.journal, shelf.clock, REDEPLOYMENTS)
     run: Any = object.__new__(RedeploymentRun)
     run.redeployment = redeployment
     run.acts = types.SimpleNamespace(redeployment=redeployment)
@@ -279,7 +279,7 @@ def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     assert opened.intent == redeployment
     assert [entry.body["detail"] for entry in opened.steps] == [step.detail]
     fleet = RecordedFleet(redeployment.old, redeployment.new)
-    write_end(OperationLog(shelf.journal, shelf.clock, REDEPLOYMENTS), report, fleet)
+    write_end(OperationJournal(shelf.journal, shelf.clock, REDEPLOYMENTS), report, fleet)
     journal = shelf.again()
     assert read_fleet(journal) == fleet
     assert read_history(journal) == {report.id: report}

@@ -23,7 +23,7 @@ class OpenIntent(Generic[T]):
     steps: tuple[JournalEntry, ...]
 
 
-class OperationLog:
+class OperationJournal:
     """Writes the entries of one kind of operation. Each method raises Permanent where the journal takes nothing."""
 
     def __init__(self, journal: Journal, clock: Clock, entries: OperationEntries) -> None:

@@ -1,7 +1,8 @@
 """POST to an engine and read its answer as it comes: HTTP/1.1 for answers of many small pieces, and nothing else.
 
-A connection whose answer was read to its end serves the next request; one that was left before that is closed, which
-tells the engine to stop. A general client costs several times as much for each request and each piece.
+httptools parses the answers. A connection whose answer was read to its end serves the next request; one that was left
+before that is closed, which makes the engine stop. A general client costs several times as much for each request and
+each piece.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
 from orchestrrl.core.addresses import without_login
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import NoConnection
@@ -23,64 +26,11 @@ RETRY_AFTER_S = 1.0
 # what was just sent, so kept ones are given up well before.
 KEEP_IDLE_S = 2.0
 STREAM_END_S = 5.0  # between what the reader wanted of an answer and the answer's end
-MOST_HEAD_BYTES = 65_536
+MOST_FRAMING_BYTES = 65_536  # in a row: of a head, of chunk sizes, of trailers
 _OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")  # a token of RFC 9110
-_ONCE = frozenset({"content-length", "transfer-encoding"})
+_FRAMING = frozenset({"content-length", "transfer-encoding"})
 MOST_PENDING_BYTES = 1 << 20  # of an answer that nobody reads; then the engine has to wait
-
-
-class ChunkedBody:
-    """Takes HTTP's chunked coding off a body, however the network cut it up. Pure."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.surplus = False  # bytes came that are not the body's
-        self._rest = b""  # of a line that is not all there
-        self._left = 0  # bytes of the present chunk still to come
-        self._line_end = False  # the next line is the end of a chunk's content, and empty
-        self._trailers = False
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The content of `data`, in pieces. Raises ValueError for what is no such body."""
-        pieces: list[bytes] = []
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        at, end = 0, len(data)
-        while at < end:
-            if self.ended:
-                self.surplus = True
-                break
-            if self._left:
-                stop = min(end, at + self._left)
-                pieces.append(data[at:stop])
-                self._left -= stop - at
-                self._line_end = not self._left
-                at = stop
-                continue
-            line_stop = data.find(b"\r\n", at)
-            if line_stop < 0:
-                self._rest = data[at:]
-                if len(self._rest) > MOST_HEAD_BYTES:
-                    raise ValueError("a chunk's line has no end")
-                break
-            self._line(data[at:line_stop])
-            at = line_stop + 2
-        return pieces
-
-    def _line(self, line: bytes) -> None:
-        if self._line_end:
-            if line:
-                raise ValueError("a chunk is longer than its size")
-            self._line_end = False
-        elif self._trailers:
-            self.ended = not line
-        else:
-            digits = line.partition(b";")[0].strip()
-            if not digits.isalnum():  # int() takes signs and underscores, too
-                raise ValueError(f"a chunk of size {line[:40]!r}")
-            self._left = int(digits, 16)
-            self._trailers = not self._left
 
 
 class EngineConnection(asyncio.Protocol):
@@ -92,12 +42,12 @@ class EngineConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.idle_since_s = 0.0
+        self._parser = HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # some proxies pad them
         self._reset()
 
     def _reset(self) -> None:
-        self._head: bytes | None = b""  # None: read
-        self._chunked: ChunkedBody | None = None
-        self._length: int | None = None  # of the body still to come
+        self._framing_bytes = 0  # received since the last piece of the body
         self._pieces: list[bytes] = []
         self._pending_bytes = 0
         self._paused = False
@@ -106,7 +56,7 @@ class EngineConnection(asyncio.Protocol):
         self._end_timer: asyncio.TimerHandle | None = None
         self.answered = False  # a byte of the answer has come
         self.ended = False  # all of it has
-        self.status = 0
+        self.status = 0  # until the head has been read
         self.headers: dict[str, str] = {}
 
     @property
@@ -121,7 +71,7 @@ class EngineConnection(asyncio.Protocol):
     async def read_head(self) -> None:
         """Wait for `status` and `headers`. Raises OutcomeUnknown when the connection breaks, Permanent when the answer
         is not HTTP."""
-        while self._head is not None:
+        while not self.status:
             await self._wait()
 
     async def read(self) -> bytes:
@@ -170,11 +120,28 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        try:
-            self._take(data)
-        except ValueError as error:
-            self._break(Permanent(f"{self._pool.where}: the answer is not HTTP: {error}"))
+        if self.ended:  # no request is open
             self.close()
+            return
+        self.answered = True
+        self._framing_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+            if self._framing_bytes > MOST_FRAMING_BYTES:
+                raise ValueError("a head, a chunk size or a trailer has no end")
+        except (HttpParserError, HttpParserUpgrade, ValueError) as error:
+            if not self.ended:
+                self._break(Permanent(f"{self._pool.where}: the answer is not HTTP: {error.__context__ or error}"))
+                self.close()
+                return
+            self._keep = False  # the answer is whole; nothing that follows can be trusted
+        if self._pending_bytes > MOST_PENDING_BYTES and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        if self.ended:
+            self._end()
+        else:
+            self._wake()
 
     def eof_received(self) -> bool:
         return False
@@ -182,46 +149,47 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._pool.forget(self)
-        if self._head is None and self._chunked is None and self._length is None and error is None:
+        if self.status and self.headers.keys().isdisjoint(_FRAMING) and error is None:
             self._end()  # its end is the body's
         else:
             self._break(OutcomeUnknown(f"{self._pool.where}: the connection broke: {error or 'closed by the engine'}"))
 
-    # --- the answer --------------------------------------------------------------------------------------------------
+    # --- httptools ---------------------------------------------------------------------------------------------------
 
-    def _take(self, data: bytes) -> None:
+    def on_message_begin(self) -> None:
         if self.ended:
-            raise ValueError("bytes that nobody asked for")
-        self.answered = True
-        if self._head is not None:
-            self._head += data
-            rest = self._read_head()
-            if rest is None:
-                return
-            data = rest
-        if self._chunked is not None:
-            pieces = self._chunked.feed(data)
-            self._keep = self._keep and not self._chunked.surplus
-            self._add(pieces, self._chunked.ended)
-        elif self._length is not None:
-            if len(data) > self._length:  # the answer is whole; nothing that follows can be trusted
-                self._keep, data = False, data[: self._length]
-            self._length -= len(data)
-            self._add([data] if data else [], self._length == 0)
-        else:
-            self._add([data] if data else [], False)
+            raise ValueError("bytes after the answer")
 
-    def _add(self, pieces: list[bytes], ended: bool) -> None:
-        if pieces and not self._left:
-            self._pieces += pieces
-            self._pending_bytes += sum(map(len, pieces))
-            if self._pending_bytes > MOST_PENDING_BYTES and not self._paused and self._transport is not None:
-                self._paused = True
-                self._transport.pause_reading()
-        if ended:
-            self._end()
-        else:
-            self._wake()
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # trailers are left out
+            # Spaces alone, as httptools judges the coding of a body by what is left.
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip(" ")
+            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        self._framing_bytes = 0
+        status, version = self._parser.get_status_code(), self._parser.get_http_version()
+        if version not in ("1.0", "1.1") or status < 100:
+            raise ValueError(f"HTTP/{version} {status}")
+        if status < 200:  # the answer proper is still to come
+            self.headers.clear()
+            return
+        coding = self.headers.get("transfer-encoding", "chunked")
+        if coding.lower() != "chunked":
+            raise ValueError(f"transfer-encoding {coding!r}")
+        self.status = status
+        self._keep = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        if not self._left:
+            self._pieces.append(body)
+            self._pending_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        self.ended = self.status > 0
+
+    # --- the answer --------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self.ended = True
@@ -237,37 +205,6 @@ class EngineConnection(asyncio.Protocol):
             self._pool.keep(self)
         elif self._transport is not None:
             self._transport.close()
-
-    def _read_head(self) -> bytes | None:
-        """What came after the head; None while the head is not all there."""
-        assert self._head is not None
-        head, found, rest = self._head.partition(b"\r\n\r\n")
-        if not found:
-            if len(head) > MOST_HEAD_BYTES or not (head.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(head)):
-                raise ValueError(repr(head[:80]))
-            return None
-        version, status, self.headers = read_head(head)
-        if 100 <= status < 200:  # the answer proper is still to come
-            self._head = rest
-            return self._read_head() if rest else None
-        self._head, self.status = None, status
-        coding, length = self.headers.get("transfer-encoding", "").lower(), self.headers.get("content-length")
-        if coding and length is not None:
-            raise ValueError("transfer-encoding and content-length")
-        if coding == "chunked":
-            self._chunked = ChunkedBody()
-        elif coding:
-            raise ValueError(f"transfer-encoding {coding!r}")
-        elif status in (204, 304):
-            self._length = 0
-        elif length is not None:
-            if not length.isdecimal():
-                raise ValueError(f"content-length {length!r}")
-            self._length = int(length)
-        connection = self.headers.get("connection", "").lower()
-        self._keep = "close" not in connection and (version == b"HTTP/1.1" or "keep-alive" in connection)
-        self._keep = self._keep and (self._chunked is not None or self._length is not None)
-        return rest
 
     async def _wait(self) -> None:
         if self._error is not None:
@@ -291,24 +228,6 @@ class EngineConnection(asyncio.Protocol):
             self._end_timer.cancel()
             self._end_timer = None
         self._wake()
-
-
-def read_head(head: bytes) -> tuple[bytes, int, dict[str, str]]:
-    """Version, status and headers (names in lower case) of an answer. Pure. Raises ValueError."""
-    first, *lines = head.decode("latin-1").split("\r\n")
-    version, _, status = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-        raise ValueError(repr(first[:80]))
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, separator, value = line.partition(":")
-        if not separator:
-            raise ValueError(f"header {line[:80]!r}")
-        name = name.lower()
-        if name in headers and name in _ONCE:
-            raise ValueError(f"{name} twice")
-        headers[name] = value.strip()
-    return version.encode(), int(status[:3]), headers
 
 
 class EngineExchange:

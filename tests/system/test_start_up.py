@@ -15,8 +15,8 @@ AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl",
 PROCESSES = {
     "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
     # The clients of engines that agents and gateways have.
-    "orchestrrl.lab.simulated_engine.client": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
-    "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"prometheus_client", "xxhash"},
+    "orchestrrl.lab.simulated_engine.client": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
+    "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
     "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
     "orchestrrl.weights.peer.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
     "orchestrrl.lab.simulated_engine.server": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},

@@ -32,8 +32,9 @@ COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str], str]] = {
 # has made a plan.
 PROCESSES = {
     "engine": "import aiohttp.web, prometheus_client, pydantic, typer, xxhash, yaml",
-    "gateway": f"{GRPC}, aiohttp.web, prometheus_client, pydantic",
-    "agent": f"{GRPC}, aiohttp, prometheus_client.parser, pydantic",  # the client of its engine is among them
+    "gateway": f"{GRPC}, aiohttp.web, httptools, prometheus_client, pydantic",
+    # An agent has the client of its engine.
+    "agent": f"{GRPC}, aiohttp, httptools, prometheus_client.parser, pydantic",
     "peer": f"{GRPC}, numpy, pydantic, xxhash",
     "daemon": f"{GRPC}, aiohttp.web, numpy, prometheus_client, pydantic, yaml",
 }

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines import exchange
-from orchestrrl.engines.exchange import ChunkedBody, ConnectionPool, EngineConnection, read_head, written
+from orchestrrl.engines.exchange import MOST_FRAMING_BYTES, ConnectionPool, EngineConnection, written
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 DEADLINE_S = 120.0
+
+
+def fed(*pieces: bytes) -> EngineConnection:
+    """A connection that has received these as the answer to its request."""
+    connection = EngineConnection(ConnectionPool("http://h", connect_timeout_s=1, headers={}))
+    for piece in pieces:
+        connection.data_received(piece)
+    return connection
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40)), st.booleans(), st.lists(st.integers(0, 400)))
@@ -22,26 +30,60 @@ def test_a_chunked_body_is_the_same_however_it_is_cut(pieces: list[bytes], trail
     end = b"0;x=y\r\nTrailer: x\r\n\r\n" if trailers else b"0\r\n\r\n"
     written_body = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
     edges = sorted({0, len(written_body), *(cut for cut in cuts if cut < len(written_body))})
-    body, content = ChunkedBody(), b""
+    connection = fed(CHUNKED)
     for start, stop in itertools.pairwise(edges):
-        assert not body.ended
-        content += b"".join(body.feed(written_body[start:stop]))
-    assert body.ended
-    assert content == b"".join(pieces)
+        assert not connection.ended
+        connection.data_received(written_body[start:stop])
+    assert connection.ended
+    assert asyncio.run(connection.read_all()) == b"".join(pieces)
+    assert connection.headers == {"transfer-encoding": "chunked"}
 
 
-@pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n"])
+@pytest.mark.parametrize("body", [b"-1\r\n", b"1_0\r\n", b"\r\n", b"x\r\n", b"1\r\nab\r\n", b"f" * 17 + b"\r\n"])
 def test_what_is_no_chunked_body_is_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"chunk|literal"):
-        ChunkedBody().feed(body)
+    with pytest.raises(Permanent, match=r"is not HTTP: .*[Cc]hunk"):
+        asyncio.run(fed(CHUNKED, body).read_all())
 
 
 def test_heads() -> None:
-    head = b"HTTP/1.1 503 Too Busy\r\nRetry-After: 7\r\nX: a:b"
-    assert read_head(head) == (b"HTTP/1.1", 503, {"retry-after": "7", "x": "a:b"})
-    for nonsense in (b"HTTP/2 200", b"HTTP/1.1 abc", b"HTTP/1.1 200 OK\r\nno colon"):
-        with pytest.raises(ValueError, match=r"HTTP|header"):
-            read_head(nonsense)
+    connection = fed(b"HTTP/1.1 503 Too Busy\r\nRetry-After: 7\r\nX: a:b\r\nEmpty:\r\nx:  c \r\n\r\n")
+    assert connection.status == 503
+    assert connection.headers == {"retry-after": "7", "x": "a:b, c", "empty": ""}
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/2.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 000 OK\r\n\r\n",
+        OK + b"no colon\r\n\r\n",
+        OK + b"X: a\r\n folded\r\n\r\n",
+        OK + b"X: a\nY: b\r\n\r\n",
+        OK + b"X : a\r\n\r\n",
+        OK + b"X: a\0b\r\n\r\n",
+        OK + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\n",
+        OK + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+        OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n",
+        OK + b"Transfer-Encoding: gzip\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\t\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\xa0\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_head_is_refused(nonsense: bytes) -> None:
+    with pytest.raises(Permanent, match="is not HTTP: "):
+        asyncio.run(fed(nonsense).read_all())
+
+
+@pytest.mark.parametrize("begun", [OK + b"X: ", CHUNKED + b"1;", CHUNKED + b"1\r\na\r\n0\r\nX: "])
+def test_what_has_no_end_is_refused(begun: bytes) -> None:
+    endless = [b"a" * 1000] * (MOST_FRAMING_BYTES // 1000 + 2)
+    with pytest.raises(Permanent, match="has no end"):
+        asyncio.run(fed(begun, *endless).read_all())
 
 
 def test_a_header_stays_in_its_line() -> None:

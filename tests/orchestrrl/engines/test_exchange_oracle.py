@@ -22,6 +22,7 @@ ANSWERS = {
     "chunked": CHUNKED + b"\r\n" + CHUNKS,
     "chunked, in capitals": OK + b"TRANSFER-ENCODING: Chunked\r\n\r\nA\r\n0123456789\r\n0\r\n\r\n",
     "trailers": CHUNKED + b"\r\n2\r\nab\r\n0\r\nX-Sum: 1\r\nX: 2\r\n\r\n",
+    "padded sizes": CHUNKED + b"\r\n2 \r\nab\r\n0 \r\n\r\n",
     "an empty chunked body": CHUNKED + b"\r\n0\r\n\r\n",
     "length": OK + b"Content-Length: 4\r\n\r\nabcd",
     "no body": OK + b"Content-Length: 0\r\n\r\n",

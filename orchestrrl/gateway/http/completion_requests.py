@@ -70,8 +70,8 @@ def read_completion_request(
     max_version_lag: int | None = None,
     on_stale: OnStale = OnStale.ABORT,
 ) -> CompletionRequest:
-    """Raises BadAsk. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the body does
-    not set them."""
+    """Raises InvalidRequest. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the
+    body does not set them."""
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]

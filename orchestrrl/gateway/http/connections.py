@@ -11,15 +11,19 @@ or only half of it, has left.
 """
 
 import asyncio
+import json
 import logging
 import re
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from http.client import responses as reasons
 from typing import Any, cast
 
 from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.faults import DEFECT
 from orchestrrl.gateway.http.headers import end_to_end
+from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -40,34 +44,17 @@ _LINES = {
 _CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
 # What these ask for is not done here.
 _UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})
-_LABELS = frozenset({b"x-request-id", b"x-group-id", b"x-tag"})
+_LABELS = (b"x-request-id", b"x-group-id", b"x-tag")
+_READ_HERE = frozenset({b"host", b"content-length", b"connection", *_LABELS})
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
-_DEFECT = b'{"error":{"message":"a defect of the gateway","type":"InternalServerError","param":null,"code":500}}'
-_TOO_SLOW = (
-    b'{"error":{"message":"the request was not all there after %d s",'
-    b'"type":"RequestTimeoutError","param":null,"code":408}}' % REQUEST_WITHIN_S
-)
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    408: "Request Timeout",
-    409: "Conflict",
-    413: "Content Too Large",
-    422: "Unprocessable Content",
-    429: "Too Many Requests",
-    503: "Service Unavailable",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What a usual request says before its body. Labels are as aiohttp reads headers."""
+    """A completion request without its body. Labels are as aiohttp reads headers."""
 
     endpoint: CompletionEndpoint
     request_id: str
@@ -85,39 +72,24 @@ def read_head(head: bytes) -> RequestHead | None:
         return None
     if len(head) > MOST_HEAD_BYTES or len(lines) > MOST_HEADERS or _CONTROL.search(head) is not None:
         return None
-    length: int | None = None
-    host = False
-    labels: dict[bytes, str] = {}
+    read: dict[bytes, bytes] = {}
     others: list[tuple[str, str]] = []
     for line in lines:
         shown_name, separator, value = line.partition(b":")
-        name = shown_name.lower()
-        if not separator or not name.replace(b"-", b"").isalnum() or name in _UNUSUAL:
+        name, value = shown_name.lower(), value.strip(b" \t")
+        if not separator or not name.replace(b"-", b"").isalnum() or name in _UNUSUAL or name in read:
             return None
-        if name in _LABELS:
-            if name in labels:
-                return None
-            labels[name] = value.strip(b" \t").decode("utf-8", "surrogateescape")
-        elif name == b"host":
-            if host:
-                return None
-            host = True
-        elif name == b"content-length":
-            value = value.strip(b" \t")
-            if length is not None or not value.isdigit() or len(value) > 10:
-                return None
-            length = int(value)
-        elif name == b"connection":
-            if value.strip(b" \t").lower() != b"keep-alive":
-                return None
+        if name in _READ_HERE:
+            read[name] = value
         else:
-            if not name.isascii():  # letters of other alphabets
-                return None
-            others.append((shown_name.decode(), value.strip(b" \t").decode("utf-8", "surrogateescape")))
-    if not host or length is None or length > MOST_BODY_BYTES:
+            others.append((shown_name.decode(), value.decode("utf-8", "surrogateescape")))
+    length = read.get(b"content-length", b"")
+    if not length.isdigit() or len(length) > 10 or int(length) > MOST_BODY_BYTES or b"host" not in read:
         return None
-    request_id, group, tag = (labels.get(name, "") for name in (b"x-request-id", b"x-group-id", b"x-tag"))
-    return RequestHead(endpoint, request_id, group, tag, length, end_to_end(others))
+    if read.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+        return None
+    request_id, group, tag = (read.get(name, b"").decode("utf-8", "surrogateescape") for name in _LABELS)
+    return RequestHead(endpoint, request_id, group, tag, int(length), end_to_end(others))
 
 
 def may_be_a_head(data: bytes) -> bool:
@@ -159,26 +131,22 @@ class HttpConnection(asyncio.Protocol):
         """The whole answer, a JSON document."""
         assert self._transport is not None
         self.answered = True
-        reason = _REASONS.get(status, "Error").encode()
         self._transport.write(
             b"HTTP/1.1 %d %b\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n%b"
-            % (status, reason, len(body), body)
+            % (status, reasons.get(status, "Error").encode(), len(body), body)
         )
 
     def piece(self, data: bytes) -> None:
         """A piece of a streamed answer, the first of which brings the head."""
-        assert self._transport is not None
-        if self.answered:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            self.answered = True
-            self._transport.write(b"%b%x\r\n%b\r\n" % (_STREAM_HEAD, len(data), data))
+        self._write_piece(b"%x\r\n%b\r\n" % (len(data), data))
 
     def last_piece(self, data: bytes) -> None:
+        self._write_piece(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+
+    def _write_piece(self, chunk: bytes) -> None:
         assert self._transport is not None
-        head = b"" if self.answered else _STREAM_HEAD
+        self._transport.write(chunk if self.answered else _STREAM_HEAD + chunk)
         self.answered = True
-        self._transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(data), data))
 
     async def drain(self) -> None:
         """Return when the client has read enough for more to be written."""
@@ -195,10 +163,10 @@ class HttpConnection(asyncio.Protocol):
             self._cut(task)
             await asyncio.wait({task})
 
-    def refuse_slow(self) -> None:
-        """The request did not come in time."""
+    def fail(self, status: int, message: str) -> None:
+        """Answer with an error of the gateway's, and close the connection."""
         assert self._transport is not None
-        self.whole(408, _TOO_SLOW)
+        self.whole(status, json.dumps(error_body(message, status)).encode())
         self._transport.close()
 
     def _cut(self, task: "asyncio.Task[None]") -> None:
@@ -271,15 +239,12 @@ class HttpConnection(asyncio.Protocol):
         head = self._head
         assert head is not None
         missing_bytes = head.body_bytes - len(self._body)
+        self._body += data[:missing_bytes]
         if len(data) < missing_bytes:
-            self._body += data
             self._server.expect(self)
             return
         self._data = data[missing_bytes:]
-        body = data[:missing_bytes]
-        if self._body:
-            body = bytes(self._body) + body
-            self._body = bytearray()
+        body, self._body = bytes(self._body), bytearray()
         self._server.unfinished.pop(self, None)
         self._head = None
         self.answered = False
@@ -292,9 +257,10 @@ class HttpConnection(asyncio.Protocol):
             if not task.cancelled():
                 logger.error("a request could not be served", exc_info=task.exception())
             if self._transport is not None:
-                if not self.answered and not task.cancelled():
-                    self.whole(500, _DEFECT)
-                self._transport.close()
+                if self.answered or task.cancelled():
+                    self._transport.close()
+                else:
+                    self.fail(500, DEFECT)
             return
         if self.writable:  # a client that does not read its answers gets no more of them
             self._go_on()
@@ -331,9 +297,8 @@ class HttpServer:
         self.answer = answer
         self.general = general
         self.doors: set[HttpConnection] = set()
-        self.unfinished: dict[
-            HttpConnection, float
-        ] = {}  # by when the rest of its request must have come; the first is first
+        # By when the rest of its request must have come; the first is first.
+        self.unfinished: dict[HttpConnection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def connection(self) -> HttpConnection:
@@ -367,6 +332,6 @@ class HttpServer:
             if until_s > now_s:
                 break
             del self.unfinished[connection]
-            connection.refuse_slow()
+            connection.fail(408, f"the request was not all there after {REQUEST_WITHIN_S:g} s")
         following_s = next(iter(self.unfinished.values()), None)
         self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

@@ -13,10 +13,12 @@ from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestHandler
 
 from orchestrrl.core.errors import cut
+from orchestrrl.gateway.http.field_types import InvalidRequest
 from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
 
+DEFECT = "a defect of the gateway"  # the message of a 500
 MOST_BODY_BYTES = 64 * 1024 * 1024  # also once it is decompressed
 MOST_MEMBERS = 16  # of a gzip body: each costs a copy of what follows it
 _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -25,16 +27,10 @@ _QUOTED = re.compile(r"\s*:?\s*(?:bytearray\()?b['\"].*", re.DOTALL)
 _HEADER_NAME = re.compile(r"b['\"]([A-Za-z0-9-]+):")
 
 
-class BadHttp(Exception):
-    """The request is refused with `status`; `param` names the header at fault."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.headers = headers or {}
+def error_answer(
+    message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.json_response(error_body(message, status, param), status=status, headers=headers)
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
@@ -57,13 +53,13 @@ class FaultReportingHandler(RequestHandler):
     ) -> web.StreamResponse:
         if status >= 500:
             logger.error("a request could not be served", exc_info=exc)
-            reason, param = "a defect of the gateway", None
+            reason, param = DEFECT, None
         else:
             status, reason, param = _reason(status, exc, message)
             log_refusal("HTTP", request.remote, status, reason)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, and cannot be an error any more")
-        answer = web.json_response(error_body(reason, status, param), status=status)
+        answer = error_answer(reason, status, param)
         answer.force_close()
         return answer
 
@@ -94,25 +90,25 @@ async def expected(request: web.Request) -> None:
 
 
 async def read_body(request: web.Request, *, empty: bytes | None = None) -> bytes:
-    """Return the body, decompressed; `empty` replaces one that is left out. Raises BadHttp, and what aiohttp raises for
-    a body that is too large or breaks off."""
+    """Return the body, decompressed; `empty` replaces one that is left out. Raises InvalidRequest, and what aiohttp
+    raises for a body that is too large or breaks off."""
     if empty is None and not any(name in request.headers for name in ("Content-Length", "Transfer-Encoding")):
-        raise BadHttp(411, "Content-Length: must be given, got nothing", "Content-Length")
+        raise InvalidRequest("Content-Length: must be given, got nothing", "Content-Length", status=411)
     data = await request.read()
     named = ",".join(request.headers.getall("Content-Encoding", []))
     codings = [coding for part in named.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
     if any(coding not in _CODINGS for coding in codings) or len(codings) > 2:
-        wanted = "must be gzip or deflate, or left out"
+        wrong = f"Content-Encoding: must be gzip or deflate, or left out, got {cut(repr(named), 80)}"
         accepted = {"Accept-Encoding": "gzip, deflate"}
-        raise BadHttp(415, f"Content-Encoding: {wanted}, got {cut(repr(named), 80)}", "Content-Encoding", accepted)
+        raise InvalidRequest(wrong, "Content-Encoding", status=415, headers=accepted)
     for coding in reversed(codings):
         data = decompressed(data, coding)
     return data or empty or b""
 
 
 def decompressed(data: bytes, coding: str) -> bytes:
-    """Return the data without its coding. Raises BadHttp where it is not of that coding, ends early or grows too large.
-    Some clients omit the zlib frame of `deflate`."""
+    """Return the data without its coding. Raises InvalidRequest where it is not of that coding, ends early or grows too
+    large. Some clients omit the zlib frame of `deflate`."""
     try:
         return _decompressed(data, _CODINGS[coding])
     except zlib.error as error:
@@ -122,7 +118,7 @@ def decompressed(data: bytes, coding: str) -> bytes:
             except zlib.error:
                 pass
         wrong = f"Content-Encoding: must be that of the body, got {coding!r}: {error}"
-        raise BadHttp(400, wrong, "Content-Encoding") from error
+        raise InvalidRequest(wrong, "Content-Encoding") from error
 
 
 def _decompressed(data: bytes, wbits: int) -> bytes:
@@ -131,11 +127,12 @@ def _decompressed(data: bytes, wbits: int) -> bytes:
         stream = zlib.decompressobj(wbits)
         whole += stream.decompress(data, MOST_BODY_BYTES + 1 - len(whole))
         if len(whole) > MOST_BODY_BYTES:
-            raise BadHttp(413, f"the body must have at most {MOST_BODY_BYTES} bytes when it is decompressed")
+            wrong = f"the body must have at most {MOST_BODY_BYTES} bytes when it is decompressed"
+            raise InvalidRequest(wrong, status=413)
         if not stream.eof:
             raise zlib.error("it ends early")
         data = stream.unused_data  # gzip's next member
         if not data:
             return whole
     wrong = f"Content-Encoding: the body must have at most {MOST_MEMBERS} compressed members, got more"
-    raise BadHttp(400, wrong, "Content-Encoding")
+    raise InvalidRequest(wrong, "Content-Encoding")

@@ -23,22 +23,25 @@ _values.maxstring = _values.maxother = _values.maxlong = 60
 
 
 class InvalidRequest(ValueError):
-    """The request cannot be served as it is asked; `param` names the field or the header."""
+    """The request is refused with `status`; `param` names the field or the header at fault."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
+        self.status = status
+        self.headers = headers or {}  # of the answer
 
 
 def read_json(data: bytes) -> Any:
-    """Return the document. Raises BadAsk for what is none, or cannot be passed on."""
+    """Return the document. Raises InvalidRequest for what is none, or cannot be passed on."""
     try:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
     except RecursionError as error:
-        raise InvalidRequest(
-            f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep"
-        ) from error
+        wrong = f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep"
+        raise InvalidRequest(wrong) from error
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     raise_faults(_unfit(value, (), escapes="\\ud" in text or "\\uD" in text))
@@ -51,7 +54,7 @@ def shown(value: object) -> str:
 
 
 def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
-    """Raise BadAsk with all of these faults, each a path and what is wrong there; return where there are none."""
+    """Raise InvalidRequest with all of these faults, each a path and what is wrong there, if there are any."""
     if found := list(islice(faults, MOST_FAULTS)):
         raise InvalidRequest(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
 
@@ -139,7 +142,7 @@ _TEXTS: _Type = ("a list of texts", _is_texts)
 _IDS: _Type = ("a list of token ids", _is_ids)
 _OBJECT: _Type = ("an object", _is_object)
 
-_TYPES: Mapping[str, _Type] = {
+_COMMON_TYPES: Mapping[str, _Type] = {
     **dict.fromkeys(
         (
             "best_of",
@@ -220,9 +223,10 @@ _TYPES: Mapping[str, _Type] = {
     "documents": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
     "tool_choice": ("text or an object", lambda value: type(value) in (str, dict)),
 }
-_OF_ENDPOINT: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
-    CompletionEndpoint.COMPLETIONS: {"logprobs": _WHOLE},
+_TYPES: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
+    CompletionEndpoint.COMPLETIONS: {**_COMMON_TYPES, "logprobs": _WHOLE},
     CompletionEndpoint.CHAT: {
+        **_COMMON_TYPES,
         "logprobs": _FLAG,
         "messages": ("a list of objects with a role and a content", _is_messages),
     },
@@ -232,10 +236,9 @@ _OF_ENDPOINT: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
 def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong with known fields that are of another type than engines expect, by name. Null is as good as absent,
     and fields that are not known are left alone."""
-    of_endpoint = _OF_ENDPOINT[endpoint]
     faults = {}
     for name, value in body.items():
-        expected = of_endpoint.get(name) or _TYPES.get(name)
+        expected = _TYPES[endpoint].get(name)
         if expected is not None and value is not None and not expected[1](value):
             faults[name] = f"must be {expected[0]}, got {shown(value)}"
     return faults
@@ -243,10 +246,9 @@ def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[s
 
 def with_types(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """A body without faults, with whole numbers and flags written as such: engines take 16.0 and 1 for them, too."""
-    of_endpoint = _OF_ENDPOINT[endpoint]
     read = dict(body)
     for name, value in body.items():
-        expected = of_endpoint.get(name) or _TYPES.get(name)
+        expected = _TYPES[endpoint].get(name)
         if expected is _WHOLE and type(value) is float:
             read[name] = int(value)
         elif expected is _FLAG and value is not None:

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.faults import read_body
+from orchestrrl.gateway.http.faults import error_answer, read_body
 from orchestrrl.gateway.http.field_types import InvalidRequest, read_json
-from orchestrrl.gateway.http.responses import error_body
 from planner.model import EngineId, RequestId
 
 DEFAULT_LEASE_S = 60.0
@@ -138,11 +137,11 @@ class PauseEndpoints:
                 )
             return web.json_response(await act())
         except PauseRefusal as refusal:
-            return _error(refusal.status, str(refusal))
+            return error_answer(str(refusal), refusal.status)
         except ProblemFaults as faults:
-            return _error(400, "; ".join(faults.faults))
+            return error_answer("; ".join(faults.faults), 400)
         except OrchestrRLError as error:
-            return _error(409, str(error))
+            return error_answer(str(error), 409)
 
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
@@ -219,7 +218,3 @@ class PauseEndpoints:
             ],
             "detail": barrier.opened_because if closed is None else "",
         }
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response(error_body(message, status), status=status)

@@ -6,6 +6,7 @@ Chunks are put together as text around the few parts that change, since one is m
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -14,6 +15,7 @@ from orchestrrl.gateway.ledger.ledger import AnswerDelta, RequestRecord
 from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
 
 DONE = b"data: [DONE]\n\n"
+_CHAT_CHUNK = "chat.completion.chunk"
 # Of an answer or an event, what the gateway writes itself.
 _WRITTEN_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage"})
 
@@ -57,8 +59,21 @@ class ResponseForm:
     continuous_usage: bool = False  # and one with every chunk
 
     @property
+    def chat(self) -> bool:
+        return self.endpoint is CompletionEndpoint.CHAT
+
+    @property
     def answer_id(self) -> str:
-        return f"{'chatcmpl' if self.endpoint is CompletionEndpoint.CHAT else 'cmpl'}-{self.request_id}"
+        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request_id}"
+
+    def head(self, chat_object: str) -> dict[str, Any]:
+        """Return the fields that come before the choices. `chat_object` is the type of a chat's object."""
+        return {
+            "id": self.answer_id,
+            "object": chat_object if self.chat else "text_completion",
+            "created": self.created_unix_s,
+            "model": self.model,
+        }
 
 
 def usage(records: Sequence[RequestRecord], prompts: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -88,16 +103,12 @@ def _sum(parts: Sequence[Any]) -> Any:
 
 def response(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> dict[str, Any]:
     """The whole answer. Records are in order of their index."""
-    chat = form.endpoint is CompletionEndpoint.CHAT
-    body: dict[str, Any] = {
-        "id": form.answer_id,
-        "object": "chat.completion" if chat else "text_completion",
-        "created": form.created_unix_s,
-        "model": form.model,
+    body = {
+        **form.head("chat.completion"),
         "choices": _choices(form, records),
         "usage": usage(records, records[::answers_per_prompt]),
     }
-    if chat and form.token_ids:
+    if form.chat and form.token_ids:
         body["prompt_token_ids"] = _prompt_ids(records[0])
     body.update(_common_fields(records))
     if len(records) == 1 and records[0].relayed_answer is not None:
@@ -107,14 +118,13 @@ def response(form: ResponseForm, records: Sequence[RequestRecord], answers_per_p
 
 
 def _choices(form: ResponseForm, records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    write = _chat_choice if form.endpoint is CompletionEndpoint.CHAT else _completion_choice
     common = _common_fields(records)
     choices: list[dict[str, Any]] = []
     for record in records:
         # Fields that differ between answers stand with each choice.
         fields = {name: value for name, value in _engine_fields(record).items() if name not in common}
         if record.relayed_answer is None:
-            choices.append({**write(form, len(choices), record), **record.choice_fields, **fields})
+            choices.append({**_choice(form, len(choices), record), **record.choice_fields, **fields})
             continue
         for choice in record.relayed_answer["choices"]:
             passed_on = {**choice, "index": len(choices), **fields}
@@ -142,17 +152,18 @@ def _common_fields(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
-def _completion_choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, Any]:
+def _choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
-        "text": record.text,
-        "logprobs": _completion_logprobs(record.logprobs or (), 0) if form.logprobs else None,
+        **({"message": _message(form, record)} if form.chat else {"text": record.text}),
+        "logprobs": _logprobs(form, record.logprobs or (), 0) if form.logprobs else None,
         "finish_reason": record.finish_reason,
         "stop_reason": record.stop_reason,
     }
     if form.token_ids:
         choice["token_ids"] = list(record.generated_ids)
-        choice["prompt_token_ids"] = _prompt_ids(record)
+        if not form.chat:
+            choice["prompt_token_ids"] = _prompt_ids(record)
     if form.policy_versions:
         choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
     return choice
@@ -163,24 +174,13 @@ def _policy_versions(record: RequestRecord, tokens: int) -> list[dict[str, int |
     return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
-def _chat_choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, Any]:
+def _message(form: ResponseForm, record: RequestRecord) -> dict[str, Any]:
     message: dict[str, Any] = {"role": form.role, "content": record.text}
     for extra in record.extras:
         _merge_extra(message, extra)
     if record.extras and not record.text:
         message["content"] = None
-    choice: dict[str, Any] = {
-        "index": index,
-        "message": message,
-        "logprobs": {"content": _chat_logprobs(record.logprobs or (), form.top_logprobs)} if form.logprobs else None,
-        "finish_reason": record.finish_reason,
-        "stop_reason": record.stop_reason,
-    }
-    if form.token_ids:
-        choice["token_ids"] = list(record.generated_ids)
-    if form.policy_versions:
-        choice["policy_versions"] = _policy_versions(record, len(record.generated_ids))
-    return choice
+    return message
 
 
 def _prompt_ids(record: RequestRecord) -> list[int] | None:
@@ -212,14 +212,13 @@ def _merge_tool_call(calls: list[dict[str, Any]], call: Mapping[str, Any]) -> No
     known["function"]["arguments"] += function.get("arguments") or ""
 
 
-def _completion_logprobs(logprobs: Sequence[TokenLogprob], first_offset: int) -> dict[str, Any]:
-    offsets = []
-    offset = first_offset
-    for item in logprobs:
-        offsets.append(offset)
-        offset += len(item.token)
+def _logprobs(form: ResponseForm, logprobs: Sequence[TokenLogprob], first_offset: int) -> dict[str, Any]:
+    """Return an answer's logprobs. A completion has characters before each token, from `first_offset` on."""
+    if form.chat:
+        return {"content": _chat_logprobs(logprobs, form.top_logprobs)}
+    lengths = [len(item.token) for item in logprobs]
     return {
-        "text_offset": offsets,
+        "text_offset": list(accumulate(lengths, initial=first_offset))[:-1],
         "token_logprobs": [item.logprob for item in logprobs],
         "tokens": [item.token for item in logprobs],
         "top_logprobs": [dict(item.top) for item in logprobs],
@@ -249,10 +248,9 @@ class ChunkWriter:
         self._record = record
         self._index = index
         self._ended = False  # a finish_reason has been written
-        self._chat = form.endpoint is CompletionEndpoint.CHAT
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        head = {"id": form.answer_id, "object": kind, "created": form.created_unix_s, "model": form.model}
-        self._head = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":[{{"index":{index},'
+        self._chat = form.chat
+        head = json.dumps(form.head(_CHAT_CHUNK), separators=(",", ":"))
+        self._head = f'data: {head[:-1]},"choices":[{{"index":{index},'
         self._begun = False
         self._offset = 0
         self._tokens = 0
@@ -306,7 +304,8 @@ class ChunkWriter:
                 prompt_ids = self._prompt_ids()
         logprobs = "null"
         if form.logprobs and delta.logprobs is not None:
-            logprobs = json.dumps(self._logprobs(delta.logprobs), separators=(",", ":"))
+            logprobs = json.dumps(_logprobs(form, delta.logprobs, self._offset), separators=(",", ":"))
+            self._offset += sum(len(item.token) for item in delta.logprobs)
         ends = f'"finish_reason":{quoted(finish_reason)}' if finish_reason is not None else '"finish_reason":null'
         if finish_reason is not None or not self._chat:
             ends += f',"stop_reason":{json.dumps(self._record.stop_reason if finish_reason is not None else None)}'
@@ -325,13 +324,6 @@ class ChunkWriter:
         if delta.text:
             fields["content"] = delta.text
         return f'"delta":{json.dumps(fields, separators=(",", ":"))}'
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-        if self._chat:
-            return {"content": _chat_logprobs(logprobs, self._form.top_logprobs)}
-        written = _completion_logprobs(logprobs, self._offset)
-        self._offset += sum(len(item.token) for item in logprobs)
-        return written
 
     def _prompt_ids(self) -> str:
         ids = self._record.prompt_ids
@@ -354,13 +346,9 @@ def _written(fields: Mapping[str, Any] | None) -> str:
 
 def usage_chunk(form: ResponseForm, records: Sequence[RequestRecord], answers_per_prompt: int) -> bytes:
     """The last chunk of a stream that was asked for its usage."""
-    chat = form.endpoint is CompletionEndpoint.CHAT
     return event(
         {
-            "id": form.answer_id,
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": form.created_unix_s,
-            "model": form.model,
+            **form.head(_CHAT_CHUNK),
             "choices": [],
             "usage": usage(records, records[::answers_per_prompt]),
             **{name: value for name, value in _common_fields(records).items() if name in UNTIED_FIELDS},

@@ -27,8 +27,8 @@ from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.connections import HttpConnection, HttpServer, RequestHead
 from orchestrrl.gateway.http.faults import (
     MOST_BODY_BYTES,
-    BadHttp,
     FaultReportingHandler,
+    error_answer,
     expected,
     log_refusal,
     read_body,
@@ -51,12 +51,12 @@ END_WITHIN_S = 1.0
 OPERATOR_PREFIX = "/orchestrrl/"
 WILDCARDS = ("0.0.0.0", "::")
 
+# What the operator API shows of a request that has ended, and of a move.
+_FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
+_MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
+
 Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def error_response(failure: RequestFailure, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response(failure.error, status=failure.status, headers=headers)
 
 
 def url_of(host: str, port: int) -> str:
@@ -65,10 +65,6 @@ def url_of(host: str, port: int) -> str:
 
 def failure_of(message: str, status: int, param: str | None = None) -> RequestFailure:
     return RequestFailure(status, error_body(message, status, param))
-
-
-def our_error(message: str, status: int, param: str | None = None) -> web.Response:
-    return error_response(failure_of(message, status, param))
 
 
 def _refuse(connection: HttpConnection, failure: RequestFailure) -> None:
@@ -81,6 +77,13 @@ def _log_fault(asked: str, peer: object, failure: RequestFailure) -> None:
     if failure.status < 500:
         error = failure.error.get("error")
         log_refusal(asked, peer, failure.status, str(error.get("message") if isinstance(error, Mapping) else error))
+
+
+async def _set_up(app: web.Application) -> web.AppRunner:
+    # A client that leaves ends its handler, which stops its request on the engine.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_WITHIN_S)
+    await runner.setup()
+    return runner
 
 
 def _connection(runner: web.AppRunner) -> FaultReportingHandler:
@@ -103,15 +106,13 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         failure = failure_of(f"{asked}: {refusal.reason}", refusal.status)
         headers = {name: value for name, value in refusal.headers.items() if name == "Allow"}
-    except BadHttp as fault:
-        failure, headers = failure_of(str(fault), fault.status, fault.param), fault.headers
     except InvalidRequest as fault:
-        failure = failure_of(str(fault), 400, fault.param)
+        failure, headers = failure_of(str(fault), fault.status, fault.param), fault.headers
     except (HttpProcessingError, web.RequestPayloadError) as error:
         torn = True  # where the next request would begin is not known
         failure = failure_of(f"the body does not match its head: {cut(' '.join(str(error).split()), 100)}", 400)
     _log_fault(asked, request.remote, failure)
-    answer = error_response(failure, dict(headers))
+    answer = web.json_response(failure.error, status=failure.status, headers=headers)
     if torn:
         answer.force_close()
     return answer
@@ -162,22 +163,14 @@ class GatewayServer:
 
     async def start(self, host: str, port: int) -> str:
         """Listen for trainers; returns the URL, with the port that was chosen where 0 was asked for."""
-        # A client that leaves ends its handler, which stops its request on the engine.
-        self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=END_WITHIN_S
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None
+        self._runner = await _set_up(self.app)
         self._server = HttpServer(self._usual, partial(_connection, self._runner))
         bound_port = await self.listen(host, port)
         return url_of(host, bound_port)
 
     async def start_operator(self, host: str, port: int) -> str:
         """Serve the operator API; returns its URL, as `start` does."""
-        self._operator_runner = web.AppRunner(
-            self.operator_app, handler_cancellation=True, access_log=None, shutdown_timeout=END_WITHIN_S
-        )
-        await self._operator_runner.setup()
+        self._operator_runner = await _set_up(self.operator_app)
         self._operator_at = host, await self._serve(partial(_connection, self._operator_runner), host, port)
         return url_of(*self._operator_at)
 
@@ -228,7 +221,7 @@ class GatewayServer:
 
     async def _usual(self, head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         """A usual request, answered at its door."""
-        job = self._job(head.endpoint, body, head.request_id, head.group, head.tag, head.headers)
+        job = self._job(head, body)
         if isinstance(job, RequestFailure):
             _refuse(connection, job)
             return
@@ -248,8 +241,9 @@ class GatewayServer:
     async def _answer(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
         """A request that is unusual for its HTTP."""
         request_id, group, tag = (request.headers.get(name, "") for name in ("X-Request-Id", "X-Group-Id", "X-Tag"))
-        headers = end_to_end(request.headers.items())
-        job = self._job(endpoint, await read_body(request), request_id, group, tag, headers)
+        body = await read_body(request)
+        head = RequestHead(endpoint, request_id, group, tag, len(body), end_to_end(request.headers.items()))
+        job = self._job(head, body)
         if isinstance(job, RequestFailure):
             return _refused(request, job)
         held = False
@@ -267,36 +261,28 @@ class GatewayServer:
             if held:
                 job.close()
 
-    def _job(
-        self,
-        endpoint: CompletionEndpoint,
-        text: bytes,
-        request_id: str,
-        group: str,
-        tag: str,
-        headers: tuple[tuple[str, str], ...] = (),
-    ) -> RequestGroup | RequestFailure:
-        """What is asked, or why it is refused. `headers` go on to engines."""
+    def _job(self, head: RequestHead, text: bytes) -> RequestGroup | RequestFailure:
+        """Return the requests that the body asks for, or the refusal."""
         if self._draining:
             return failure_of("the gateway is shutting down", 503)
         try:
             body = read_json(text)
-            name = request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
+            name = head.request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
             ask = read_completion_request(
-                endpoint,
+                head.endpoint,
                 body,
                 request_id=name or uuid.uuid4().hex,
-                group=group,
-                tag=tag,
+                group=head.group,
+                tag=head.tag,
                 default_model=self._gateway.default_model(),
                 now_s=self._gateway.clock.now_s(),
-                headers=headers,
+                headers=head.headers,
                 max_version_lag=self._gateway.limits.max_version_lag,
                 on_stale=self._gateway.limits.on_stale,
             )
         except InvalidRequest as fault:
-            return failure_of(str(fault), 400, fault.param)
-        return self._gateway.request_group(ask, _named(body, headers) if name else None)
+            return failure_of(str(fault), fault.status, fault.param)
+        return self._gateway.request_group(ask, _named(body, head.headers) if name else None)
 
     async def _stream(self, request: web.Request, job: RequestGroup) -> web.StreamResponse:
         """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
@@ -322,7 +308,7 @@ class GatewayServer:
     async def _models(self, request: web.Request) -> web.Response:
         models = await self._gateway.models()
         if not models:
-            return our_error("no engine has told its models", 503)
+            return error_answer("no engine has told its models", 503)
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "orchestrrl", "max_model_len": longest}
             for name, longest in models.items()
@@ -362,7 +348,7 @@ class GatewayServer:
         """The trainers' port has no operator API, and says where it is."""
         url = self._operator_url(request)
         where = "is not served" if url is None else f"is at {url}"
-        return our_error(f"{request.method} {request.path}: Not Found; the operator API {where}", 404)
+        return error_answer(f"{request.method} {request.path}: Not Found; the operator API {where}", 404)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         text = generate_latest(self._registry)
@@ -375,44 +361,17 @@ class GatewayServer:
         if wanted is not None:
             record = self._gateway.ledger.get(RequestId(wanted))
             if record is None:
-                return our_error(f"request {wanted!r} is not in flight", 404)
+                return error_answer(f"request {wanted!r} is not in flight", 404)
             return web.json_response(_shown(record, now_s, tokens=True))
-        finished = [
-            {
-                "id": summary.id,
-                "engine": summary.engine,
-                "prompt_tokens": summary.prompt_tokens,
-                "generated_tokens": summary.generated_tokens,
-                "finish_reason": summary.finish_reason,
-                "moves": summary.moves,
-                "tag": summary.tag,
-                "duration_s": summary.duration_s,
-            }
-            for summary in self._gateway.ledger.finished
-        ]
+        finished = [_fields(summary, _FINISHED_FIELDS) for summary in self._gateway.ledger.finished]
         in_flight = [_shown(record, now_s, tokens=False) for record in self._gateway.ledger]
         return web.json_response({"in_flight": in_flight, "finished": finished})
 
     async def _move(self, request: web.Request) -> web.Response:
         """Body: `{"moves": [{"request_id", "to_engine_id", "from_engine_id", "method" (optional)}]}`."""
-        try:
-            moves = self._read_moves(read_json(await read_body(request)))
-        except ValueError as error:
-            return _refused(request, failure_of(str(error), 400, getattr(error, "param", None)))
+        moves = self._read_moves(read_json(await read_body(request)))
         results = await asyncio.gather(*(self._carry_out(move) for move in moves))
-        items = [
-            {
-                "id": item.id,
-                "done": item.done,
-                "detail": item.detail,
-                "recomputed_tokens": item.recomputed_tokens,
-                "duration_s": item.duration_s,
-                "method": item.method,
-                "loaded_tokens": item.loaded_tokens,
-            }
-            for item in results
-        ]
-        return web.json_response({"items": items})
+        return web.json_response({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
         if self.elsewhere is not None and not self._gateway.has_request(move.request):
@@ -421,23 +380,25 @@ class GatewayServer:
         return result
 
     def _read_moves(self, body: Any) -> list[RequestMove]:
-        """Raises ValueError. Without `from_engine_id`: from wherever the request is."""
+        """Raises InvalidRequest. Without `from_engine_id`, a request moves from the engine that it is on."""
         items = body.get("moves") if isinstance(body, dict) else None
         if not isinstance(items, list):
-            raise ValueError("moves: must be a list of moves")
+            raise InvalidRequest("moves: must be a list of moves")
         moves = []
         for index, item in enumerate(items):
             for name in ("request_id", "to_engine_id"):
                 if not isinstance(item, dict) or not isinstance(item.get(name), str):
                     got = shorten(item.get(name) if isinstance(item, dict) else item)
-                    raise ValueError(f"moves[{index}].{name}: must be text, got {got}")
+                    raise InvalidRequest(f"moves[{index}].{name}: must be text, got {got}")
             if not isinstance(item.get("from_engine_id"), str | None):
-                raise ValueError(f"moves[{index}].from_engine_id: must be text, got {shorten(item['from_engine_id'])}")
+                got = shorten(item["from_engine_id"])
+                raise InvalidRequest(f"moves[{index}].from_engine_id: must be text, got {got}")
             record = self._gateway.ledger.get(RequestId(item["request_id"]))
             source = item.get("from_engine_id") or (record.engine if record is not None else None) or ""
             method = item.get("method", MoveMethod.RECOMPUTE)
             if method not in list(MoveMethod):
-                raise ValueError(f"moves[{index}].method: must be one of {', '.join(MoveMethod)}, got {method!r}")
+                methods = ", ".join(MoveMethod)
+                raise InvalidRequest(f"moves[{index}].method: must be one of {methods}, got {method!r}")
             ids = RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])
             moves.append(RequestMove(*ids, method=MoveMethod(method)))
         return moves
@@ -445,7 +406,7 @@ class GatewayServer:
 
 def _refused(request: web.Request, failure: RequestFailure) -> web.Response:
     _log_fault(f"{request.method} {request.path}", request.remote, failure)
-    return error_response(failure)
+    return web.json_response(failure.error, status=failure.status)
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
@@ -506,6 +467,10 @@ def _closing(job: RequestGroup) -> bytes:
         return event(job.failure.error) + DONE
     form = job.request.form
     return (usage_chunk(form, job.records, job.request.answers_per_prompt) if form.usage else b"") + DONE
+
+
+def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:

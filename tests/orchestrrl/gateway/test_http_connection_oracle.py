@@ -157,6 +157,7 @@ SHAPES = {
     "two spaces": request(line=b"POST  /v1/completions HTTP/1.1"),
     "close": request(headers=b"Connection: close\r\n"),
     "kept": request(headers=b"Connection: Keep-Alive\r\n"),
+    "kept twice": request(headers=b"Connection: keep-alive\r\nConnection: keep-alive\r\n"),
     "closed twice": request(headers=b"Connection: keep-alive\r\nConnection: close\r\n"),
     "chunked": b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKS,
     "length and chunks": request(CHUNKS, headers=b"Transfer-Encoding: chunked\r\n"),

@@ -14,6 +14,7 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http.connections import RequestHead
 from orchestrrl.gateway.http.server import MAX_BODY_BYTES, GatewayServer, _stream_at
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -406,7 +407,7 @@ async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
         "stream": True,
         "return_token_ids": True,
     }
-    job = server._job(CompletionEndpoint.COMPLETIONS, json.dumps(body).encode(), "r", "", "")
+    job = server._job(RequestHead(CompletionEndpoint.COMPLETIONS, "r", "", "", 0), json.dumps(body).encode())
     connection = OnePieceDoor()
     streaming = asyncio.create_task(_stream_at(connection, job))  # type: ignore[arg-type]
     async with asyncio.timeout(DEADLINE_S):

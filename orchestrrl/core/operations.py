@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NewType
 
-from planner.model import EngineHealth, EngineId, NodeId, RequestId
-from planner.model import MoveMethod as MoveMethod
-from planner.model import RequestMove as RequestMove
+from planner.model import EngineHealth, EngineId, MoveMethod, NodeId, RequestId, RequestMove
 
 OperationId = NewType("OperationId", str)
 

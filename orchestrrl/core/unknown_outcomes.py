@@ -8,10 +8,9 @@ from orchestrrl.core.operations import (
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    RequestMove,
     status_of,
 )
-from planner.model import EngineId, NodeId, RequestId, Snapshot
+from planner.model import EngineId, NodeId, RequestId, RequestMove, Snapshot
 
 
 @dataclass(frozen=True, slots=True)

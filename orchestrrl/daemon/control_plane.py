@@ -25,7 +25,11 @@ from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import MoveRequests, Operation, OperationResult, RequestMove
+from orchestrrl.core.operations import (
+    MoveRequests,
+    Operation,
+    OperationResult,
+)
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.daemon.plan_book import PlanBook, Redeployer
@@ -55,6 +59,7 @@ from planner.model import (
     Plan,
     PlanId,
     RequestId,
+    RequestMove,
     Snapshot,
 )
 from planner.move_methods import choose_move_methods

@@ -20,7 +20,10 @@ from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import Peer, PeerId, PeerRole
+from orchestrrl.weights.model import (
+    Peer,
+    PeerRole,
+)
 from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.ground import PlanGround
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
@@ -30,7 +33,7 @@ from planner.fabric.model import EndpointId, PortPair, pair_of
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import template_of
 from planner.fabric.topology import Site
-from planner.model import GpuId
+from planner.model import GpuId, PeerId
 from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
 
 if TYPE_CHECKING:

@@ -17,13 +17,12 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.operations import RequestMove
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.membership import Membership, recovered_roster
 from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import EngineFacts, FleetState
-from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, Snapshot
+from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot
 
 logger = logging.getLogger(__name__)
 

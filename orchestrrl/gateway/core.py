@@ -11,7 +11,10 @@ from orchestrrl.core.addresses import same_address, without_login
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+    OperationItemResult,
+)
 from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.http.completion_requests import CompletionRequest
 from orchestrrl.gateway.ledger.groups import InFlightGroups
@@ -23,7 +26,7 @@ from orchestrrl.gateway.relay import RelayLimits, RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
-from planner.model import EngineId, NodeId, RequestId
+from planner.model import EngineId, NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)
 

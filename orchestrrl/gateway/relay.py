@@ -12,7 +12,9 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
@@ -22,7 +24,7 @@ from orchestrrl.gateway.moves.kv_handover import usable
 from orchestrrl.gateway.moves.move import MoveInProgress
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from planner.model import EngineId, RequestState
+from planner.model import EngineId, MoveMethod, RequestMove, RequestState
 
 logger = logging.getLogger(__name__)
 

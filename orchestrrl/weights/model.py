@@ -14,8 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.model import EngineId
-from planner.model import PeerId as PeerId
+from planner.model import EngineId, PeerId
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.reshard import ShardSlice
 

@@ -13,8 +13,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from orchestrrl.weights.model import ByteCount, Peer, PeerId, Range, Seconds, StagedPart, Tokens, Version, VersionMap
-from planner.model import EngineId
+from orchestrrl.weights.model import (
+    ByteCount,
+    Peer,
+    Range,
+    Seconds,
+    StagedPart,
+    Tokens,
+    Version,
+    VersionMap,
+)
+from planner.model import EngineId, PeerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from orchestrrl.weights.model import MOST_BYTES, MOST_SECONDS, MOST_VERSION, PeerId, TensorMeta, Tokens
+from orchestrrl.weights.model import (
+    MOST_BYTES,
+    MOST_SECONDS,
+    MOST_VERSION,
+    TensorMeta,
+    Tokens,
+)
+from planner.model import PeerId
 from planner.sync_tree.parameters import Box
 
 MOST_RANKS = 2**20  # of one trainer

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from balancer.balance import BalanceSituation
-from orchestrrl.core.operations import RequestMove
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -15,6 +14,7 @@ from planner.model import (
     EngineView,
     Mode,
     RequestId,
+    RequestMove,
     RequestState,
     RequestView,
     Snapshot,

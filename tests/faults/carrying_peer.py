@@ -10,11 +10,11 @@ import sys
 import threading
 
 from orchestrrl.lab.weights_in_memory import InMemory
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
 from orchestrrl.weights.transports.conformance import pattern
+from planner.model import PeerId
 
 
 def main() -> None:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.daemon.profile_refit import given_profile
 from orchestrrl.fleet.move_orders import fixed_parts, moved_requests
 from planner.cost.profile import Curve
@@ -19,7 +21,9 @@ from planner.model import (
     EngineId,
     EngineView,
     GpuId,
+    MoveMethod,
     RequestId,
+    RequestMove,
     RequestState,
     RequestView,
     Snapshot,

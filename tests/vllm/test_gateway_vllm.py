@@ -12,13 +12,16 @@ import pytest
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown
-from orchestrrl.core.operations import EngineRoute, MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+    OperationItemResult,
+)
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.testbed.engines import LocalEngine
-from planner.model import EngineId, NodeId, RequestId, RequestState
+from planner.model import EngineId, MoveMethod, NodeId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.interruptible_engine import InterruptibleEngine
 from tests.system.streams import Answer, read_stream, read_whole
 from tests.vllm.conftest import INTERRUPTED_TOKENS, StartVllm

@@ -14,11 +14,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.core.operations import MoveMethod
 from orchestrrl.engines import handover
 from orchestrrl.integrations.instrument.kv_entries import KvEntryStore
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
-from planner.model import RequestId
+from planner.model import MoveMethod, RequestId
 from tests.system.streams import Answer
 from tests.vllm.conftest import INTERRUPTED_TOKENS, MAX_NUM_SEQS, TINY_MODEL_SCRIPT, VLLM_PLUGIN, VLLM_PYTHON
 from tests.vllm.test_gateway_vllm import CHAT, COMPLETION, Harness

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.operations import RequestMove
 from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
@@ -21,6 +20,7 @@ from planner.model import (
     EngineId,
     EngineView,
     RequestId,
+    RequestMove,
     RequestView,
     Snapshot,
 )

@@ -20,7 +20,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import cut, shorten
-from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_completion_request
@@ -39,7 +41,7 @@ from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, error_body, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)
 

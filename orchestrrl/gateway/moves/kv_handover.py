@@ -8,12 +8,12 @@ import asyncio
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.operations import MoveMethod, RequestMove
 from orchestrrl.engines.handover import entry_id
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.integrations.instrument.kv_scheduler import DEFAULT_WAIT_S, MAX_WAIT_S
+from planner.model import MoveMethod, RequestMove
 
 # Of what recomputing would take: so long a destination waits for KV that is still being written.
 WAIT_SHARE = 0.5

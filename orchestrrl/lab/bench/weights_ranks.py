@@ -25,10 +25,10 @@ import torch.distributed as dist
 import xxhash
 
 from orchestrrl.lab.weights_in_memory import InMemory
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from planner.model import PeerId
 
 HOST = "127.0.0.1"
 SHARD = "weights"

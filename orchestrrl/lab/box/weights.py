@@ -32,12 +32,17 @@ from orchestrrl.lab.box.weights_memory import sha256_of
 from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
-from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole, TensorMeta
+from orchestrrl.weights.model import (
+    Peer,
+    PeerLocation,
+    PeerRole,
+    TensorMeta,
+)
 from orchestrrl.weights.orders import NEWS, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
 from planner.fabric.topology import PodRole
-from planner.model import GpuId
+from planner.model import GpuId, PeerId
 from planner.sync_tree.network import SyncNetwork
 
 VERSION, SEED = 1, 20261122

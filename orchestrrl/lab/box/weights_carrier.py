@@ -23,10 +23,13 @@ from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.namespaces import CLONE_NEWNET, FOLDER
 from orchestrrl.lab.box.weights_memory import TestbedMemory
-from orchestrrl.weights.model import PeerId, VersionMap
+from orchestrrl.weights.model import (
+    VersionMap,
+)
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from planner.model import PeerId
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)

@@ -10,8 +10,13 @@ from itertools import pairwise
 from typing import Literal
 
 from orchestrrl.weights.controller.planning import PlannedSync
-from orchestrrl.weights.model import Peer, PeerId, PeerRole, ShardMap
+from orchestrrl.weights.model import (
+    Peer,
+    PeerRole,
+    ShardMap,
+)
 from orchestrrl.weights.orders import CarryEdge
+from planner.model import PeerId
 from planner.sync_tree.network import NetworkStation
 
 Stages = tuple[tuple[CarryEdge, ...], ...]  # each begins when all of the one before is over, everywhere

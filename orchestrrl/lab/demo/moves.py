@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.core.operations import MoveMethod
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
+from planner.model import MoveMethod
 
 ALL_ENTRIES = 1_000_000
 

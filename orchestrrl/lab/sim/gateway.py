@@ -19,7 +19,6 @@ from orchestrrl.core.operations import (
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    RequestMove,
     SetRoutes,
     status_of,
 )
@@ -32,7 +31,7 @@ from orchestrrl.gateway.routing.strategies import BackendLoad, RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
-from planner.model import EngineId, NodeId, RequestId, RequestState
+from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from orchestrrl.core.operations import (
     CancelRequests,
     CloseBarrier,
     FrozenRequests,
-    MoveMethod,
     MoveRequests,
     OpenBarrier,
     Operation,
@@ -16,13 +15,13 @@ from orchestrrl.core.operations import (
     PauseEngine,
     PauseMode,
     ProbeEngine,
-    RequestMove,
     ResumeEngine,
     SetRoutes,
 )
 from orchestrrl.rpc.codec import LOCAL, Codec, EnumCodec, OneOf
 from orchestrrl.rpc.codecs.telemetry import GATEWAY_ENGINE, OUTSIDE
 from orchestrrl.rpc.pb import agent_pb2 as pb
+from planner.model import MoveMethod, RequestMove
 
 PAUSE_MODE = EnumCodec(PauseMode, pb.PauseMode.DESCRIPTOR, unspecified=PauseMode.KEEP)
 FROZEN = EnumCodec(FrozenRequests, pb.FrozenRequests.DESCRIPTOR, unspecified=FrozenRequests.RECOMPUTE)

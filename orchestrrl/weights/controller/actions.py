@@ -15,7 +15,9 @@ from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow, WeightBook
-from orchestrrl.weights.model import Peer, PeerId
+from orchestrrl.weights.model import (
+    Peer,
+)
 from orchestrrl.weights.orders import (
     EndEdges,
     InstallVersion,
@@ -27,7 +29,7 @@ from orchestrrl.weights.orders import (
     QueryVersion,
     RestEngine,
 )
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,11 @@ from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import HeldVersion, Peer, PeerId, VersionMap
+from orchestrrl.weights.model import (
+    HeldVersion,
+    Peer,
+    VersionMap,
+)
 from orchestrrl.weights.orders import (
     ArrivedBytes,
     CarryEdge,
@@ -33,7 +37,7 @@ from orchestrrl.weights.orders import (
     PeerResult,
     SumShards,
 )
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
 from planner.sync_tree.network import SyncNetwork
 

@@ -49,9 +49,11 @@ from orchestrrl.weights.controller.state import (
     SyncRecord,
     WeightBook,
 )
-from orchestrrl.weights.model import Peer, PeerId
+from orchestrrl.weights.model import (
+    Peer,
+)
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
 
 __all__ = ["EngineNow", "WeightSync"]

@@ -12,10 +12,9 @@ from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.participants import SyncAttempt
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 
 @dataclass(slots=True)

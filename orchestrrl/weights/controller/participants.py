@@ -7,8 +7,7 @@ from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import PeerId
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
 LOOK_S = 0.25  # how often it is looked whether what is waited for has come

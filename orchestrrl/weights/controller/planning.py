@@ -13,7 +13,6 @@ from orchestrrl.weights.model import (
     EngineShare,
     HeldVersion,
     Peer,
-    PeerId,
     PeerRole,
     Range,
     ShardMap,
@@ -23,6 +22,7 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import CarryEdge, OpenVersion
 from orchestrrl.weights.publication import Publication
+from planner.model import PeerId
 from planner.sync_tree.flows import plan_flows
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.network import SyncNetwork

@@ -11,9 +11,13 @@ from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import Peer, PeerId, VersionMap
+from orchestrrl.weights.model import (
+    Peer,
+    VersionMap,
+)
 from orchestrrl.weights.orders import CheckVersion
 from orchestrrl.weights.publication import Publication
+from planner.model import PeerId
 from planner.sync_tree.network import SyncNetwork
 
 LOOK_S = 0.25  # how often it is looked whether who is missing has come

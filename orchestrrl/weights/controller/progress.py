@@ -6,8 +6,12 @@ from types import MappingProxyType
 
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import EdgeTime
-from orchestrrl.weights.model import HeldVersion, PeerId, Range
+from orchestrrl.weights.model import (
+    HeldVersion,
+    Range,
+)
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent
+from planner.model import PeerId
 
 Ranges = dict[str, list[Range]]  # by shard, in order
 

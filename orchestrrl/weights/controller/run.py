@@ -19,9 +19,11 @@ from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, Sync
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, SyncRecord
-from orchestrrl.weights.model import PeerId, VersionMap
+from orchestrrl.weights.model import (
+    VersionMap,
+)
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.state import EngineNow
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import OrderOutcome, ServeEngines
 from orchestrrl.weights.peer.engine_hosts import EngineHosts
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import TypeVar
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights import wire
 from orchestrrl.weights.base import LocalVersion, Tell
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.pacing import piece_bytes
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
 from orchestrrl.weights.wire import EdgeEnded, WireDirection
+from planner.model import PeerId
 
 ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
 DIALS_AGAIN_S = 4 * ASK_AGAIN_S  # by then, a sender that gave up in the moment in which it was taken in

@@ -13,10 +13,14 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import EngineShare, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.model import (
+    EngineShare,
+    PeerLocation,
+    PeerRole,
+)
 from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name, parse_where
 from orchestrrl.weights.transports.base import TRANSPORTS
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 PREFERRED = ("nccl", "tcp", "gloo")
 FOLDERS = "/dev/shm/orchestrrl-weights-"

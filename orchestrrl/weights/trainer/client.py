@@ -31,7 +31,9 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import PeerId, TensorMeta
+from orchestrrl.weights.model import (
+    TensorMeta,
+)
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
 from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop
@@ -39,6 +41,7 @@ from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
 from orchestrrl.weights.trainer.ranks import TrainerRanks
 from orchestrrl.weights.trainer.staging import ArrayCopies, PieceCopies, stage
 from orchestrrl.weights.trainer.torch_tensors import Rename, TensorCopies, Tied, pieces_of, published_dtype, state_of
+from planner.model import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,12 @@ from orchestrrl.core.operations import (
     OperationResult,
     OperationStatus,
     ProbeEngine,
-    RequestMove,
     status_of,
 )
 from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.fleet.move_orders import run_moves
 from orchestrrl.fleet.state import FleetState
-from planner.model import EngineId, NodeId, RequestId
+from planner.model import EngineId, NodeId, RequestId, RequestMove
 
 E0, E1 = EngineId("e0"), EngineId("e1")
 VALID_S = 10.0

@@ -29,10 +29,12 @@ from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.weights.controller.carrying import inline
 from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import PeerId, PeerRole
+from orchestrrl.weights.model import (
+    PeerRole,
+)
 from orchestrrl.weights.orders import InstallVersion, RestEngine
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 CONFIG = (
     barrier_harness.CONFIG

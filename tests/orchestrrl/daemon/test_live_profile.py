@@ -17,13 +17,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 from orchestrrl.core.operations import (
-    MoveMethod,
     MoveRequests,
     OperationId,
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    RequestMove,
 )
 from orchestrrl.daemon import planning
 from orchestrrl.daemon.configuration import parse_config
@@ -53,8 +51,10 @@ from planner.model import (
     ConfigurationId,
     EngineHealth,
     EngineId,
+    MoveMethod,
     NodeId,
     RequestId,
+    RequestMove,
     RequestView,
     Snapshot,
 )

@@ -19,10 +19,14 @@ from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, PacketNetwork
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.model import (
+    Peer,
+    PeerLocation,
+    PeerRole,
+)
 from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.intent import Stage
-from planner.model import Mode
+from planner.model import Mode, PeerId
 from planner.sync_tree.network import PairLink
 
 T = TypeVar("T")

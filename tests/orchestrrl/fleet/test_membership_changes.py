@@ -22,7 +22,6 @@ from orchestrrl.core.operations import (
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    RequestMove,
     SetRoutes,
     status_of,
 )
@@ -33,7 +32,7 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval, NewEngine
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
-from planner.model import EngineHealth, EngineId, RequestId
+from planner.model import EngineHealth, EngineId, RequestId, RequestMove
 from planner.solver.from_snapshot import live_fleet
 
 CONFIG = """

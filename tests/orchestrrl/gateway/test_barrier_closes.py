@@ -6,9 +6,14 @@ import asyncio
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.fleet.reports import BarrierPhase
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, RequestId, RequestMove
 from tests.orchestrrl.gateway.barriers import LEASE_S, close, open_barrier, order, tokens_of
 from tests.orchestrrl.gateway.fakes import beside, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish

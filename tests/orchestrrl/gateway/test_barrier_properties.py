@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    CloseBarrier,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import RequestGroup
-from planner.model import EngineId
+from planner.model import EngineId, RequestMove
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 
 ENGINES = 3

@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.headers import KEPT_HERE, end_to_end
 from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, RequestId, RequestMove
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, usage_of
 
 CHAT = {"messages": [{"role": "user", "content": "sane"}], "max_tokens": 3}

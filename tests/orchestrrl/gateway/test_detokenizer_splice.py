@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.core.operations import EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, RequestId, RequestMove
 from tests.orchestrrl.gateway.barriers import close, open_barrier, order
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish, move

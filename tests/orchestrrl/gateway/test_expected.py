@@ -12,12 +12,11 @@ from orchestrrl.core.operations import (
     OpenBarrier,
     OperationItemResult,
     PauseMode,
-    RequestMove,
 )
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
-from planner.model import EngineHealth, EngineId, RequestId, RequestState
+from planner.model import EngineHealth, EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_holding import begun
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish

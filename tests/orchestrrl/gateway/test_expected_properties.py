@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    CloseBarrier,
+    EngineRoute,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
-from planner.model import EngineHealth, EngineId
+from planner.model import EngineHealth, EngineId, RequestMove
 from tests.orchestrrl.gateway.fakes import undisturbed, world
 
 ENGINES = 3

@@ -18,7 +18,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.operations import CloseBarrier, EngineRoute, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    CloseBarrier,
+    EngineRoute,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.core import Gateway, RequestGroup
@@ -33,7 +39,7 @@ from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
-from planner.model import EngineId, NodeId, RequestId, RequestState
+from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed
 
 ENGINES = ("e0", "e1", "e2")

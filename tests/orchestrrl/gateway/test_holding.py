@@ -2,8 +2,11 @@
 
 import asyncio
 
-from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
-from planner.model import EngineId, RequestId
+from orchestrrl.core.operations import (
+    EngineRoute,
+    OperationItemResult,
+)
+from planner.model import EngineId, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish
 

@@ -17,7 +17,6 @@ from orchestrrl.core.operations import (
     OperationResult,
     OperationStatus,
     ProbeEngine,
-    RequestMove,
     SetRoutes,
 )
 from orchestrrl.engines.base import CompletionEndpoint
@@ -31,7 +30,7 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs.node import OPERATION, RESULT
 from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_REPORT
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2_grpc
-from planner.model import EngineHealth, EngineId, NodeId, RequestId
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed
 
 PROMPT = list(b"hello")

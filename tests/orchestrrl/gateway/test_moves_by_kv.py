@@ -8,12 +8,14 @@ from unittest.mock import ANY
 import pytest
 
 from orchestrrl.core.errors import Retryable
-from orchestrrl.core.operations import MoveMethod, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.engines.base import EngineMetrics
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.moves.kv_handover import KvLoadCount
 from orchestrrl.gateway.routing.backend import EngineBackend
-from planner.model import EngineId, RequestId
+from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
 
 PROMPT = list(b"what is the answer?")

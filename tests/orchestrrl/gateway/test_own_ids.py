@@ -6,13 +6,15 @@ from typing import Any
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.core.operations import EngineRoute, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+)
 from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
-from planner.model import EngineHealth, EngineId, NodeId, RequestId
+from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestMove
 
 A, B, E0, E1 = map(EngineId, ("a", "b", "e0", "e1"))
 LOCAL = "http://127.0.0.1:8001"

@@ -11,13 +11,15 @@ from orchestrrl.cli.gateway import GatewayFlags
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.core.operations import EngineRoute, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+)
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import AffinitySlack, RoutingPolicy
-from planner.model import EngineId, NodeId, RequestId
+from planner.model import EngineId, NodeId, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 
 PROMPT = list(b"Once upon a time")

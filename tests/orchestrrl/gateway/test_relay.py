@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrrl.core.operations import EngineRoute, OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    EngineRoute,
+    OperationItemResult,
+)
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.gateway.core import RequestGroup
-from planner.model import EngineId, RequestId, RequestState
+from planner.model import EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 
 PROMPT = list(b"what is the answer?")

@@ -6,12 +6,14 @@ from contextlib import AsyncExitStack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.operations import OperationItemResult, RequestMove
+from orchestrrl.core.operations import (
+    OperationItemResult,
+)
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import AnswerDelta
 from orchestrrl.gateway.routing.backend import EngineBackend
-from planner.model import EngineId, RequestState
+from planner.model import EngineId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
 
 ENGINES = ("e0", "e1", "e2")

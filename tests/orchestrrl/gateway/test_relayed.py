@@ -11,13 +11,18 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, PauseMode, RequestMove
+from orchestrrl.core.operations import (
+    CloseBarrier,
+    FrozenRequests,
+    OpenBarrier,
+    PauseMode,
+)
 from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
 from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import VersionSpan
-from planner.model import EngineId, RequestId, RequestState
+from planner.model import EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, HttpHarness, http_harness, request
 

@@ -25,7 +25,6 @@ from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import (
     HeldVersion,
     Peer,
-    PeerId,
     PeerLocation,
     PeerRole,
     ShardMap,
@@ -59,7 +58,7 @@ from orchestrrl.weights.orders import (
     SumShards,
 )
 from orchestrrl.weights.publication import PUBLICATION, Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 DEADLINE_S = 120.0
 PEER = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", PeerLocation(pod="gen0"), {"tcp": "node1:7300"})

@@ -17,7 +17,9 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.order_pieces import pieces_of
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
-from orchestrrl.weights.model import Peer, PeerId
+from orchestrrl.weights.model import (
+    Peer,
+)
 from orchestrrl.weights.orders import (
     NEWS,
     CarryEdge,
@@ -29,6 +31,7 @@ from orchestrrl.weights.orders import (
     PeerOrder,
     PeerResult,
 )
+from planner.model import PeerId
 
 WITHIN_S = 90.0  # a deadline for what hangs
 CHUNK = 1024

@@ -26,10 +26,12 @@ from orchestrrl.weights.backends.base import (
 from orchestrrl.weights.backends.checkpoint_engine import RankShares
 from orchestrrl.weights.backends.conformance import BackendConformance, BackendStep
 from orchestrrl.weights.controller.reports import EngineSync, SyncReport, SyncState
-from orchestrrl.weights.model import PeerId, PeerRole
+from orchestrrl.weights.model import (
+    PeerRole,
+)
 from orchestrrl.weights.orders import BackendAct, InstallVersion, Order, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 WORKERS = {"e0": 1, "e1": 2, "e2": 4}
 

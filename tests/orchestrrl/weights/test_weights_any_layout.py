@@ -24,7 +24,6 @@ from orchestrrl.weights.model import (
     EngineAt,
     EngineShare,
     Peer,
-    PeerId,
     PeerLocation,
     PeerRole,
     Range,
@@ -40,7 +39,7 @@ from orchestrrl.weights.trainer.boxes import TensorPiece, slices
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.tcp import TcpTransport
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 from planner.sync_tree.network import NetworkStation, SyncNetwork
 from planner.sync_tree.parameters import Box
 from planner.sync_tree.shares import needed_boxes

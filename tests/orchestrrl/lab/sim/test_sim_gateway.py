@@ -8,7 +8,13 @@ from typing import Any, cast
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.operations import EngineRoute, MoveRequests, Operation, OperationId, RequestMove, SetRoutes
+from orchestrrl.core.operations import (
+    EngineRoute,
+    MoveRequests,
+    Operation,
+    OperationId,
+    SetRoutes,
+)
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, Engine, GenerationRequest
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_completion_request
@@ -17,7 +23,7 @@ from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.workload import SimRequest
-from planner.model import ConfigurationId, EngineHealth, EngineId, GpuId, NodeId, RequestId
+from planner.model import ConfigurationId, EngineHealth, EngineId, GpuId, NodeId, RequestId, RequestMove
 from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
 
 TICK_S = 0.5

@@ -8,9 +8,14 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
-from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.model import (
+    EngineAt,
+    Peer,
+    PeerLocation,
+    PeerRole,
+)
 from orchestrrl.weights.orders import ArrivedBytes, CheckVersion, KeepVersions, OrderOutcome, PeerOrder, PeerResult
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 P0, P1 = PeerId("p0"), PeerId("p1")
 

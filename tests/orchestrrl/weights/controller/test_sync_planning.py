@@ -19,7 +19,6 @@ from orchestrrl.weights.model import (
     EngineShare,
     HeldVersion,
     Peer,
-    PeerId,
     PeerLocation,
     PeerRole,
     Range,
@@ -29,7 +28,7 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import CarryEdge
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
 from planner.sync_tree.parameters import Box

@@ -14,9 +14,14 @@ from orchestrrl.weights.controller.peer_hub import PeerState
 from orchestrrl.weights.controller.reports import EngineSync, SyncState
 from orchestrrl.weights.controller.serving import served
 from orchestrrl.weights.controller.state import EngineNow
-from orchestrrl.weights.model import EngineAt, Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.model import (
+    EngineAt,
+    Peer,
+    PeerLocation,
+    PeerRole,
+)
 from orchestrrl.weights.orders import InstallVersion
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 E3, E4 = EngineId("e3"), EngineId("e4")
 

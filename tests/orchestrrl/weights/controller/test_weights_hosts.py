@@ -5,9 +5,11 @@ from pathlib import Path
 from weights_harness import FakePeer, Harness, played
 
 from orchestrrl.weights.controller.reports import SyncState
-from orchestrrl.weights.model import PeerId, PeerRole
+from orchestrrl.weights.model import (
+    PeerRole,
+)
 from orchestrrl.weights.orders import InstallVersion
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 E1 = EngineId("e1")
 

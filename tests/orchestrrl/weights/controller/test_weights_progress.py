@@ -9,9 +9,17 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress, without
-from orchestrrl.weights.model import EngineAt, HeldVersion, Peer, PeerId, PeerLocation, PeerRole, ShardMap, VersionMap
+from orchestrrl.weights.model import (
+    EngineAt,
+    HeldVersion,
+    Peer,
+    PeerLocation,
+    PeerRole,
+    ShardMap,
+    VersionMap,
+)
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
 SHARDS = ("s0", "s1")

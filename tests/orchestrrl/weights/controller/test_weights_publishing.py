@@ -7,8 +7,11 @@ from weights_harness import Harness, played
 
 from orchestrrl.weights.controller.publishing import PublicationSet
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import PeerId, TensorMeta
+from orchestrrl.weights.model import (
+    TensorMeta,
+)
 from orchestrrl.weights.publication import Publication
+from planner.model import PeerId
 
 WEIGHT = TensorMeta("a.weight", "BF16", (8, 4))
 

@@ -26,7 +26,6 @@ from orchestrrl.weights.model import (
     EngineAt,
     HeldVersion,
     Peer,
-    PeerId,
     PeerLocation,
     PeerRole,
     StagedPart,
@@ -55,7 +54,7 @@ from orchestrrl.weights.orders import (
     SumShards,
 )
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 START_S = 1_000_000.0
 TENSORS = (TensorMeta("a", "F32", (8, 4)), TensorMeta("b", "F32", (4, 4)))

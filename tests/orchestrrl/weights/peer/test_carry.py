@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.weights_in_memory import InMemory
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.conformance import pattern
 from orchestrrl.weights.transports.tcp import TcpTransport
+from planner.model import PeerId
 
 PATIENT_S = 60.0
 VERSION = 3

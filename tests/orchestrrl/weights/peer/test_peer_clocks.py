@@ -19,7 +19,11 @@ from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.pb import weights_pb2_grpc
 from orchestrrl.rpc.weights_service import WeightsService
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
-from orchestrrl.weights.model import Peer, PeerId, PeerLocation, PeerRole
+from orchestrrl.weights.model import (
+    Peer,
+    PeerLocation,
+    PeerRole,
+)
 from orchestrrl.weights.orders import (
     BackendAct,
     CheckVersion,
@@ -32,7 +36,7 @@ from orchestrrl.weights.orders import (
 )
 from orchestrrl.weights.peer.peer import LOOK_S, run_peer
 from orchestrrl.weights.peer.settings import PeerArguments, settings_of
-from planner.model import EngineId
+from planner.model import EngineId, PeerId
 
 ENGINE = EngineId("e0")
 GEN0 = Peer(PeerId("gen0"), PeerRole.ENGINE, "node1", PeerLocation(), {"tcp": "node1:1"})

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.model import PeerId
 from orchestrrl.weights.publication import Publication
 from orchestrrl.weights.trainer.boxes import to_stage
 from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
+from planner.model import PeerId
 from planner.sync_tree.layout import TrainerLayout, megatron_stages
 from planner.sync_tree.parameters import TransformerParameters
 from tests.orchestrrl.weights.staged_parts import put_together

@@ -238,6 +238,7 @@ class ControlPlane:
         )
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
+            self.state.weights = self.barrier.state
             self.routes.attached(hello.node)
             self.routes.send(self.state.engines(now_s))
             self.barrier.attaching(hello.node)

@@ -93,6 +93,11 @@ class PauseState:
             return BarrierPhase.OPEN
         return BarrierPhase.QUIET if self.quiet else BarrierPhase.CLOSING
 
+    @property
+    def weights_changing(self) -> bool:
+        """Return whether engines may be getting other weights now: no version is known until the lease ends."""
+        return self.lease is not None and self.lease.weights_change and self.quiet
+
     def at(self, now_s: float) -> "PauseState":
         """The state as of now: itself, unless the lease has run out. If weights were being changed then, nobody knows
         which engine has which any longer."""
@@ -103,7 +108,7 @@ class PauseState:
             " be mixed"
         )
         state = self._open(LastRelease(self.lease.id, self.lease.until_s, LeaseEnd.EXPIRED, detail))
-        if self.lease.weights_change and self.quiet:
+        if self.weights_changing:
             return replace(state, versions={}, newest=None, newest_source="")
         return state
 

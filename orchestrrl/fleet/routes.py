@@ -164,6 +164,9 @@ class RoutingTable:
         return f"{engine.configuration}/{links.weights}"
 
     def _route(self, engine: EngineView, starting: bool) -> EngineRoute:
+        # A gateway that attaches while weights are being changed must not take the version from before for that of the
+        # tokens that it gets meanwhile.
+        changing = self._state.weights.weights_changing
         fresh = engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
         return EngineRoute(
             engine=engine.id,
@@ -177,9 +180,9 @@ class RoutingTable:
             draining=engine.draining or engine.outdated or engine.id in self.draining or starting,
             kv_version=self._kv_version(engine),
             pool=engine.pool,
-            policy_version=engine.policy_version,
+            policy_version=None if changing else engine.policy_version,
             waiting=engine.waiting if fresh else None,
-            newest_policy_version=self._state.weights.newest,
+            newest_policy_version=None if changing else self._state.weights.newest,
         )
 
 

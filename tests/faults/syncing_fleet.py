@@ -240,7 +240,7 @@ class Harness:
     def tokens(self, version: int, context: Sequence[int], count: int) -> list[int]:
         return self.clients.tokens(version, context, count)
 
-    def requests(self, unknown: int | None = None) -> contextlib.AbstractAsyncContextManager[None]:
+    def requests(self, unknown: Sequence[int] = ()) -> contextlib.AbstractAsyncContextManager[None]:
         return self.clients.requests(unknown)
 
     # --- the daemon's word

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets
 
-from ocs_drivers.model import CrossConnect
+from ocs_drivers.model import Action, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.journal.store import Journal
@@ -63,9 +63,9 @@ class BridgeWire(VirtualSwitchWire):
 
     bridges: Ocs
 
-    async def _set(self, pairs: Sequence[CrossConnect], is_add: bool) -> None:
-        await super()._set(pairs, is_add)
-        move = self.bridges.connect if is_add else self.bridges.disconnect
+    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
+        await super()._set(action, pairs)
+        move = self.bridges.connect if action is Action.ADD else self.bridges.disconnect
         for pair in pairs:
             await asyncio.to_thread(move, pair.ingress_port, pair.egress_port)
 

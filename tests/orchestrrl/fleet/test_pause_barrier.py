@@ -289,6 +289,24 @@ async def test_a_gateway_that_comes_while_closed_closes_and_later_hears_nothing(
         assert harness.gateways["gw2"].orders == []
 
 
+@pytest.mark.parametrize("weights_change", [False, True])
+async def test_a_gateway_that_comes_while_weights_change_gets_their_version_once_they_have_one(
+    harness: Harness, weights_change: bool
+) -> None:
+    """Else it would take the version from before for that of tokens which engines give it between two orders."""
+    async with harness.running():
+        await harness.resume(await harness.pause(), 4)
+        lease = await harness.pause(weights_change=weights_change)
+        late = harness.gateways["gw1"] = Gateway(harness.plane, harness.clock, "gw1")
+        late.start()
+        await harness.clock.advance(1.0)
+        known = None if weights_change else 4
+        assert {(route.policy_version, route.newest_policy_version) for route in late.routes} == {(known, known)}
+        await harness.resume(lease, 5)
+        await harness.clock.advance(1.0)
+        assert {(route.policy_version, route.newest_policy_version) for route in late.routes} == {(5, 5)}
+
+
 async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 2.0

@@ -224,7 +224,7 @@ def _error_text(error: Exception) -> str:
 
 
 def check_status(answer: DeviceResponse, command: str, is_setter: bool, text: str = "") -> None:
-    """Raises what a status other than 2xx means; `words` are the device's own, found in the body."""
+    """Raises what a status other than 2xx means; `text` is the device's own, found in the body."""
     text = text or answer.excerpt
     match answer.status:
         case status if 200 <= status < 300:

@@ -133,8 +133,8 @@ def routing_of(
     clock: Clock,
     routers: "Mapping[EndpointId, RouteDriver] | None" = None,
 ) -> "FabricRouting | None":
-    """For the daemon: it keeps `tend` as a task. `routers` stand in for those of the configuration. None where nobody
-    here reroutes."""
+    """For the daemon: it keeps `maintain` as a task. `routers` stand in for those of the configuration. None where
+    nobody here reroutes."""
     site, section = config.site_value(), config.fabric
     if site is None or section is None or not section.routers:
         return None

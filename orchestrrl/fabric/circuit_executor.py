@@ -486,7 +486,7 @@ class CircuitExecutor:
         return self._close(replace(outcome, items=items, rolled_back=True), gone=operation.diff.add)
 
     async def _read_after(self, operation: CircuitOperation, text: str) -> CrossConnectReading:
-        """Read the switch after a change of it; raises OutcomeUnknown, with `words`, where it cannot be read."""
+        """Read the switch after a change of it; raises OutcomeUnknown, with `text`, where it cannot be read."""
         try:
             return await self._switches[operation.switch].cross_connects()
         except DriverError as error:

@@ -2,7 +2,7 @@
 
 It speaks of cross-connects; packets know links between ToRs, each over one cross-connect or, between PoDs, over three
 (planner/fabric/light.py). Between commits, links that lose their light or get it back, and routers that failed, are
-seen to by `tend`. Changing the routers is rerouting.py.
+seen to by `maintain`. Changing the routers is rerouting.py.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class RoutedCircuits:
 
 
 class FabricRouting:
-    """The coordinator's `Routing`; the caller keeps `tend` as a task. One change at a time."""
+    """The coordinator's `Routing`; the caller keeps `maintain` as a task. One change at a time."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class FabricRouting:
         self._tried: tuple[frozenset[RoutedLink], float] = (
             frozenset(),
             0.0,
-        )  # what `tend` tried last, and its next pause
+        )  # what `maintain` tried last, and its next pause
         self._again_s = 0.0
         self._recorded_s = -math.inf
         recorded = journal.newest(EntryKind.REROUTED, _recorded_in)
@@ -129,7 +129,7 @@ class FabricRouting:
 
     async def drain(self, going: Iterable[PortPair]) -> None:
         """Take packets off the links that go over these. Raises OrchestrRLError where some still take one: `reroute`
-        brings back what was moved off, and so does `tend`."""
+        brings back what was moved off, and so does `maintain`."""
         going = frozenset(going)
         await self._begin()
         async with self._turn:

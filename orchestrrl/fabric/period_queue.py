@@ -23,7 +23,7 @@ def lane_of(intent: Intent) -> Lane:
 
 @dataclass(eq=False)
 class AnnouncedPeriod:
-    """`stop`: why it is not to go on. `poked`: whoever carries it out is to look around. `begun`: its first circuits
+    """`stop`: why it is not to go on. `woken`: whoever carries it out is to look around. `begun`: its first circuits
     are being changed."""
 
     intent: Intent

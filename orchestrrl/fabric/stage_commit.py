@@ -90,7 +90,7 @@ class StageFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class StageOrder:
     """`objection` is asked last before anything is sent; it may raise. `begins` is called then. `waiting` is told why
-    nothing is, each time that changes. `poked`: somebody has news of any kind. `usable`: what is up of the site before
+    nothing is, each time that changes. `woken`: somebody has news of any kind. `usable`: what is up of the site before
     the stage. `others`: jobs that send over the same PoDs, and are to pause as well."""
 
     stage: TransitionStage

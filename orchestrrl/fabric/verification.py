@@ -1,7 +1,7 @@
 """Hold the fabric against its site's file: circuits on the glass against what was left there, fibres against light.
 
-`look` changes nothing. `walk` lights what is free, one cross-connect after the other, and sees where light comes out;
-circuits that are up are not touched, and packets are not led over what it lights. What it sees means is
+`verify` changes nothing. With `walk` it lights what is free, one cross-connect after the other, and sees where light
+comes out; circuits that are up are not touched, and packets are not led over what it lights. What it sees means is
 planner/fabric/cables.py.
 """
 

@@ -65,7 +65,7 @@ Order = WatchWindows | StopWatching | ClockPing | RequestSummary
 
 @dataclass(eq=False)
 class TracedHost:
-    """One agent's host. `said`: the latest word on each job that is watched, and when, by the host's clock."""
+    """One agent's host. `quiet_reports`: the latest on each job that is watched, and when, by the host's clock."""
 
     name: str
     jobs: Jobs = field(default_factory=dict)

@@ -95,7 +95,7 @@ class EngineAttempt:
         return loading(left.version, load.entry, left.entry, wait_s(move.order))
 
     async def run(self, request: GenerationRequest, on_chunk: Callable[[Chunk], None]) -> bool:
-        """Take chunks until the answer ends; `took` is told of each. False: the engine gave the request up, unfinished.
+        """Take chunks until the answer ends; `on_chunk` gets each. False: the engine gave the request up, unfinished.
 
         Raises as engines do, OutcomeUnknown too where the stream ends without a word.
         """

@@ -387,7 +387,7 @@ def _not_here(items: Iterable[CrossConnectResult]) -> list[CrossConnect]:
 
 
 def _as_shown(wanted: CommandSteps, reading: CrossConnectReading, text: str) -> tuple[CrossConnectResult, ...]:
-    """One result per item by what the device shows; `words` say why nobody knows more."""
+    """One result per item by what the device shows; `text` says why no more is known."""
     tuned = {circuit.cross_connect for circuit in reading.circuits if circuit.state is CircuitState.TUNED}
     gone = [CrossConnectResult(pair, Action.REMOVE, pair not in reading.cross_connects, text) for pair in wanted.remove]
     return (*gone, *(CrossConnectResult(pair, Action.ADD, pair in tuned, text) for pair in wanted.add))

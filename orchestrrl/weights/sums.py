@@ -67,7 +67,7 @@ class SumTask:
         on_block: Callable[[str, int, int, str], None],
         threads: int = 0,
     ) -> BlockSums:
-        """`told` has shard, offset, size and sum of each, from several threads."""
+        """`on_block` gets shard, offset, size and sum of each, from several threads."""
         began_s = time.perf_counter()
 
         def hashed(blocks: Iterable[tuple[str, int, int]]) -> int:

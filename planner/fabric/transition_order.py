@@ -139,7 +139,7 @@ def short_order(
 ) -> RemovalOrder:
     """A good order, quickly: by walks along chains of ports, each carried on as long as it can be.
 
-    It does without the floors `given_up`, and takes the removals in `turn` where nothing else decides.
+    It does without the floors `abandoned`, and takes the removals in `turn` where nothing else decides.
     """
     return _Walk(moves, doomed(moves) | abandoned, turn or range(len(moves.removals))).run().order()
 

@@ -29,7 +29,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class HostWindows:
-    """What the ranks of one host promise, said at `said_s` of that host's clock."""
+    """What the ranks of one host promise, reported at `reported_s` of that host's clock."""
 
     host: str
     reported_s: float

@@ -42,7 +42,7 @@ class ObservedFabric:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How circuits followed one redeployment. `said` by its step admit; seconds of the clock."""
+    """How circuits followed one redeployment. `text` is of its step admit; seconds of the clock."""
 
     text: str
     period: Mapping[str, Any]

@@ -26,7 +26,7 @@ MOST = 3  # sentences on phases
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`code` is stable: the phase, or what is slow of the transfer. `words` are for people."""
+    """`code` is stable: the phase, or what is slow of the transfer. `text` is for people."""
 
     code: str
     text: str

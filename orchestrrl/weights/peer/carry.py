@@ -72,7 +72,7 @@ class _Progress:
 
 
 class ThreadedCarrier:
-    """`tell` is called from the edges' threads. `now_s` stamps events (Unix time); `steady_s` is for waiting."""
+    """`report` is called from the edges' threads. `now_s` stamps events (Unix time); `steady_s` is for waiting."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ThreadedCarrier:
             self._report(outcome)
 
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
-        """Let go of these, or of all of the version's. Not from `tell`."""
+        """Let go of these, or of all of the version's. Not from `report`."""
         with self._lock:
             ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
             for run in ending:

@@ -19,7 +19,7 @@ Relay = Callable[[str, int, str, str], str]  # sync, number, call and body; both
 
 
 class TrainerCallbackLoop:
-    """Of one publication. `heard` may be called from any thread, with None when it is over."""
+    """Of one publication. `on_report` may be called from any thread, with None when it is over."""
 
     def __init__(self, sender: WeightSender, relay: Relay) -> None:
         self._sender = sender

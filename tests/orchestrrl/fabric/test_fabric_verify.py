@@ -1,4 +1,4 @@
-"""The fabric is held against its site, in virtual time: what `look` says, what `walk` lights, and what it leaves."""
+"""The fabric is held against its site, in virtual time: what `verify` says, what `walk` lights, and what it leaves."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -88,11 +88,17 @@ def print_line(line: str) -> None:
 
 
 def print_view(view: "Iterable[RenderableType] | Table | str") -> None:
-    """Print lines, never broken, so that they can be searched in a pipe, and other renderables as they are."""
+    """Print lines and titles of tables, never broken, so that they can be searched in a pipe, and other renderables as
+    they are."""
+    from rich.table import Table
+
     if isinstance(view, str):
         sys.stdout.write(view)
         return
     for block in view if isinstance(view, Iterable) else [view]:
+        if isinstance(block, Table) and block.title:  # which rich would break where it is wider than the table
+            stdout().print(block.title, style="table.title", soft_wrap=True)
+            block.title = None
         stdout().print(block, soft_wrap=isinstance(block, str))
 
 

@@ -81,7 +81,7 @@ class StepEntry:
 
 
 class Description(Protocol[S]):
-    """What one kind of operation is."""
+    """What one kind of operation is. A description derives from this; the methods with a body have a usual answer."""
 
     @property
     def id(self) -> str: ...
@@ -118,31 +118,32 @@ class Description(Protocol[S]):
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
-        ...
+        return None
 
     def is_final(self, step: S) -> bool:
         """Return whether the operation can no longer be called off once this step has begun."""
-        ...
+        return False
 
     def is_optional(self, step: S) -> bool:
         """Return whether the operation stands although this step failed."""
-        ...
+        return False
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
         """Clean up after a step that failed on the way back; return the chain to try again."""
-        ...
+        return chain
 
     def waits_for(self, step: S) -> str:
         """Return what a step that takes long is waiting for; empty where that is unknown."""
-        ...
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationFailure(Generic[S]):
-    """Why an operation goes back. `step` is None where it was called off."""
+    """Why an operation goes back. `step` is None where it was called off; `error` is what the step raised."""
 
     step: S | None
     why: str
+    error: OrchestrRLError | None = None
 
     def __str__(self) -> str:
         return self.why if self.step is None else f"{self.step}: {self.why}"
@@ -313,9 +314,11 @@ class OperationRun(Generic[S]):
         began_s = self._clock.now_s()
         self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
         why: str | None = None
+        raised: OrchestrRLError | None = None
         try:
             detail = await within(self._clock, step.within_s, act(step))
         except OrchestrRLError as error:
+            raised = error
             waits = self._description.waits_for(step)
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
         except Exception as error:  # a defect must not leave the world between the two
@@ -327,7 +330,7 @@ class OperationRun(Generic[S]):
             raise
         if why is not None:
             self._write(self._over(direction, step, StepState.FAILED, why, began_s))
-            raise _StepFailed(OperationFailure(step, why))
+            raise _StepFailed(OperationFailure(step, why, raised))
         self._write(self._over(direction, step, StepState.DONE, detail, began_s))
 
     def _over(self, direction: StepDirection, step: S, state: StepState, detail: str, began_s: float) -> StepReport[S]:

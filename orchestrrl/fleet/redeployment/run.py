@@ -14,6 +14,7 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.operation import (
     Chain,
+    Description,
     OperationRun,
     Stage,
     StepDirection,
@@ -44,7 +45,7 @@ _TAKES_GPUS = (StepKind.START, StepKind.WAKE)
 _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 
 
-class RedeploymentRun:
+class RedeploymentRun(Description[RedeployStep]):
     """One redeployment under way. `changed` is called with each new state of the report."""
 
     def __init__(

@@ -15,7 +15,7 @@ from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import (
     OBSERVE_AGAIN_S,
-    Chain,
+    Description,
     OperationRun,
     OperationState,
     Stage,
@@ -76,7 +76,7 @@ class World:
         return f"{name} done"
 
 
-class ToyChange:
+class ToyChange(Description[ToyStep]):
     """Set all parts, two of them in parallel, open, tidy up."""
 
     id = "toy1"
@@ -138,9 +138,6 @@ class ToyChange:
 
     def is_optional(self, step: ToyStep) -> bool:
         return step.kind == "tidy"
-
-    async def again(self, chain: Chain[ToyStep], failed: ToyStep) -> Chain[ToyStep]:
-        return chain
 
     def waits_for(self, step: ToyStep) -> str:
         return "a bus" if str(step) in self.world.hangs else ""

@@ -163,6 +163,7 @@ class OperationRun(Generic[S]):
     ) -> None:
         self.state = OperationState.RUNNING
         self.detail = ""
+        self.failure: OperationFailure[S] | None = None  # why it goes back, or was not begun
         self.ended_s: float | None = None
         self.going_back = False
         self._description = description
@@ -199,6 +200,7 @@ class OperationRun(Generic[S]):
         except OrchestrRLError as error:
             self.state, self.ended_s = OperationState.ROLLED_BACK, self._clock.now_s()
             self.detail = f"nothing was begun, since it cannot be written down: {error}"
+            self.failure = OperationFailure(None, self.detail, error)
             return
         await self._end(OperationFailure(None, self._called_off) if self._called_off else await self._go(frozenset()))
 
@@ -219,7 +221,7 @@ class OperationRun(Generic[S]):
         except _StepFailed as failed:
             return failed.failure
         except OrchestrRLError as error:
-            return OperationFailure(None, f"it cannot be written down: {error}")
+            return OperationFailure(None, f"it cannot be written down: {error}", error)
         except asyncio.CancelledError:
             if not self._called_off:  # the daemon ends: the next one resumes it
                 self._going.cancel()
@@ -230,6 +232,7 @@ class OperationRun(Generic[S]):
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
         state = OperationState.DONE
+        self.failure = failure
         if failure is not None:
             logger.warning("%s goes back: %s", self._description, failure)
             self.detail = str(failure)

@@ -44,7 +44,8 @@ from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.periods import FabricControl, PeriodReport
 from orchestrrl.fleet.membership import Membership, recovered_roster
-from orchestrrl.fleet.pause_lease import PauseLease, PauseState
+from orchestrrl.fleet.pause_lease import LEASE, PauseLease, PauseState
+from orchestrrl.fleet.pause_operation import FleetPause
 from orchestrrl.fleet.redeployment.book import RedeploymentBook
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.records import (
@@ -313,6 +314,22 @@ def _barrier(shelf: Shelf, draw: Drawn) -> None:
         assert found == each
 
 
+def _fleet_pauses(shelf: Shelf, draw: Drawn) -> None:
+    lease = draw(values(PauseLease))
+    barrier = shelf.plane().barrier
+    barrier._log.begin(lease.id, FleetPause(lease, barrier, barrier._log, shelf.clock).intent())
+    barrier._log.step(lease.id, {"number": 1, "direction": "forward", "state": "failed", **STEP_TIMES})
+    shelf.again()
+    barrier = shelf.plane().barrier
+    (left,) = barrier._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"]))
+    assert left.intent == lease
+    asyncio.run(barrier.settle())
+    assert not barrier._log.left_open(lambda entry: entry.body)
+
+
+STEP_TIMES = {"detail": "", "began_s": 1.0, "elapsed_s": 0.0}
+
+
 def _routes(shelf: Shelf, draw: Drawn) -> None:
     plane = shelf.plane()
     urls = draw(st.dictionaries(TEXTS, TEXTS, max_size=3))
@@ -450,6 +467,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.PROFILE_REFITTED,): _plane(_refitted),
     (EntryKind.BALANCE,): _plane(_balance),
     (EntryKind.BARRIER,): _barrier,
+    (EntryKind.PAUSE_BEGAN, EntryKind.PAUSE_STEP, EntryKind.PAUSE_ENDED): _fleet_pauses,
     (EntryKind.ROUTES,): _routes,
     (EntryKind.OPERATION_INTENT, EntryKind.OPERATION_SENT, EntryKind.OPERATION_RESULT): _operations,
     (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT, EntryKind.CIRCUITS_OWNED): _circuits,
@@ -617,6 +635,7 @@ SET_ASIDE = {
         EntryKind.REDEPLOYMENT_ENDED,
         EntryKind.ENGINE_STARTED,
         EntryKind.BARRIER,
+        EntryKind.PAUSE_BEGAN,
         EntryKind.ROUTES,
         EntryKind.OPERATION_INTENT,
         EntryKind.CIRCUITS_INTENT,
@@ -642,6 +661,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
     with Journal(path, NOW_S) as journal:
         clock = VirtualClock(NOW_S)
         plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
+        asyncio.run(plane.barrier.settle())
         book = WeightBook(journal, clock)
         book.recover()
         PauseRegistry(journal, clock)

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from ocs_drivers.emulators.base import EmulatedDevice
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import (
-    Action,
-    CrossConnect,
-)
+from ocs_drivers.model import Action, CrossConnect
 
 
 class Tl1Refusal(Exception):

@@ -5,15 +5,7 @@ from typing import ClassVar
 
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
-from ocs_drivers.model import (
-    Action,
-    CircuitState,
-    EventKind,
-    PortState,
-    PortStatus,
-    SwitchEvent,
-    SwitchFacts,
-)
+from ocs_drivers.model import Action, CircuitState, EventKind, PortState, PortStatus, SwitchEvent, SwitchFacts
 
 
 class GlimmerglassTl1Device:

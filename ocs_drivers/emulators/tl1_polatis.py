@@ -6,15 +6,7 @@ from typing import ClassVar
 
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
-from ocs_drivers.model import (
-    Action,
-    BootBehaviour,
-    CircuitState,
-    EventKind,
-    PortStatus,
-    SwitchEvent,
-    SwitchFacts,
-)
+from ocs_drivers.model import Action, BootBehaviour, CircuitState, EventKind, PortStatus, SwitchEvent, SwitchFacts
 
 
 class PolatisTl1Device:

@@ -28,13 +28,7 @@ from pydantic import Field, TypeAdapter, field_validator
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Name, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import (
-    DeployedInstance,
-    EngineLife,
-    FixedGpusDeployer,
-    FleetIdentity,
-    read_options,
-)
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity, read_options
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
 from orchestrrl.fleet.deployers.layout_flags import NodeProcesses, shares
 from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, RayConnectionLost, RayDriver

@@ -20,9 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import cut, shorten
-from orchestrrl.core.operations import (
-    OperationItemResult,
-)
+from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_completion_request

@@ -31,9 +31,7 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import (
-    TensorMeta,
-)
+from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
 from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop

@@ -17,7 +17,8 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
+from orchestrrl.gateway.routing.policies.base import RoutedRequest
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from orchestrrl.lab.bench.figure import Figure, side_by_side
 from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting, shape_of
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of

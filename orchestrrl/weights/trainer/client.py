@@ -244,12 +244,7 @@ class WeightsClient:
         return self._clock.now_s()
 
     def _publish(
-        self,
-        version: int,
-        pieces: Sequence[TensorPiece],
-        copies: PieceCopies,
-        began_s: float,
-        options: PublishOptions,
+        self, version: int, pieces: Sequence[TensorPiece], copies: PieceCopies, began_s: float, options: PublishOptions
     ) -> PublishInProgress:
         neighbours = self._ranks.neighbours(pieces)
         own = to_stage(pieces, self.rank, neighbours.holders)

@@ -89,17 +89,6 @@ class CircuitsUp:
     kind: PointKind
     pairs: Mapping[Pair, int]
     endpoints: Mapping[EndpointId, int]
-    link_gbps: float
-
-    def pair_gbps(self, pair: Pair) -> float:
-        return self.pairs.get(pair, 0) * self.link_gbps
-
-    def endpoint_gbps(self, endpoint: EndpointId) -> float:
-        return self.endpoints.get(endpoint, 0) * self.link_gbps
-
-    @property
-    def total_gbps(self) -> float:
-        return sum(self.pairs.values()) * self.link_gbps
 
 
 def transition(problem: TransitionProblem) -> Transition:
@@ -176,19 +165,13 @@ def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> I
         yield TransitionPoint(number, "added", up)
 
 
-def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[CircuitsUp, ...]:
+def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[CircuitsUp, ...]:
     """The circuits that pairs and endpoints have at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
     pairs = sorted(subject for subject in known if isinstance(subject, tuple))
     endpoints = sorted(subject for subject in known if isinstance(subject, str))
     return tuple(
-        CircuitsUp(
-            stage,
-            kind,
-            {pair: up[pair] for pair in pairs},
-            {endpoint: up[endpoint] for endpoint in endpoints},
-            link_gbps,
-        )
+        CircuitsUp(stage, kind, {pair: up[pair] for pair in pairs}, {endpoint: up[endpoint] for endpoint in endpoints})
         for stage, kind, up, _ in _counted(problem, planned.stages)
     )
 

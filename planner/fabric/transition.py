@@ -14,7 +14,7 @@ from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
 from planner.fabric.transition_moves import Subject, TransitionMoves, circuits, lit_floors, moves_between, subjects
 from planner.fabric.transition_order import RemovalOrder, doomed, replayed
-from planner.fabric.transition_stages import HABITS, StageOf, packed, smoothed, stages_at_least
+from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
 
@@ -120,15 +120,8 @@ def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared:
     orders = [order]
     if not order.missed:
         orders.append(replayed(moves, sorted(order.removals)))
-    best: StageOf | None = None
-    for candidate in orders:
-        for habit in HABITS:
-            if candidate.missed - order.missed or (best and max(best) + 1 == at_least):
-                continue
-            stage_of = packed(moves, candidate, max_moves, habit)
-            if best is None or max(stage_of) < max(best):
-                best = stage_of
-    assert best is not None
+    usable = [each for each in orders if not each.missed - order.missed]
+    best = min((packed(moves, each, max_moves) for each in usable), key=max)
     if max(best) + 1 > at_least:
         staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
         at_least = staged.at_least

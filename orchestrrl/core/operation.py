@@ -2,9 +2,9 @@
 
 A description says what the steps are and what each does to the world; this module decides what is done next. The steps
 of a chain follow one another, the chains of a stage run in parallel, stages follow one another. Each step is written to
-the journal before and after it. After a failure, the description observes the world and plans the steps that lead back.
-A restarted daemon resumes an open operation: the description finds, from the entries and from what it observes, whether
-the operation can be finished or has to be undone. Doing a step twice must be harmless.
+the journal before and after it, unless the kind of operation has no entries for steps. After a failure, and when a
+restarted daemon resumes an open operation, the world is observed; then the description decides whether the operation is
+finished, or plans the steps that lead back. Doing a step twice must be harmless.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from orchestrrl.core.clock import Clock, within
@@ -83,6 +84,12 @@ class StepEntry:
 class Description(Protocol[S]):
     """What one kind of operation is. A description derives from this; the methods with a body have a usual answer."""
 
+    valid_until_s: float = inf  # an operation that would begin later is refused, with nothing done
+    errors: tuple[type[Exception], ...] = (OrchestrRLError,)  # that its methods raise; any other is a defect
+    # Those of them that leave the operation open: `carry_out` and `resume` raise the error, and `resume` takes it up
+    # again. Where there are any, so do defects and observations that fail; otherwise observations are repeated.
+    leaves_open: tuple[type[Exception], ...] = ()
+
     @property
     def id(self) -> str: ...
 
@@ -94,10 +101,10 @@ class Description(Protocol[S]):
 
     def record(self, step: S) -> Mapping[str, Any]:
         """Return what the entries of a step hold besides its state: enough to plan the way back from them."""
-        ...
+        return {}
 
     async def do(self, step: S) -> str:
-        """Do a step; return a remark for the report. Raises OrchestrRLError."""
+        """Do a step; return a remark for the report. Raises one of `errors`."""
         ...
 
     async def undo(self, step: S) -> str:
@@ -105,7 +112,7 @@ class Description(Protocol[S]):
         ...
 
     async def observe(self) -> None:
-        """Read what there is now. Raises OrchestrRLError where that cannot be read yet: it is tried again."""
+        """Read what there is now. Raises one of `errors` where that cannot be read yet."""
         ...
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
@@ -118,6 +125,10 @@ class Description(Protocol[S]):
 
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
+        return None
+
+    def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
+        """Return the same as `resume_from`, after a failure of this daemon. The description bounds the attempts."""
         return None
 
     def is_final(self, step: S) -> bool:
@@ -143,7 +154,7 @@ class OperationFailure(Generic[S]):
 
     step: S | None
     why: str
-    error: OrchestrRLError | None = None
+    error: Exception | None = None
 
     def __str__(self) -> str:
         return self.why if self.step is None else f"{self.step}: {self.why}"
@@ -175,6 +186,7 @@ class OperationRun(Generic[S]):
         self.records: list[StepEntry] = []  # of its steps, also those of earlier daemons
         self._going: asyncio.Task[None] | None = None  # forward
         self._called_off = ""
+        self._is_begun = False
         self._is_final = False
         self._list_steps(StepDirection.FORWARD, self._forward_stages)
 
@@ -196,21 +208,39 @@ class OperationRun(Generic[S]):
     async def run(self) -> None:
         """Run it from the beginning to its end."""
         try:
-            self._log.begin(self._description.id, self._description.intent())
+            self.begin()
         except OrchestrRLError as error:
-            self.state, self.ended_s = OperationState.ROLLED_BACK, self._clock.now_s()
             self.detail = f"nothing was begun, since it cannot be written down: {error}"
             self.failure = OperationFailure(None, self.detail, error)
-            return
-        await self._end(OperationFailure(None, self._called_off) if self._called_off else await self._go(frozenset()))
+            self._set_end(OperationState.ROLLED_BACK)
+        else:
+            await self.carry_out()
 
-    async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """End an operation that an earlier daemon left open; `entries` are those of its steps, in order."""
+    def begin(self) -> None:
+        """Write the intent. Raises OrchestrRLError where the journal takes nothing."""
+        self._log.begin(self._description.id, self._description.intent())
+
+    async def carry_out(self) -> None:
+        """Run an operation whose intent is written. Raises Permanent where that was called before."""
+        if self._is_begun:
+            raise Permanent(f"{self._description} was begun before")
+        self._is_begun = True
+        is_late = self._clock.now_s() > self._description.valid_until_s
+        why_not = self._called_off or ("the order has expired" if is_late else "")
+        await self._end(OperationFailure(None, why_not) if why_not else await self._go(frozenset()))
+
+    async def resume(
+        self, entries: Sequence[JournalEntry], because: str = "the daemon ended in the middle of it"
+    ) -> None:
+        """End an operation that was left open, here or by an earlier daemon; `entries` are those of its steps. Where it
+        goes back, it reports `because`."""
+        self._is_begun, self.state, self.going_back = True, OperationState.RUNNING, False
         self._recall(entries)
+        await self._observe()
         went_back = any(record.direction is StepDirection.BACK for record in self.records)
-        done = None if went_back else self._description.resume_from(self.records)
+        done = None if went_back or self._called_off else self._description.resume_from(self.records)
         if done is None:
-            return await self._end(OperationFailure(None, "the daemon ended in the middle of it"))
+            return await self._go_back(OperationFailure(None, self._called_off or because))
         logger.warning("%s had come far enough and is finished", self._description)
         return await self._end(await self._go(done))
 
@@ -231,43 +261,49 @@ class OperationRun(Generic[S]):
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        state = OperationState.DONE
-        self.failure = failure
-        if failure is not None:
-            logger.warning("%s goes back: %s", self._description, failure)
+        """End it: after a failure the description decides, by what it observes, whether it goes on or back."""
+        while failure is not None:
             self.detail = str(failure)
             self._changed()
-            failed = await self._go_back()
-            # What failed on the way may have come right in the end.
             await self._observe()
-            state = OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED
-            self.detail = "; ".join([str(failure), *failed])
-        self.state = state
-        self.ended_s = self._clock.now_s()
+            done = self._description.goes_on_after(failure)
+            if done is None:
+                await self._go_back(failure)
+                return
+            failure = await self._go(done)
+        self._set_end(OperationState.DONE)
 
-    async def _go_back(self) -> list[str]:
-        """Return what failed on the way."""
+    async def _go_back(self, failure: OperationFailure[S]) -> None:
         for key, report in self._reports.items():
             if report.state is StepState.PENDING:
                 self._reports[key] = replace(report, state=StepState.SKIPPED)
-        self.going_back = True
-        await self._observe()
+        self.going_back, self.failure, self.detail = True, failure, str(failure)
         stages = self._description.back(self.records)
         self._list_steps(StepDirection.BACK, stages)
+        if stages:
+            logger.warning("%s goes back: %s", self._description, failure)
         self._changed()
         failed: list[str] = []
         for stage in stages:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
             failed += [outcome for outcome in outcomes if outcome]
-        return list(dict.fromkeys(failed))
+        if stages:  # what failed on the way may have come right in the end
+            await self._observe()
+        self.detail = "; ".join([str(failure), *dict.fromkeys(failed)])
+        self._set_end(OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED)
+
+    def _set_end(self, state: OperationState) -> None:
+        self.state, self.ended_s = state, self._clock.now_s()
 
     async def _observe(self) -> None:
-        """Without an observation nothing can be undone, so it is repeated until there is one."""
+        """Without an observation nothing can be decided, so it is repeated until there is one, or the error raised."""
         while True:
             try:
                 return await self._description.observe()
-            except OrchestrRLError as error:
-                logger.error("%s waits to go back: %s", self._description, error)
+            except self._description.errors as error:
+                if self._description.leaves_open:
+                    raise
+                logger.error("%s waits to go on or back: %s", self._description, error)
                 await self._clock.sleep(OBSERVE_AGAIN_S)
 
     async def _run_stages(self, done: frozenset[int]) -> None:
@@ -317,14 +353,18 @@ class OperationRun(Generic[S]):
         began_s = self._clock.now_s()
         self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
         why: str | None = None
-        raised: OrchestrRLError | None = None
+        raised: Exception | None = None
         try:
             detail = await within(self._clock, step.within_s, act(step))
-        except OrchestrRLError as error:
+        except self._description.errors as error:
+            if isinstance(error, self._description.leaves_open):
+                raise
             raised = error
             waits = self._description.waits_for(step)
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
         except Exception as error:  # a defect must not leave the world between the two
+            if self._description.leaves_open:
+                raise
             logger.exception("%s: %s", self._description, step)
             why = f"a defect: {error!r}"
         except asyncio.CancelledError:  # the world is observed before anything else is done
@@ -341,6 +381,9 @@ class OperationRun(Generic[S]):
 
     def _write(self, report: StepReport[S]) -> None:
         step = report.step
+        self._reports[report.direction, step.number] = report
+        if not self._log.has_steps:
+            return
         entry = {
             "id": f"{self._description.id}/{report.direction}/{step.number}",
             "direction": report.direction,
@@ -352,7 +395,6 @@ class OperationRun(Generic[S]):
             "elapsed_s": report.elapsed_s,
             "valid_until_s": (report.began_s or 0.0) + step.within_s,
         }
-        self._reports[report.direction, step.number] = report
         self.records.append(StepEntry(report.direction, step.number, report.state, entry))
         try:
             self._log.step(self._description.id, entry)

@@ -37,7 +37,8 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.step_lengths import StepLengths
-from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 from orchestrrl.fabric.operator_overrides import _CONTROL, _constraints_in
 from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
@@ -376,7 +377,7 @@ def _circuits(shelf: Shelf, draw: Drawn) -> None:
     diff = CircuitDiff(draw(st.sampled_from(ChangeMode)), draw(COUNTS), frozenset(before), remove, add, remove[:1])
     operation = CircuitOperation(draw(TEXTS), draw(TEXTS), diff, draw(SECONDS), draw(st.none() | SECONDS))
     executor = CircuitExecutor({}, shelf.journal, shelf.clock)
-    executor._note(operation)
+    executor._run_of(operation).begin()
     again = CircuitExecutor({}, shelf.again(), shelf.clock)
     assert again.recover() == 1
     assert again.open == (operation,)

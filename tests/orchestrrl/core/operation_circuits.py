@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from operation_world import OperationWorld
 
-from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
+from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import ChangeMode, CircuitChange, CircuitDiff, CommitResult, CrossConnect, Verification
 from ocs_drivers.virtual import VirtualSwitch
@@ -27,6 +27,7 @@ class FaultySwitch(VirtualSwitch):
         super().__init__("ocs1", clock=clock, command_timeout_s=0.2, lock_timeout_s=0.5, link_timeout_s=0.2)
         self.lost: set[str] = set()  # results
         self.failing: set[str] = set()
+        self.refuses = False  # a rollback that fails may not be asked for again
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         result = await super().commit(diff, expect_revision, revert_in_s)
@@ -41,6 +42,8 @@ class FaultySwitch(VirtualSwitch):
         return await super().verify(diff)
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
+        if "roll back" in self.failing and self.refuses:
+            raise DriverPermanent("write protected", device=self.device)
         if "roll back" in self.failing:
             raise DriverRetryable("the switch is busy", device=self.device)
         result = await super().rollback(diff)
@@ -124,7 +127,11 @@ class CircuitWorld(OperationWorld):
 
 
 class PreparedCircuitWorld(CircuitWorld):
-    """The change is written down ahead, and committed at its time."""
+    """The change is written down ahead, and committed at its time. Its switch refuses a rollback that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.switch.refuses = True
 
     async def begin(self, journal: Journal) -> None:
         self.operation = await self._daemon(journal).prepare("ocs1", CHANGE, valid_s=60.0)
@@ -134,3 +141,25 @@ class PreparedCircuitWorld(CircuitWorld):
     async def repeat(self) -> None:
         with pytest.raises(CircuitConflict, match="was begun or abandoned before"):
             await self.executor.commit(self.operation)
+
+
+class TrialCircuitWorld(CircuitWorld):
+    """The change is on trial, and confirmed a second later."""
+
+    moments_s = (*CircuitWorld.moments_s, 0.5)
+
+    async def begin(self, journal: Journal) -> None:
+        await self._begin(journal, confirmed_after_s=1.0)
+
+    async def repeat(self) -> None:
+        assert (await self.executor.confirm("ocs1")).detail == "was confirmed before"
+
+    async def begin_late(self, journal: Journal) -> None:
+        await self._begin(journal, confirmed_after_s=20.0)
+
+    async def _begin(self, journal: Journal, confirmed_after_s: float) -> None:
+        with suppress(DriverOutcomeUnknown, DriverRetryable):
+            await self._daemon(journal).change("ocs1", CHANGE, ChangeMode.SAFE, revert_in_s=10.0)
+        await self.clock.sleep(confirmed_after_s)
+        with suppress(CircuitConflict):
+            await self.executor.confirm("ocs1")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from operation_circuits import CircuitWorld, PreparedCircuitWorld
+from operation_circuits import CircuitWorld, PreparedCircuitWorld, TrialCircuitWorld
 from operation_toy import ToyWorld
 from operation_world import KilledJournal, OperationWorld, until_over
 
@@ -17,6 +17,7 @@ WORLDS: dict[str, type[OperationWorld]] = {
     "toy": ToyWorld,
     "circuits": CircuitWorld,
     "prepared circuits": PreparedCircuitWorld,
+    "circuits on trial": TrialCircuitWorld,
 }
 KINDS = list(WORLDS)
 KILLED = [(kind, after) for kind in KINDS for after in range(1, WORLDS[kind].written + 1)]

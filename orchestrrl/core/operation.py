@@ -9,7 +9,7 @@ finished, or plans the steps that lead back. Doing a step twice must be harmless
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
@@ -53,7 +53,9 @@ class Step(Protocol):
     def number(self) -> int: ...
 
     @property
-    def within_s(self) -> float: ...
+    def within_s(self) -> float | None:
+        """How long it may take; None for a step whose own actions are limited each."""
+        ...
 
 
 S = TypeVar("S", bound=Step)
@@ -79,6 +81,7 @@ class StepEntry:
     number: int
     state: StepState
     entry: Mapping[str, Any]
+    attempt: int = 1
 
 
 class Description(Protocol[S]):
@@ -139,6 +142,18 @@ class Description(Protocol[S]):
         """Return whether the operation stands although this step failed."""
         return False
 
+    def is_committed(self) -> bool:
+        """Return whether nothing leads back any more: what fails from now on is reported, and the rest is done."""
+        return False
+
+    def retry(self, failure: "OperationFailure[S]") -> bool:
+        """Return whether to begin again from the first step, after a way back that has restored the world."""
+        return False
+
+    def hold(self, step: S) -> Coroutine[Any, Any, None] | None:
+        """Return work that renews what a step has taken, such as a lease, for as long as the operation goes forward."""
+        return None
+
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
         """Clean up after a step that failed on the way back; return the chain to try again."""
         return chain
@@ -177,6 +192,7 @@ class OperationRun(Generic[S]):
         self.failure: OperationFailure[S] | None = None  # why it goes back, or was not begun
         self.ended_s: float | None = None
         self.going_back = False
+        self.attempt = 1
         self._description = description
         self._log = log
         self._clock = clock
@@ -185,6 +201,7 @@ class OperationRun(Generic[S]):
         self._reports: dict[tuple[StepDirection, int], StepReport[S]] = {}
         self.records: list[StepEntry] = []  # of its steps, also those of earlier daemons
         self._going: asyncio.Task[None] | None = None  # forward
+        self._holding: list[asyncio.Task[None]] = []
         self._called_off = ""
         self._is_begun = False
         self._is_final = False
@@ -237,7 +254,8 @@ class OperationRun(Generic[S]):
         self._is_begun, self.state, self.going_back = True, OperationState.RUNNING, False
         self._recall(entries)
         await self._observe()
-        went_back = any(record.direction is StepDirection.BACK for record in self.records)
+        last = [record for record in self.records if record.attempt == self.attempt]
+        went_back = any(record.direction is StepDirection.BACK for record in last)
         done = None if went_back or self._called_off else self._description.resume_from(self.records)
         if done is None:
             return await self._go_back(OperationFailure(None, self._called_off or because))
@@ -258,20 +276,39 @@ class OperationRun(Generic[S]):
                 await asyncio.wait({self._going})
                 raise
             return OperationFailure(None, self._called_off)
+        finally:
+            for task in self._holding:
+                task.cancel()
+            self._holding.clear()
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        """End it: after a failure the description decides, by what it observes, whether it goes on or back."""
+        """End it: after a failure the description decides, by what it observes, whether it goes on or back, and after a
+        way back, whether it begins again."""
         while failure is not None:
-            self.detail = str(failure)
+            self.failure, self.detail = failure, str(failure)
             self._changed()
             await self._observe()
             done = self._description.goes_on_after(failure)
             if done is None:
                 await self._go_back(failure)
-                return
+                if self.state is not OperationState.ROLLED_BACK or not self._description.retry(failure):
+                    return
+                self._begin_again()
+                done = frozenset()
             failure = await self._go(done)
+        self.failure = None
         self._set_end(OperationState.DONE)
+
+    def _begin_again(self) -> None:
+        logger.warning("%s begins again", self._description)
+        self.state, self.ended_s = OperationState.RUNNING, None
+        self.attempt += 1
+        self.going_back = self._is_final = False
+        self.detail = ""
+        self._reports.clear()
+        self._list_steps(StepDirection.FORWARD, self._forward_stages)
+        self._changed()
 
     async def _go_back(self, failure: OperationFailure[S]) -> None:
         for key, report in self._reports.items():
@@ -327,7 +364,7 @@ class OperationRun(Generic[S]):
             try:
                 await self._do(StepDirection.FORWARD, step, self._description.do)
             except _StepFailed as failed:
-                if not self._description.is_optional(step):
+                if not self._description.is_optional(step) and not self._description.is_committed():
                     raise
                 self.detail = "; ".join(filter(None, [self.detail, str(failed.failure)]))
 
@@ -355,7 +392,8 @@ class OperationRun(Generic[S]):
         why: str | None = None
         raised: Exception | None = None
         try:
-            detail = await within(self._clock, step.within_s, act(step))
+            work, limit_s = act(step), step.within_s
+            detail = await (work if limit_s is None else within(self._clock, limit_s, work))
         except self._description.errors as error:
             if isinstance(error, self._description.leaves_open):
                 raise
@@ -375,6 +413,9 @@ class OperationRun(Generic[S]):
             self._write(self._over(direction, step, StepState.FAILED, why, began_s))
             raise _StepFailed(OperationFailure(step, why, raised))
         self._write(self._over(direction, step, StepState.DONE, detail, began_s))
+        holding = self._description.hold(step) if direction is StepDirection.FORWARD else None
+        if holding is not None:
+            self._holding.append(asyncio.ensure_future(holding))
 
     def _over(self, direction: StepDirection, step: S, state: StepState, detail: str, began_s: float) -> StepReport[S]:
         return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
@@ -385,7 +426,8 @@ class OperationRun(Generic[S]):
         if not self._log.has_steps:
             return
         entry = {
-            "id": f"{self._description.id}/{report.direction}/{step.number}",
+            "id": f"{self._description.id}/{self.attempt}/{report.direction}/{step.number}",
+            "attempt": self.attempt,
             "direction": report.direction,
             "number": step.number,
             **self._description.record(step),
@@ -393,13 +435,13 @@ class OperationRun(Generic[S]):
             "detail": report.detail,
             "began_s": report.began_s,
             "elapsed_s": report.elapsed_s,
-            "valid_until_s": (report.began_s or 0.0) + step.within_s,
+            "valid_until_s": None if step.within_s is None else (report.began_s or 0.0) + step.within_s,
         }
-        self.records.append(StepEntry(report.direction, step.number, report.state, entry))
+        self.records.append(StepEntry(report.direction, step.number, report.state, entry, self.attempt))
         try:
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
-            if report.direction is StepDirection.FORWARD:
+            if report.direction is StepDirection.FORWARD and not self._description.is_committed():
                 raise
             # A full disk must not keep the world from being whole again.
             logger.error("%s: %s", self._description, error)
@@ -411,8 +453,13 @@ class OperationRun(Generic[S]):
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
-            record = StepEntry(StepDirection(body["direction"]), body["number"], StepState(body["state"]), body)
+            direction, state, attempt = StepDirection(body["direction"]), StepState(body["state"]), body["attempt"]
+            record = StepEntry(direction, body["number"], state, body, attempt)
             self.records.append(record)
+            if attempt > self.attempt:
+                self.attempt = attempt
+                self._reports.clear()
+                self._list_steps(StepDirection.FORWARD, self._forward_stages)
             if record.direction is StepDirection.FORWARD and record.number in forward:
                 self._reports[record.direction, record.number] = StepReport(
                     forward[record.number],
@@ -433,7 +480,7 @@ class OperationRun(Generic[S]):
 
 def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body of a step's entry. Raises ValueError where it lacks what `resume` reads."""
-    missing = {"number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
+    missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
         raise ValueError(f"has no {min(missing)}")
     StepDirection(entry["direction"]), StepState(entry["state"])

@@ -70,8 +70,10 @@ from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_p
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
+from orchestrrl.weights.controller.participants import SyncAttempt
 from orchestrrl.weights.controller.reports import SyncReport
-from orchestrrl.weights.controller.state import CommittedVersion, WeightBook
+from orchestrrl.weights.controller.run import SyncRun, SyncStep, SyncStepKind
+from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, WeightBook
 from orchestrrl.weights.controller.state import FleetWeights as WeightFleet
 from planner.admission import OperatorControl
 from planner.calibration import Calibration
@@ -274,7 +276,7 @@ def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     log.begin(redeployment.id, run.intent())
     operation: Any = object.__new__(OperationRun)
     operation._description, operation._log, operation._changed = run, log, lambda: None
-    operation._reports, operation.records = {}, []
+    operation._reports, operation.records, operation.attempt = {}, [], 1
     operation._write(step)
     opened = read_open(shelf.again())
     assert opened is not None
@@ -431,11 +433,22 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     spoilt, engines = draw(st.dictionaries(TEXTS, TEXTS, max_size=2)), draw(st.lists(TEXTS, max_size=2))
     book = WeightBook(shelf.journal, shelf.clock)
     book.began(report)
-    book.step(report.id, "install", engines)
+    run: Any = object.__new__(SyncRun)
+    run.sync_record, run._attempt = SyncRecord(report, shelf.clock), SyncAttempt(targets=dict.fromkeys(engines, "p"))
+    operation: Any = object.__new__(OperationRun)
+    operation._description, operation._log, operation._changed = run, book.log, lambda: None
+    operation._reports, operation.records, operation.attempt = {}, [], 2
+    step = dataclasses.replace(draw(values(StepReport[SyncStep])), step=SyncStep(4, SyncStepKind.INSTALL))
+    operation._write(step)
+    for engine in engines:
+        book.repairs(report.id, engine)
     book.stands(WeightFleet(committed, spoilt))
     again = WeightBook(shelf.again(), shelf.clock)
     (left,) = again.recover()
-    assert (left.report, left.changed) == (report, tuple(dict.fromkeys(engines)))
+    assert left.intent == report
+    (entry,) = left.steps
+    assert (entry.body["step"], entry.body["attempt"], entry.body["state"]) == ("install", 2, step.state)
+    assert entry.body["engines"] == sorted(set(engines))
     assert again.fleet == WeightFleet(committed, spoilt)
     again.ended(report)
     last = WeightBook(shelf.again(), shelf.clock)

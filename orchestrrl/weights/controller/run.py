@@ -210,7 +210,9 @@ class SyncRun(Description[SyncStep]):
     async def observe(self) -> None:
         """Engines are asked while they are restored; here their peers are waited for after a restart."""
         changed = self._attempt.changed
-        if self._is_left and not self._is_restored and (changed or own_lease(self._acts, self.id)):
+        if self._committed or self._is_restored or not self._is_left:
+            return
+        if changed or own_lease(self._acts, self.id):
             await attached_again(self._acts, changed)
 
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:

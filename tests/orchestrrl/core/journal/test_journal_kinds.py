@@ -330,7 +330,7 @@ def _fleet_pauses(shelf: Shelf, draw: Drawn) -> None:
     assert not barrier._log.left_open(lambda entry: entry.body)
 
 
-STEP_TIMES = {"detail": "", "began_s": 1.0, "elapsed_s": 0.0}
+STEP_TIMES = {"attempt": 1, "detail": "", "began_s": 1.0, "elapsed_s": 0.0}
 
 
 def _routes(shelf: Shelf, draw: Drawn) -> None:

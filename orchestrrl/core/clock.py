@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Awaitable
 from math import inf
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from orchestrrl.core.errors import Permanent
 
@@ -93,3 +93,13 @@ async def within(clock: Clock, limit_s: float, work: Awaitable[T]) -> T:
         raise
     finally:
         timer.cancel()
+
+
+async def until_set(clock: Clock, event: asyncio.Event, within_s: float, *also: asyncio.Future[Any]) -> None:
+    """Wait until the event is set, one of the futures is done, or `within_s` have passed."""
+    own = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(within_s))]
+    try:
+        await asyncio.wait([*own, *also], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()

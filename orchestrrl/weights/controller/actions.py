@@ -14,7 +14,7 @@ from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
-from orchestrrl.weights.controller.state import EngineNow, WeightBook
+from orchestrrl.weights.controller.state import HOLDER, EngineNow, FleetWeights, WeightBook
 from orchestrrl.weights.model import (
     Peer,
 )
@@ -145,6 +145,38 @@ class SyncActions:
 
     def all_gone(self, engines: Collection[EngineId]) -> bool:
         return bool(engines) and all(self.gone(engine) for engine in engines)
+
+    # --- the pause barrier
+
+    @property
+    def is_closed(self) -> bool:
+        return self.fence.state.lease is not None
+
+    def own_lease(self, sync_id: str) -> str:
+        """Return the pause barrier's lease where this sync holds it, else an empty one."""
+        lease = self.fence.state.lease
+        return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
+
+    @property
+    def has_others_weights(self) -> bool:
+        """A trainer has brought other weights in its own way, and told the pause barrier their version: what peers
+        report of engines holds no longer, and nothing is repaired until a version is published again."""
+        return self.fence.state.newest not in (None, self.book.fleet.version)
+
+    def notice_others(self) -> bool:
+        """Write down that the committed version is no longer the fleet's, and return True, where the pause barrier was
+        told another one since. Where it knows none, or has not heard of ours yet, that is not so."""
+        committed, newest = self.book.fleet.committed, self.fence.state.newest
+        if committed is None or newest is None:
+            return False
+        if newest == committed.version:
+            self.book.was_reported = True
+            return False
+        if not self.book.was_reported and newest == committed.before:
+            return False
+        logger.warning("the fleet has version %d by another way, in place of %d", newest, committed.version)
+        self.book.stands(FleetWeights())
+        return True
 
     # --- acts
 

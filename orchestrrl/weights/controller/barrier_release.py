@@ -13,7 +13,6 @@ from types import MappingProxyType
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.carrying import SyncFailed
-from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase
 from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, FleetWeights, SyncRecord
 from planner.model import EngineId
@@ -22,16 +21,6 @@ logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0  # after the pause barrier did not do as it was told
 TRIES = 5
-
-
-def own_lease(acts: SyncActions, sync_id: str) -> str:
-    """The pause barrier's lease, where this sync holds it; else empty."""
-    lease = acts.fence.state.lease
-    return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
-
-
-def is_closed(acts: SyncActions) -> bool:
-    return acts.fence.state.lease is not None
 
 
 async def resume_new(acts: SyncActions, record: SyncRecord) -> None:
@@ -47,7 +36,7 @@ async def resume_new(acts: SyncActions, record: SyncRecord) -> None:
     has = [engine for engine in committed.has if engine in known]
     without = sorted(set(known) - set(has))
     with record.phase(SyncPhase.RESUME):
-        lease = own_lease(acts, record.id)
+        lease = acts.own_lease(record.id)
         if not lease or not await _resume(acts, lease, committed.version, without, f"version {committed.version}"):
             # Somebody else closed it, and will open it, or it is open: by then it is known who has what.
             await run_by_peers(acts, has, committed.version, without, "have not got the fleet's weights")
@@ -68,7 +57,7 @@ async def run_by_peers(
         acts.fence.forget(without, why)
     if has:
         acts.fence.set_version(has, version, "brought by a weight sync")
-    if not is_closed(acts):
+    if not acts.is_closed:
         failed = await acts.try_each(has, lambda engine: acts.rest(engine, False))
         for engine, detail in failed.items():
             logger.warning("%s was not told to run again: %s", engine, detail)
@@ -89,15 +78,15 @@ async def go_back(
     acts.fence.forget(gone, "left the fleet")
     record.without_engines(gone)
     await acts.let_go(record.report.version)
-    lease = own_lease(acts, record.id)
+    lease = acts.own_lease(record.id)
     if not changed:
         if lease:
             await acts.refresh(_known_to_barrier(acts))
             await _resume(acts, lease, None, sorted(acts.book.fleet.quarantined), "nothing was changed")
         return
-    if not is_closed(acts):
+    if not acts.is_closed:
         lease = await _close_again(acts, record, changed)
-    notice_others(acts)
+    acts.notice_others()
     committed = acts.book.fleet.committed
     # As they were is not as they should be, of those that were changed by an attempt before.
     untouched = set(untouched).difference(acts.book.fleet.quarantined)
@@ -125,7 +114,7 @@ async def go_back(
     without = sorted(engine for engine in acts.book.fleet.quarantined if engine in acts.engines())
     if lease and await _resume(acts, lease, None, without, "engines have the weights from before"):
         return
-    if not is_closed(acts):
+    if not acts.is_closed:
         await acts.try_each(good, lambda engine: acts.rest(engine, False))
 
 

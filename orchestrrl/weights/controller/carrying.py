@@ -5,15 +5,16 @@ A peer that goes away is waited for; whoever had bytes to come from it gets them
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
+from orchestrrl.weights.controller.edges import common_transport
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress
@@ -226,15 +227,7 @@ class Carrying:
             if any(self._is_attached(peer) for peer in doubtful):
                 await self._mend()
             self._phases()
-            await self._turn()
-
-    async def _turn(self) -> None:
-        work = [asyncio.ensure_future(self._woken.wait()), asyncio.ensure_future(self._context.clock.sleep(TURN_S))]
-        try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in work:
-                each.cancel()
+            await until_set(self._context.clock, self._woken, TURN_S)
 
     async def _check(self) -> bool:
         """Whether everything that was brought is as it was sent."""
@@ -298,14 +291,10 @@ class Carrying:
     def _weight(self, peers: Mapping[PeerId, Peer], src: str, dst: str) -> float | None:
         """Whoever brought something amiss is the last to be asked again; inside a PoD there is more room."""
         one, other = PeerId(src), PeerId(dst)
-        if self._way(peers[one], peers[other]) is None:
+        if common_transport(self._context.settings, peers[one], peers[other]) is None:
             return None
         weight = 100.0 if one in self.progress.blamed(other) else 1.0
         return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
-
-    def _way(self, one: Peer, other: Peer) -> str | None:
-        names = self._context.settings.transports
-        return next((name for name in names if name in one.transports and name in other.transports), None)
 
     def _pod(self, peer: PeerId) -> str:
         station = self._network.stations.get(peer)
@@ -313,7 +302,7 @@ class Carrying:
 
     def _edge_of(self, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
         src, dst = PeerId(feed.src), PeerId(feed.dst)
-        way = self._way(peers[src], peers[dst])
+        way = common_transport(self._context.settings, peers[src], peers[dst])
         assert way is not None
         phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
         address = peers[dst].transports[way]
@@ -329,10 +318,10 @@ class Carrying:
             for end in (edge.src, edge.dst):
                 of.setdefault(end, []).append(edge)
         for peer in sorted(of):
-            self._order(peer, tuple(of[peer]))
+            self._start(self._carry(peer, tuple(of[peer])))
 
-    def _order(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
-        task = asyncio.ensure_future(self._carry(peer, edges))
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
@@ -371,37 +360,28 @@ class Carrying:
             logger.warning("weight sync %s: edge %s from %s to %s broke", self._record.id, edge.id, edge.src, edge.dst)
             for end in (edge.src, edge.dst):
                 if self._is_attached(end):
-                    self._let_go(end, edge.id)
+                    self._start(self._let_go(end, edge.id))
 
-    def _let_go(self, peer: PeerId, edge_id: str) -> None:
-        async def send() -> None:
-            try:
-                await self._context.hub.send_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
-            except OrchestrRLError as error:
-                logger.warning("weight sync %s: %s", self._record.id, error)
-
-        task = asyncio.ensure_future(send())
-        self._orders.add(task)
-        task.add_done_callback(self._orders.discard)
+    async def _let_go(self, peer: PeerId, edge_id: str) -> None:
+        try:
+            await self._context.hub.send_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
+        except OrchestrRLError as error:
+            logger.warning("weight sync %s: %s", self._record.id, error)
 
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
         """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
         self.progress.on_held(peer, held)
         self._moved_s = self._context.clock.now_s()
-        edges = self.progress.live_of(peer)
+        self._start(self._again(peer, self.progress.live_of(peer)))
 
-        async def again() -> None:
-            try:
-                await self._open(peer)
-            except SyncFailed as failure:
-                logger.warning("weight sync %s: %s", self._record.id, failure)
-                return
-            if edges:
-                await self._carry(peer, edges)
-
-        task = asyncio.ensure_future(again())
-        self._orders.add(task)
-        task.add_done_callback(self._orders.discard)
+    async def _again(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
+        try:
+            await self._open(peer)
+        except SyncFailed as failure:
+            logger.warning("weight sync %s: %s", self._record.id, failure)
+            return
+        if edges:
+            await self._carry(peer, edges)
 
     def _phases(self) -> None:
         lasting = {each.phase for each in self._record.report.phases if each.ended_s is None}

@@ -7,11 +7,11 @@ last. It acts in both modes: whoever publishes wants it done; an operator's paus
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
@@ -24,7 +24,6 @@ from orchestrrl.weights.controller.carrying import CarrierContext, Offload, inli
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
-from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.publications import PublicationCollector
 from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, fingerprints
@@ -109,6 +108,8 @@ class WeightSync:
         self._clock = clock
         self._settings = settings
         self._collector = PublicationCollector(self.book, hub, clock, settings, self._complete)
+        self.report, self.history = self._collector.report, self._collector.history
+        self.follow = self._collector.follow
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._acts)
@@ -185,18 +186,6 @@ class WeightSync:
 
     # --- asked by operators
 
-    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
-        """Neither: the one under way, else the last. Raises Permanent where there is none."""
-        return self._collector.report(sync_id, version)
-
-    def history(self, limit: int) -> list[SyncReport]:
-        """Newest first; 0: all that are remembered."""
-        return self._collector.history(limit)
-
-    def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
-        """Raises Permanent."""
-        return self._collector.follow(sync_id)
-
     def status(self) -> WeightsStatus:
         fleet = self.book.fleet
         latest = self.history(1)
@@ -258,7 +247,7 @@ class WeightSync:
                     " version, and all goes on as before"
                 )
             return version, without
-        notice_others(self._acts)
+        self._acts.notice_others()
         committed = self.book.fleet.committed
         if told is not None:
             if committed is not None and committed.version == told:
@@ -370,7 +359,8 @@ class WeightSync:
                 finally:
                     self._running = self._collector.running = None
             elif not await self._repair():
-                await self._turn()
+                self._news.clear()
+                await until_set(self._clock, self._news, TICK_S)
 
     async def close(self) -> None:
         """After `run` was cancelled: streams end, and peers attach to the next daemon."""
@@ -399,7 +389,8 @@ class WeightSync:
         task = asyncio.ensure_future(self._repairs.one(due[0]))
         try:
             while not task.done() and self._next is None:  # a new version is more than a repair
-                await self._turn(task)
+                self._news.clear()
+                await until_set(self._clock, self._news, TICK_S, task)
         finally:
             if not task.done():
                 task.cancel()
@@ -407,19 +398,6 @@ class WeightSync:
         if not task.cancelled() and task.exception() is not None:
             await task
         return True
-
-    async def _turn(self, *also: asyncio.Task[bool]) -> None:
-        """Until there is news, or it is time to look."""
-        self._news.clear()
-        work: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(self._news.wait()),
-            asyncio.ensure_future(self._clock.sleep(TICK_S)),
-        ]
-        try:
-            await asyncio.wait([*work, *also], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in work:
-                each.cancel()
 
     def _on_news(self, peer: PeerId, news: Heard) -> None:
         carrying = self._running.carrying if self._running is not None else None

@@ -17,7 +17,7 @@ from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.carrying import ANSWER_S, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta, VersionMap
+from orchestrrl.weights.model import TensorMeta, VersionMap
 from orchestrrl.weights.orders import BackendAct, OrderOutcome, PeerResult
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
@@ -65,7 +65,7 @@ class DirectTransfer:
         map = VersionMap(
             self.version, tuple(tensors[name] for name in sorted(tensors)), (), self._acts.settings.chunk_bytes
         )
-        record.put(bytes=sum(_bytes(each) for each in map.tensors))
+        record.put(bytes=sum(each.bytes for each in map.tensors))
         record.state(SyncState.PLANNING)
         self._begin(changes=False)
         try:
@@ -167,10 +167,3 @@ class DirectTransfer:
             self._ended.cancel()
         if self._record.report.trainer_step_json:
             self._record.put(trainer_step_json="")
-
-
-def _bytes(tensor: TensorMeta) -> int:
-    size = DTYPE_BYTES[tensor.dtype]
-    for length in tensor.shape:
-        size *= length
-    return size

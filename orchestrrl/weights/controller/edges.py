@@ -46,15 +46,19 @@ def edges_of(
     return edges, {edge.id: flow.seconds for edge, flow in zip(edges, flows, strict=True)}
 
 
+def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:
+    """Return the first transport by the settings' order that both peers have."""
+    return next((name for name in settings.transports if name in one.transports and name in other.transports), None)
+
+
 def _transports(
     pairs: Iterable[tuple[PeerId, PeerId]], known: Mapping[PeerId, Peer], settings: WeightSettings
 ) -> dict[tuple[PeerId, PeerId], str]:
     found: dict[tuple[PeerId, PeerId], str] = {}
     faults = []
     for src, dst in sorted(pairs):
-        both = [each for each in settings.transports if each in known[src].transports and each in known[dst].transports]
-        if both:
-            found[src, dst] = both[0]
+        if transport := common_transport(settings, known[src], known[dst]):
+            found[src, dst] = transport
         else:
             faults.append(
                 f"peers.{dst}.transports: has none of {', '.join(settings.transports)} in common with {src},"

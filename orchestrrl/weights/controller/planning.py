@@ -48,6 +48,12 @@ class PlannedSync:
     naive_s: float
     waves: int
 
+    def named(self, name: str) -> "PlannedSync":
+        """Return it with ids of edges that no other plan has: a peer may know edges of a version with the same
+        number."""
+        edges = tuple(replace(edge, id=f"{name}.{edge.id}") for edge in self.edges)
+        return replace(self, edges=edges, planned_s={f"{name}.{id}": each for id, each in self.planned_s.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:

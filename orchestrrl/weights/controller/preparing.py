@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.weights.controller.actions import SyncActions
@@ -21,12 +20,6 @@ from planner.model import PeerId
 from planner.sync_tree.network import SyncNetwork
 
 LOOK_S = 0.25  # how often it is looked whether who is missing has come
-
-
-def named(planned: PlannedSync, name: str) -> PlannedSync:
-    """Ids of edges are nobody else's, whenever that was: a peer may know edges of a version with the same number."""
-    edges = tuple(replace(edge, id=f"{name}.{edge.id}") for edge in planned.edges)
-    return replace(planned, edges=edges, planned_s={f"{name}.{id}": each for id, each in planned.planned_s.items()})
 
 
 class Preparation:
@@ -136,7 +129,7 @@ class Preparation:
             )
         except ValueError as error:
             raise SyncFailed("unreachable", str(error)) from error
-        return named(planned, self._record.id)
+        return planned.named(self._record.id)
 
     async def tear_down(self) -> None:
         """Give circuits back where they were asked for. It goes on where this is cancelled, and is then waited for by

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.weights.backends.base import BACKENDS
-from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
+from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import PUBLICATION, Publication
 
 
@@ -70,8 +70,6 @@ def publication_faults(publication: Publication) -> list[str]:
         if tensor.name in seen:
             faults.append(f"tensors[{place}].name: is there twice, got {tensor.name!r}")
         seen.add(tensor.name)
-        if tensor.dtype not in DTYPE_BYTES:
-            faults.append(f"tensors[{place}].dtype: must be one of {', '.join(DTYPE_BYTES)}, got {tensor.dtype!r}")
     if bool(publication.expected) and not publication.probe:
         faults.append("probe: must be told where expected is, got []")
     return faults

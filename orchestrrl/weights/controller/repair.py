@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
 from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.barrier_release import is_closed
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
-from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord
@@ -25,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_AGAIN_S = 1.0
 LAST_AGAIN_S = 60.0
+MOST_DOUBLINGS = 16
 CHECK_WITHIN_S = 600.0
 # What an engine runs meanwhile came past the gateway, or before the engine was left out: it shall end under the weights
 # that it began with. So many tries let it; the next one ends it, and whoever asked has to ask again.
@@ -36,7 +35,6 @@ DRAINS = 6
 class _Tried:
     times: int
     after_s: float
-    again_s: float
 
 
 class EngineRepairs:
@@ -53,7 +51,7 @@ class EngineRepairs:
         closed."""
         acts = self._acts
         self._leave()
-        if is_closed(acts) or notice_others(acts) or acts.book.fleet.committed is None:
+        if acts.is_closed or acts.notice_others() or acts.book.fleet.committed is None:
             return []
         committed, told = acts.book.fleet.committed, acts.fence.state.versions
         wanting = []
@@ -74,11 +72,11 @@ class EngineRepairs:
     def on_peer(self, peer: Peer) -> None:
         """No request goes to an engine that was restarted, from the moment that its peer says so."""
         fence = self._acts.fence
-        if others_weights(self._acts):
+        if self._acts.has_others_weights:
             return
         for each in peer.engines:
             told = fence.state.versions.get(each.engine)
-            if told is not None and told != each.installed and (each.installed is None or not is_closed(self._acts)):
+            if told is not None and told != each.installed and (each.installed is None or not self._acts.is_closed):
                 fence.forget([each.engine], f"has {_weights_text(each.installed)}")
 
     async def one(self, engine: EngineId) -> bool:
@@ -95,18 +93,18 @@ class EngineRepairs:
                 raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
             for host in acts.hosts_of(engine):
                 await self._bytes(acts.attached()[host], committed)
-            if notice_others(acts):
+            if acts.notice_others():
                 await acts.rest(engine, False)
                 return False
             await acts.install(engine, committed.version)
-            if notice_others(acts):  # it may have taken ours last
+            if acts.notice_others():  # it may have taken ours last
                 acts.fence.forget([engine], "was given weights that are the fleet's no longer")
                 return False
             await self._same_answer(engine, committed)
             return await self._serves(engine, committed)
         except SyncFailed as failure:
             self._put_off(engine, failure.detail)
-            if failure.unchanged and failure.code != "not_quiet" and not is_closed(acts):
+            if failure.unchanged and failure.code != "not_quiet" and not acts.is_closed:
                 await self._let_run(engine)
         except (OrchestrRLError, ValueError) as error:
             self._put_off(engine, cut(str(error)))
@@ -166,9 +164,9 @@ class EngineRepairs:
 
     def _put_off(self, engine: EngineId, why: str) -> None:
         before = self._tried.get(engine)
-        again_s = min(LAST_AGAIN_S, before.again_s * 2 if before else FIRST_AGAIN_S)
         times = before.times + 1 if before else 1
-        self._tried[engine] = _Tried(times, self._acts.clock.now_s() + again_s, again_s)
+        again_s = min(LAST_AGAIN_S, FIRST_AGAIN_S * 2.0 ** min(times - 1, MOST_DOUBLINGS))
+        self._tried[engine] = _Tried(times, self._acts.clock.now_s() + again_s)
         logger.warning("%s was not repaired, again in %.0f s: %s", engine, again_s, why)
         acts, committed = self._acts, self._acts.book.fleet.committed
         if committed is not None and committed.quarantined.get(engine) != why:
@@ -204,12 +202,9 @@ class EngineRepairs:
             planned = await acts.context.offload(plan)
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
-        edges = tuple(replace(edge, id=f"r{acts.book.generation}.{number}.{edge.id}") for edge in planned.edges)
-        elapsed_s = {f"r{acts.book.generation}.{number}.{id}": each for id, each in planned.planned_s.items()}
-        planned = replace(planned, edges=edges, planned_s=elapsed_s)
-        report = SyncReport(
-            f"repair-{acts.book.generation}-{number}", committed.version, SyncState.CARRYING, acts.clock.now_s()
-        )
+        planned = planned.named(f"r{acts.book.generation}.{number}")
+        id = f"repair-{acts.book.generation}-{number}"
+        report = SyncReport(id, committed.version, SyncState.CARRYING, acts.clock.now_s())
         self.carrying = Carrying(acts.context, SyncRecord(report, acts.clock), planned, map, network, who)
         try:
             await self.carrying.run()
@@ -229,7 +224,7 @@ class EngineRepairs:
 
     async def _serves(self, engine: EngineId, committed: CommittedVersion) -> bool:
         acts = self._acts
-        if is_closed(acts):
+        if acts.is_closed:
             raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
         # It may have been restarted while it was looked at.
         if acts.installed(engine) != committed.version:
@@ -242,13 +237,6 @@ class EngineRepairs:
         self._tried.pop(engine, None)
         await acts.rest(engine, False)
         return True
-
-
-def others_weights(acts: SyncActions) -> bool:
-    """Somebody has brought other weights since, and told their version: what peers know of engines holds no longer, and
-    nothing is repaired until a version is published again."""
-    newest = acts.fence.state.newest
-    return newest not in (None, acts.book.fleet.version)
 
 
 def _weights_text(version: int | None) -> str:

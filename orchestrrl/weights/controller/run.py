@@ -18,10 +18,9 @@ from orchestrrl.core.operation import Description, OperationFailure, OperationRu
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
-from orchestrrl.weights.controller.barrier_release import attached_again, go_back, is_closed, own_lease, resume_new
+from orchestrrl.weights.controller.barrier_release import attached_again, go_back, resume_new
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
 from orchestrrl.weights.controller.direct import DirectTransfer
-from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing
 from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, SyncParticipants
 from orchestrrl.weights.controller.preparing import Preparation
@@ -212,7 +211,7 @@ class SyncRun(Description[SyncStep]):
         changed = self._attempt.changed
         if self._committed or self._is_restored or not self._is_left:
             return
-        if changed or own_lease(self._acts, self.id):
+        if changed or self._acts.own_lease(self.id):
             await attached_again(self._acts, changed)
 
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:
@@ -311,7 +310,7 @@ class SyncRun(Description[SyncStep]):
                 self._attempt.lease = await self._lease()
         finally:
             self._waits_for_barrier = False
-        notice_others(self._acts)
+        self._acts.notice_others()
         self._participants.update(self._attempt)
 
     async def _until_free(self) -> None:
@@ -319,7 +318,7 @@ class SyncRun(Description[SyncStep]):
         record, acts, settings = self.sync_record, self._acts, self._acts.settings
         until_s = acts.clock.now_s() + settings.fence_within_s
         while self._borrowed is None:
-            if is_closed(acts):  # before it opens we are asked
+            if acts.is_closed:  # before it opens we are asked
                 record.put(detail=f"waits: {acts.fence.state.lease} has the pause barrier closed")
                 if acts.clock.now_s() >= until_s:
                     raise SyncFailed("not_quiet", f"the pause barrier is held by another: {acts.fence.state.lease}")
@@ -404,9 +403,9 @@ class SyncRun(Description[SyncStep]):
         """Raise SyncFailed where requests may have run while engines were being changed."""
         acts, lease = self._acts, self._attempt.lease
         why = ""
-        if lease and own_lease(acts, self.id) != lease:
+        if lease and acts.own_lease(self.id) != lease:
             why = "the pause barrier has opened by itself while engines were being changed"
-        elif not lease and self._borrowed is not None and not is_closed(acts):
+        elif not lease and self._borrowed is not None and not acts.is_closed:
             why = "the pause barrier was opened while engines were being changed"
         elif not lease and self._borrowed is None and acts.fence.is_manned():
             why = "a gateway has come while peers kept engines still"
@@ -473,7 +472,7 @@ class SyncRun(Description[SyncStep]):
         off."""
         acts, changed = self._acts, self._attempt.changed
         committed, state = acts.book.fleet.committed, acts.fence.state
-        if committed is None or own_lease(acts, self.id):
+        if committed is None or acts.own_lease(self.id):
             return False
         if committed.at_s > self.sync_record.report.began_s:
             return True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.state import EngineNow
@@ -120,7 +120,7 @@ class PeerAssignments:
             while True:
                 self._news.clear()
                 self.update()
-                await self._turn()
+                await until_set(self._clock, self._news, TURN_S)
         finally:
             for task in self._sending.values():
                 task.cancel()
@@ -181,11 +181,3 @@ class PeerAssignments:
         if news is None:  # whoever comes back is told again
             self._sent.pop(peer, None)
         self._news.set()
-
-    async def _turn(self) -> None:
-        work = [asyncio.ensure_future(self._news.wait()), asyncio.ensure_future(self._clock.sleep(TURN_S))]
-        try:
-            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in work:
-                each.cancel()

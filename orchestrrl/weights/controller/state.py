@@ -135,26 +135,24 @@ class SyncRecord:
         self.report = replace(self.report, **changes)
         self._changed.set()
 
-    def state(self, state: SyncState, detail: str = "") -> None:
-        logger.info("weight sync %s of version %d: %s %s", self.id, self.report.version, state, detail)
-        self.put(state=state, detail=detail)
+    def state(self, state: SyncState) -> None:
+        logger.info("weight sync %s of version %d: %s", self.id, self.report.version, state)
+        self.put(state=state, detail="")
 
     def note(self, *words: str) -> None:
         """Each once, and no more than anybody reads."""
         notes = tuple(dict.fromkeys([*self.report.notes, *(cut(word, NOTE) for word in words if word)]))
         self.put(notes=notes[:NOTES])
 
-    def begins(self, phase: SyncPhase, at_s: float | None = None) -> None:
-        began_s = self._clock.now_s() if at_s is None else at_s
-        self.put(phases=(*self.report.phases, PhaseTime(phase, began_s)))
+    def begins(self, phase: SyncPhase) -> None:
+        self.put(phases=(*self.report.phases, PhaseTime(phase, self._clock.now_s())))
 
-    def ends(self, phase: SyncPhase, at_s: float | None = None) -> None:
-        """The last of its kind that lasts; harmless where none does."""
-        ended_s = self._clock.now_s() if at_s is None else at_s
+    def ends(self, phase: SyncPhase) -> None:
+        """End the last one of its kind that lasts; harmless where none does."""
         phases = list(self.report.phases)
         for place in reversed(range(len(phases))):
             if phases[place].phase is phase and phases[place].ended_s is None:
-                phases[place] = replace(phases[place], ended_s=max(ended_s, phases[place].began_s))
+                phases[place] = replace(phases[place], ended_s=max(self._clock.now_s(), phases[place].began_s))
                 return self.put(phases=tuple(phases))
         return None
 

@@ -20,7 +20,6 @@ from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknow
 from ocs_drivers.model import (
     ChangeMode,
     CircuitDiff,
-    CircuitState,
     CommitResult,
     CrossConnect,
     CrossConnectReading,
@@ -83,30 +82,26 @@ ROLL_BACK = CircuitStep(1, "roll back")
 NOT_CONFIRMED = "nobody confirmed it in time"
 
 
+@dataclass(eq=False)
 class CircuitRun(Description[CircuitStep]):
     """One change under way. Each use looks up the driver of its switch, since the driver may have been replaced."""
+
+    operation: CircuitOperation
+    switches: Mapping[str, OcsDriver]
+    owners: CircuitOwners
+    log: OperationJournal
+    clock: Clock
+    armed: Armed | None = None
+    is_timed: bool = False  # where nothing of its commit took, it is not repeated
+    refusal: DriverError | None = None  # why nothing was sent
+    revert_at_s: float = inf  # by our clock; less where it was carried out and is on trial
 
     errors = (DriverError, OrchestrRLError)
     leaves_open = (DriverOutcomeUnknown,)
 
-    def __init__(
-        self,
-        operation: CircuitOperation,
-        switches: Mapping[str, OcsDriver],
-        owners: CircuitOwners,
-        log: OperationJournal,
-        clock: Clock,
-    ) -> None:
-        self.operation = operation
-        self.valid_until_s = operation.valid_until_s
-        self.armed: Armed | None = None
-        self.is_timed = False  # where nothing of its commit took, it is not repeated
-        self.revert_at_s = inf  # by our clock; less where it was carried out and is on trial
-        self.refusal: DriverError | None = None  # why nothing was sent
-        self._switches = switches
-        self._owners = owners
-        self._clock = clock
-        diff = operation.diff
+    def __post_init__(self) -> None:
+        diff = self.operation.diff
+        self.valid_until_s = self.operation.valid_until_s
         self._now = CrossConnectReading(tuple(map(DeviceCircuit, sorted(diff.before))), diff.revision)  # as read last
         self._facts: SwitchFacts | None = None
         self._may_be_begun = False
@@ -119,7 +114,7 @@ class CircuitRun(Description[CircuitStep]):
         self._undoes = False
         self._undone: str | None = None  # a rollback was sent; not empty: why it did not take, by its driver's word
         self._dark: tuple[CrossConnect, ...] = ()
-        self._run = OperationRun(self, log, clock, lambda: None)
+        self._run = OperationRun(self, self.log, self.clock, lambda: None)
         self.begin = self._run.begin
         self.carry_out = self._run.carry_out
 
@@ -237,7 +232,7 @@ class CircuitRun(Description[CircuitStep]):
 
     @property
     def _driver(self) -> OcsDriver:
-        return self._switches[self.operation.switch]
+        return self.switches[self.operation.switch]
 
     @property
     def _is_begun(self) -> bool:
@@ -279,14 +274,14 @@ class CircuitRun(Description[CircuitStep]):
             return None
         if steps.empty and compare(diff, now).ok:
             return frozenset({COMMIT.number, VERIFY.number})
-        if self._clock.now_s() > self.valid_until_s:
+        if self.clock.now_s() > self.valid_until_s:
             return self._go_back("was half done, and the order has expired")
         if self._attempts >= COMMIT_ATTEMPTS:
             return self._go_back(f"was half done, and cannot be finished: {failure}")
         return frozenset()
 
     async def _commit(self) -> None:
-        began_s, may_be_begun = self._clock.now_s(), self._may_be_begun
+        began_s, may_be_begun = self.clock.now_s(), self._may_be_begun
         self._attempts, self._may_be_begun = self._attempts + 1, True
         if self._attempts == 1:
             self._first_s = began_s
@@ -317,7 +312,7 @@ class CircuitRun(Description[CircuitStep]):
 
     async def _read(self) -> None:
         self._facts = await self._driver.facts()
-        self._now = await self._owners.claim(self.operation.switch, await self._driver.cross_connects())
+        self._now = await self.owners.claim(self.operation.switch, await self._driver.cross_connects())
 
     async def _has_waited(self) -> bool:
         """Wait for what may come late; return whether that took time. A device that does not tell tuning from tuned may
@@ -326,12 +321,12 @@ class CircuitRun(Description[CircuitStep]):
         if (await self._driver.capabilities()).tuned_state:
             return False
         if self._not_seen_since_s is None:
-            self._not_seen_since_s = self._clock.now_s()
-        left_s = self._not_seen_since_s + LATE_TIMES * self._facts.reconfiguration_s - self._clock.now_s()
+            self._not_seen_since_s = self.clock.now_s()
+        left_s = self._not_seen_since_s + LATE_TIMES * self._facts.reconfiguration_s - self.clock.now_s()
         if left_s > RETRY_S:
             message = f"nothing of {self.operation.id} is there, and for {left_s:.0f} s some of it may come yet"
             raise DriverRetryable(message, after_s=left_s, device=self.operation.switch)
-        await self._clock.sleep(left_s)
+        await self.clock.sleep(left_s)
         return left_s > 0
 
 
@@ -347,13 +342,10 @@ def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitRe
 
 def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
     """Return how the circuits of a change differ from what they were before it; "" where they do not."""
-    state = {circuit.cross_connect: circuit.state for circuit in now.circuits}
-    amiss = [f"{pair} is up" for pair in diff.add if pair in state]
-    amiss += [f"{pair} is not up" for pair in diff.remove if pair not in state]
-    amiss += [
-        f"{pair} is {state[pair]}" for pair in diff.remove if state.get(pair, CircuitState.TUNED) != CircuitState.TUNED
-    ]
-    return few(amiss)
+    seen = compare(replace(diff, remove=diff.add, add=diff.remove), now)
+    amiss = [f"{pair} is up" for pair in seen.lingering] + [f"{pair} is not up" for pair in seen.missing]
+    states = {circuit.cross_connect: circuit.state for circuit in now.circuits}
+    return few([*amiss, *(f"{pair} is {states[pair]}" for pair in seen.untuned)])
 
 
 def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
@@ -395,10 +387,9 @@ def operation_to_json(operation: CircuitOperation) -> dict[str, Any]:
         "revert_in_s": operation.revert_in_s,
         "mode": diff.mode,
         "revision": diff.revision,
-        "before": [str(pair) for pair in sorted(diff.before)],
-        "remove": [str(pair) for pair in diff.remove],
-        "add": [str(pair) for pair in diff.add],
-        "evicted": [str(pair) for pair in diff.evicted],
+        **{
+            name: [str(pair) for pair in sorted(getattr(diff, name))] for name in ("before", "remove", "add", "evicted")
+        },
     }
 
 
@@ -410,12 +401,8 @@ def operation_from_json(id: str, body: Mapping[str, Any]) -> CircuitOperation:
 
 
 def outcome_to_json(outcome: CircuitOutcome) -> dict[str, Any]:
-    return {
-        "switch": outcome.switch,
-        "done": outcome.done,
-        "detail": outcome.detail,
-        "rolled_back": outcome.rolled_back,
-        "revision": outcome.revision,
+    names = ("switch", "done", "detail", "rolled_back", "revision")
+    return {name: getattr(outcome, name) for name in names} | {
         "evicted": [str(pair) for pair in outcome.evicted],
         "items": [{**asdict(item), "cross_connect": str(item.cross_connect)} for item in outcome.items],
     }

@@ -111,26 +111,17 @@ class StageOrder:
 _Timed = tuple[CircuitOutcome, SwitchTimes | None]
 
 
+@dataclass(frozen=True, slots=True)
 class StageCommitter:
-    """Of one site."""
+    """Commits the stages of one site."""
 
-    def __init__(
-        self,
-        reader: SwitchReader,
-        circuits: CircuitExecutor,
-        windows: WindowSource,
-        times: CommitTimes,
-        clock: Clock,
-        rules: CommitRules,
-        routing: PacketRouting | None,
-    ) -> None:
-        self._reader = reader
-        self._circuits = circuits
-        self._windows = windows
-        self._times = times
-        self._clock = clock
-        self._rules = rules
-        self._routing = routing
+    reader: SwitchReader
+    circuits: CircuitExecutor
+    windows: WindowSource
+    times: CommitTimes
+    clock: Clock
+    rules: CommitRules
+    routing: PacketRouting | None
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold:
         """In one window; why not, where it is not to be. Raises Amiss, and OrchestrRLError of the journal."""
@@ -148,7 +139,7 @@ class StageCommitter:
             if watch is not None:
                 watch.close()
             for operation in operations:  # those that were begun are not affected
-                self._circuits.abandon(operation, "no window came, or it was called off")
+                self.circuits.abandon(operation, "no window came, or it was called off")
 
     async def _prepare(self, order: StageOrder) -> list[CircuitOperation]:
         changes: dict[OcsId, tuple[list[PortPair], list[PortPair]]] = {}
@@ -156,10 +147,10 @@ class StageCommitter:
             for pair in pairs:
                 changes.setdefault(pair.switch, ([], []))[which].append(pair)
         # Until the deadline, and as long again as a commit may take.
-        valid_s = max(0.0, order.deadline_s - self._clock.now_s()) + self._rules.boundary_within_s
+        valid_s = max(0.0, order.deadline_s - self.clock.now_s()) + self.rules.boundary_within_s
 
         async def one(switch: OcsId, remove: list[PortPair], add: list[PortPair]) -> CircuitOperation:
-            return await self._circuits.prepare(switch, await self._reader.change_of(switch, remove, add), valid_s)
+            return await self.circuits.prepare(switch, await self.reader.change_of(switch, remove, add), valid_s)
 
         made = await asyncio.gather(
             *(one(switch, *pairs) for switch, pairs in sorted(changes.items())), return_exceptions=True
@@ -169,7 +160,7 @@ class StageCommitter:
         if not wrong:
             return operations
         for operation in operations:
-            self._circuits.abandon(operation, f"another switch could not be prepared: {wrong[0]}")
+            self.circuits.abandon(operation, f"another switch could not be prepared: {wrong[0]}")
         for error in wrong:
             if not isinstance(error, DriverError):
                 raise error
@@ -177,23 +168,23 @@ class StageCommitter:
 
     def _need(self, stage: TransitionStage) -> CommitNeed:
         switches = {pair.switch for pair in (*stage.remove, *stage.add)}
-        need = self._times.need(switches, self._rules.margin_s)
+        need = self.times.need(switches, self.rules.margin_s)
         # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
-        return need if self._routing is not None else replace(need, route_s=self._rules.route_s)
+        return need if self.routing is not None else replace(need, route_s=self.rules.route_s)
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
         """None: nobody has to pause who does not stand still anyway."""
         watches: list[TrafficWatch] = []
         if order.of is Stage.TRAIN:
-            watches.append(self._windows.watch(order.job, order.ranks, need.total_s, order.woken))
+            watches.append(self.windows.watch(order.job, order.ranks, need.total_s, order.woken))
         if order.of is Stage.TRAIN or order.boundary:
-            traced = filter(self._windows.is_traced, sorted(order.others))
-            watches += [self._windows.watch(job, frozenset(), need.total_s, order.woken) for job in traced]
+            traced = filter(self.windows.is_traced, sorted(order.others))
+            watches += [self.windows.watch(job, frozenset(), need.total_s, order.woken) for job in traced]
         return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
         """Nobody sends, so no window is needed, as long as the caller stands still."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         verdict = may_commit(order.of, None, need, now_s, order.boundary)
         if isinstance(verdict, Hold):
             return verdict
@@ -203,7 +194,7 @@ class StageCommitter:
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
         """Wait for one that covers the need: a Hold where none came."""
-        alarm = asyncio.ensure_future(self._clock.sleep(max(0.0, order.deadline_s - self._clock.now_s())))
+        alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.deadline_s - self.clock.now_s())))
         alarm.add_done_callback(lambda _: order.woken.set())
         told: Hold | None = None
         short = False  # there was a window, and none that lasts
@@ -214,8 +205,8 @@ class StageCommitter:
                     self._unfit(order, short)
                     return _with_last(objection, told)
                 window = watch.window()
-                now_s = self._clock.now_s()
-                verdict = may_commit(order.of, window, need, now_s, order.boundary, self._rules.most_risk)
+                now_s = self.clock.now_s()
+                verdict = may_commit(order.of, window, need, now_s, order.boundary, self.rules.most_risk)
                 if isinstance(verdict, Act) and (order.of is Stage.TRAIN or not alarm.done()):
                     assert isinstance(window, Window)
                     return window
@@ -238,11 +229,11 @@ class StageCommitter:
         need: CommitNeed,
         watch: TrafficWatch | None,
     ) -> CommitReport:
-        commanded_s = self._clock.now_s()
+        commanded_s = self.clock.now_s()
         stage = order.stage
-        if self._routing is not None and stage.remove:
+        if self.routing is not None and stage.remove:
             window = await self._drain(order, need, window, watch)
-        drained_s = self._clock.now_s()
+        drained_s = self.clock.now_s()
         # Whoever has a switch's turn before us does not take us beyond the window.
         rest_s = need.device_s + max(0.0, need.route_s - (drained_s - commanded_s))
         begin_by_s = inf if window is None else window.until_s - rest_s
@@ -250,16 +241,16 @@ class StageCommitter:
             outcomes: list[_Timed | BaseException] = [await self._tried(operations[0], begin_by_s)]
         else:
             outcomes = list(await asyncio.gather(*(self._tried(operation, begin_by_s) for operation in operations)))
-        switched_s = self._clock.now_s()
+        switched_s = self.clock.now_s()
         done = not any(map(_failed, outcomes))
         routed = await self._reroute(order, done)
-        usable_s = self._clock.now_s()
+        usable_s = self.clock.now_s()
         route_s = usable_s - switched_s + drained_s - commanded_s
         took = tuple(
             replace(each[1], route_s=route_s) for each in outcomes if isinstance(each, tuple) and each[1] is not None
         )
         for each in took:
-            self._times.measured(
+            self.times.measured(
                 OcsId(each.switch), control_s=each.control_s, device_s=each.device_s, route_s=each.route_s
             )
         detail = "; ".join(filter(None, map(_failure_text, outcomes)))
@@ -284,26 +275,26 @@ class StageCommitter:
 
     def _unfit(self, order: StageOrder, short: bool) -> None:
         if short:
-            self._times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
+            self.times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
 
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
     ) -> Window | None:
         """Take packets off what goes; the window as it is then. Raises Amiss where they stay on it, or that has taken
         too long."""
-        assert self._routing is not None
-        began_s = self._clock.now_s()
+        assert self.routing is not None
+        began_s = self.clock.now_s()
         try:
-            await self._routing.drain(order.stage.remove)
+            await self.routing.drain(order.stage.remove)
         except OrchestrRLError as error:
             back = await self._rerouted(order.usable)
             raise StageFailed("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
         if watch is None:
             return window
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
         left = watch.window()
-        verdict = may_commit(order.of, left, rest, now_s, order.boundary, self._rules.most_risk)
+        verdict = may_commit(order.of, left, rest, now_s, order.boundary, self.rules.most_risk)
         if isinstance(verdict, Act):
             assert isinstance(left, Window)
             return left
@@ -313,17 +304,17 @@ class StageCommitter:
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
         """Onto what is up now. After a failure that is looked at, not assumed."""
-        if self._routing is None:
+        if self.routing is None:
             return ""
         if done:
             return await self._rerouted(order.usable - set(order.stage.remove) | set(order.stage.add))
-        site_reading: SiteReading = await self._reader.scan()
+        site_reading: SiteReading = await self.reader.scan()
         return await self._rerouted(site_reading.of_site)
 
     async def _rerouted(self, usable: Iterable[PortPair]) -> str:
-        assert self._routing is not None
+        assert self.routing is not None
         try:
-            return await self._routing.reroute(usable)
+            return await self.routing.reroute(usable)
         except OrchestrRLError as error:  # circuits are as they are; packets go where they went
             logger.error("packets cannot be rerouted: %s", error)
             return f"packets cannot be rerouted: {_line(error)}"
@@ -336,9 +327,9 @@ class StageCommitter:
             return error
 
     async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
-        began_s = self._clock.now_s()
-        outcome = await self._circuits.commit(operation, begin_by_s)
-        elapsed_s = self._clock.now_s() - began_s
+        began_s = self.clock.now_s()
+        outcome = await self.circuits.commit(operation, begin_by_s)
+        elapsed_s = self.clock.now_s() - began_s
         items = [item for item in outcome.items if item.commanded_s is not None]
         if not outcome.done or not any(item.action is Action.ADD for item in items):
             return outcome, None  # no measure of what light needs to come
@@ -360,7 +351,7 @@ class StageCommitter:
                 if item.action is Action.ADD and not item.done and item.commanded_s is not None and item.tuned_s is None
             }
             for wanted in stage.add:
-                if wanted.switch == switch and missed.intersection(self._reader.device_pairs(wanted)):
+                if wanted.switch == switch and missed.intersection(self.reader.device_pairs(wanted)):
                     found |= {(switch, port) for port in wanted.ports}
         return frozenset(found)
 

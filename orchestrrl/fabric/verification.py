@@ -50,48 +50,40 @@ class _Findings:
     not_seen: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
 class FabricVerifier:
-    """Of a running daemon; `routing` None: its ToRs cannot be asked, only its switches."""
+    """Verifies the fabric of a running daemon; without `routing` its ToRs cannot be asked, only its switches."""
 
-    def __init__(
-        self,
-        fabric: CircuitCoordinator,
-        routing: FabricRouting | None,
-        circuits: CircuitExecutor,
-        reader: SwitchReader,
-        pause_registry: PauseRegistry,
-        clock: Clock,
-    ) -> None:
-        self._fabric = fabric
-        self._routing = routing
-        self._circuits = circuits
-        self._reader = reader
-        self._pause_registry = pause_registry
-        self._clock = clock
+    fabric: CircuitCoordinator
+    routing: FabricRouting | None
+    circuits: CircuitExecutor
+    reader: SwitchReader
+    pause_registry: PauseRegistry
+    clock: Clock
 
     @property
     def _site(self) -> Site:
-        return self._fabric.site
+        return self.fabric.site
 
     async def verify(self, walk: bool) -> VerificationReport:
         """Raises Permanent where it may not walk, and OrchestrRLError of routers and switches."""
-        if walk and self._routing is None:
+        if walk and self.routing is None:
             raise Permanent("to walk, the ToRs have to be asked for signals: name them in fabric.routers")
-        if walk and self._pause_registry.hold(PauseScope.FABRIC) is None:
+        if walk and self.pause_registry.hold(PauseScope.FABRIC) is None:
             raise Permanent("circuits must stand still while fibres are lit: first `orchestrrl fabric pause`")
-        site_reading = await self._reader.scan()
+        site_reading = await self.reader.scan()
         findings = _Findings(reading_faults(await self._book(site_reading), site_reading))
         links = 0
-        if self._routing is None:
+        if self.routing is None:
             findings.not_seen.append("fabric.routers names no ToRs, so that nobody can say where light comes out")
         else:
-            links = await self._check_signals(self._routing, site_reading, findings)
+            links = await self._check_signals(self.routing, site_reading, findings)
             if walk:
-                async with self._routing.standing_still():
-                    await self._walk(self._routing, site_reading, findings)
+                async with self.routing.standing_still():
+                    await self._walk(self.routing, site_reading, findings)
         ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
         unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
-        if unknown and self._routing is not None:
+        if unknown and self.routing is not None:
             more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
             findings.not_seen.append(f"{how}: {', '.join(map(port_text, unknown[:LISTED]))}{more}")
@@ -106,13 +98,13 @@ class FabricVerifier:
 
     @property
     def _interfaces(self) -> Mapping[Port, Interface]:
-        return {} if self._routing is None else self._routing.interfaces
+        return {} if self.routing is None else self.routing.interfaces
 
     async def _book(self, site_reading: SiteReading) -> frozenset[PortPair]:
         """What should be up: our own circuits, by the journal. Of switches that do not answer, nothing is said."""
         ours: set[PortPair] = set()
         for switch in self._site.switch.keys() - site_reading.unread.keys():
-            pairs, _ = site_pairs(switch, await self._reader.facts(switch), self._circuits.owners.owned(switch))
+            pairs, _ = site_pairs(switch, await self.reader.facts(switch), self.circuits.owners.owned(switch))
             ours |= pairs
         return frozenset(ours)
 
@@ -141,8 +133,8 @@ class FabricVerifier:
 
     async def _walk(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> None:
         used = {(pair.switch, port) for pair in site_reading.cross_connects for port in pair.ports}
-        barred = used | site_reading.failures.ports | self._fabric.overrides.failures.ports
-        switches = site_reading.failures.switches | self._fabric.overrides.failures.switches
+        barred = used | site_reading.failures.ports | self.fabric.overrides.failures.ports
+        switches = site_reading.failures.switches | self.fabric.overrides.failures.switches
         free = [port for port in routing.interfaces if port not in barred and port[0] not in switches]
         lightings = []
         for pair in cables.walk(routing.interfaces, free):
@@ -205,12 +197,12 @@ class FabricVerifier:
 
     async def _signals(self, routing: FabricRouting, enough: Callable[[Set[Interface]], bool]) -> Set[Interface]:
         """The interfaces that have a signal, once that is enough, or as they are after `LIGHT_WITHIN_S`."""
-        until_s = self._clock.now_s() + LIGHT_WITHIN_S
+        until_s = self.clock.now_s() + LIGHT_WITHIN_S
         while True:
             now, _ = await routing.rerouting.signals()
-            if enough(now) or self._clock.now_s() >= until_s:
+            if enough(now) or self.clock.now_s() >= until_s:
                 return now
-            await self._clock.sleep(LOOK_S)
+            await self.clock.sleep(LOOK_S)
 
     @asynccontextmanager
     async def _lit(self, pairs: Sequence[PortPair]) -> AsyncIterator[None]:
@@ -222,11 +214,11 @@ class FabricVerifier:
             yield
 
     async def _change(self, pair: PortPair, is_up: bool) -> None:
-        change: CircuitChange = await self._reader.change_of(
+        change: CircuitChange = await self.reader.change_of(
             pair.switch, [] if is_up else [pair], [pair] if is_up else []
         )
         try:
-            outcome = await self._circuits.change(pair.switch, change, ChangeMode.SAFE)
+            outcome = await self.circuits.change(pair.switch, change, ChangeMode.SAFE)
         except DriverError as error:
             raise Permanent(f"{pair} could not be {'lit' if is_up else 'darkened'}: {error}") from error
         if not outcome.done:

@@ -29,7 +29,7 @@ def daemon(
     # Imported here so that every other command starts without the planner's numerics.
     from orchestrrl.core.clock import WallClock
     from orchestrrl.daemon.configuration import ReloadableConfig
-    from orchestrrl.daemon.wiring import run_daemon
+    from orchestrrl.daemon.running import run_daemon
 
     file = ReloadableConfig.load(config)
     serve(run_daemon(file, WallClock(), _announce, mode), verbose=verbose)

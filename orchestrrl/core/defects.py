@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, cut
@@ -85,6 +86,19 @@ class Defects:
         defect = self._latest.get(part)
         if defect is not None and defect.running:
             self._latest[part] = replace(defect, running=0)
+
+    def ended(self, part: str, task: "asyncio.Task[Any]") -> None:
+        """Record how a task that was one turn of the part ended. A failure of the world, which the next turn may not
+        meet, is only logged."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.passed(part)
+        elif isinstance(error, OrchestrRLError):
+            logger.error("%s failed: %s", part, error)
+        else:
+            self.met(part, error)
 
     def start_anew(self) -> None:
         """Count the turns that end by the same exception from none again."""

@@ -54,7 +54,7 @@ MOVE_FIXED = "move_fixed_s"  # names that figure in the journal
 # Weight of the latest batch in the running ratio of predicted to measured step times.
 WEIGHT = 0.05
 
-Note = Callable[[ConfigurationId, dict[str, Any]], None]
+Note = Callable[[ConfigurationId, dict[str, Any]], object]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 async def run_loops(control_plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
     """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
     there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
-    await control_plane.barrier.settle()
+    await control_plane.fleet.barrier.settle()
     async with asyncio.TaskGroup() as loops:
         fast_pause = partial(_interval, control_plane, clock)
         slow_pause = partial(_interval_or_step, control_plane, clock)
@@ -33,11 +33,11 @@ async def _interval(control_plane: ControlPlane, clock: Clock) -> None:
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
     """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
     interval = asyncio.create_task(clock.sleep(control_plane.config.slow.interval_s))
-    began = asyncio.create_task(control_plane.step_began.wait())
+    began = asyncio.create_task(control_plane.fleet.step_began.wait())
     try:
         await asyncio.wait({interval, began}, return_when=asyncio.FIRST_COMPLETED)
         if began.done():
-            control_plane.step_began.clear()
+            control_plane.fleet.step_began.clear()
             await clock.sleep(min(control_plane.config.fast.interval_s, control_plane.config.slow.interval_s))
     finally:
         interval.cancel()

@@ -5,7 +5,6 @@ Values are read from the control plane when the page is asked for, in the daemon
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,16 +15,13 @@ from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.defects import ACTING
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fleet.redeployment.metrics import RedeploymentMetrics
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.gateway.failover_metrics import failover_metrics
-from orchestrrl.weights.controller.metrics import SyncHistory, SyncMetrics
+from orchestrrl.weights.controller.metrics import SyncMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
-
-if TYPE_CHECKING:
-    from orchestrrl.daemon.control_plane import ControlPlane
 
 _CONTENT_TYPE = "text/plain; version=0.0.4"
 
@@ -33,14 +29,14 @@ _CONTENT_TYPE = "text/plain; version=0.0.4"
 class DaemonCollector(Collector):
     """The control plane as Prometheus sees it."""
 
-    def __init__(self, control_plane: ControlPlane, syncs: SyncHistory | None = None) -> None:
-        self._control_plane = control_plane
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._control_plane = daemon.control_plane
         self._switches = RedeploymentMetrics()
-        self._syncs = syncs
-        self._weights = SyncMetrics(control_plane.started_s)
+        self._weights = SyncMetrics(self._control_plane.started_s)
 
     def collect(self) -> Iterable[Metric]:
-        snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
+        snapshot = self._control_plane.fleet.state.snapshot(self._control_plane.clock.now_s())
         yield from self._workers(snapshot.engines, {request.engine for request in snapshot.requests})
         states = Counter(request.state for request in snapshot.requests)
         yield _gauges(
@@ -54,14 +50,13 @@ class DaemonCollector(Collector):
         yield from self._decisions(snapshot.now_s)
         yield from self._plans()
         yield from self._profile(snapshot)
-        if self._control_plane.redeployer is not None:
-            yield from self._switches.collect(self._control_plane.redeployer.history(0))
+        if self._daemon.redeployer is not None:
+            yield from self._switches.collect(self._daemon.redeployer.history(0))
         yield pause_metrics(self._control_plane.pause_registry.pauses)
-        yield defect_metrics(self._control_plane)
-        if self._control_plane.fabric is not None:
-            yield from fabric_metrics(self._control_plane.fabric)
-        if self._syncs is not None:
-            yield from self._weights.collect(self._syncs)
+        yield defect_metrics(self._daemon)
+        if self._daemon.fabric is not None:
+            yield from fabric_metrics(self._daemon.fabric)
+        yield from self._weights.collect(self._daemon.weights.syncs)
 
     def _engine_states(
         self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]
@@ -72,7 +67,7 @@ class DaemonCollector(Collector):
             ("serving", len(engines) - len(draining)),
             ("draining", busy),
             ("drained", len(draining) - busy),
-            ("removed", len(self._control_plane.membership_changes.membership.removed)),
+            ("removed", len(self._control_plane.fleet.membership_changes.membership.removed)),
         ]
 
     def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
@@ -122,7 +117,7 @@ class DaemonCollector(Collector):
             yield GaugeMetricFamily("orchestrrl_load_spread", help_text, balance.balance.spread_before)
 
     def _totals(self) -> Iterator[Metric]:
-        plane, totals = self._control_plane, self._control_plane.state.totals
+        plane, totals = self._control_plane, self._control_plane.fleet.state.totals
         moves = CounterMetricFamily("orchestrrl_moves", "Requests moved, by result.", labels=["result"])
         moves.add_metric(["done"], totals.moves_done)
         moves.add_metric(["failed"], totals.moves_failed)
@@ -130,12 +125,12 @@ class DaemonCollector(Collector):
         yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
         help_text = "Tokens that destinations of moves had to prefill again."
         yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
-        yield from failover_metrics("orchestrrl", plane.state.failovers)
+        yield from failover_metrics("orchestrrl", plane.fleet.state.failovers)
         help_text = "Tokens whose KV moves handed over between engines."
         yield CounterMetricFamily("orchestrrl_loaded_tokens", help_text, totals.tokens_loaded)
-        nodes = Counter(node.hello.kind for node in plane.nodes.states() if node.attached)
+        nodes = Counter(node.hello.kind for node in plane.fleet.nodes.states() if node.attached)
         yield _gauges("orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items()))
-        open_operations = len(plane.runner.open)
+        open_operations = len(plane.fleet.runner.open)
         yield GaugeMetricFamily("orchestrrl_operations_open", "Operations without a result.", open_operations)
         help_text = "Entries ever written to the journal."
         yield CounterMetricFamily("orchestrrl_journal_entries", help_text, plane.journal.last_sequence)
@@ -145,11 +140,11 @@ class DaemonCollector(Collector):
         yield GaugeMetricFamily("orchestrrl_journal_set_aside", help_text, len(plane.journal.set_aside))
         help_text = "Generation of the daemon: grows at each of its starts."
         yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
-        modes = [(mode, float(mode is plane.mode)) for mode in Mode]
+        modes = [(mode, float(mode is plane.mode.current)) for mode in Mode]
         yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
 
     def _barrier(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
-        keeper, ended = self._control_plane.barrier, self._control_plane.canceller.totals
+        keeper, ended = self._control_plane.fleet.barrier, self._control_plane.fleet.canceller.totals
         phases = [(phase, float(phase is keeper.state.phase)) for phase in BarrierPhase]
         help_text = "1 for how the pause barrier for weight updates stands; quiet: all engines are at rest."
         yield _gauges("orchestrrl_barrier", help_text, "phase", phases)
@@ -283,10 +278,10 @@ def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, f
     return family
 
 
-async def serve_metrics(control_plane: ControlPlane, address: str, syncs: SyncHistory | None = None) -> web.AppRunner:
+async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
     """Serve /metrics until the runner is cleaned up. Raises Permanent when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(control_plane, syncs))
+    registry.register(DaemonCollector(daemon))
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": _CONTENT_TYPE})
@@ -312,13 +307,13 @@ def pause_metrics(paused: Iterable[PauseScope]) -> Metric:
     return family
 
 
-def defect_metrics(control_plane: "ControlPlane") -> Metric:
+def defect_metrics(daemon: Daemon) -> Metric:
     parts = {
-        "circuits": control_plane.circuits,
-        "fabric": control_plane.fabric,
-        "generation": control_plane.gen_circuits,
-        "routes": control_plane.routing,
-        "weights": control_plane.weights,
+        "circuits": daemon.circuits,
+        "fabric": daemon.fabric,
+        "generation": daemon.gen_circuits,
+        "routes": daemon.routing,
+        "weights": daemon.weights.syncs,
     }
     family = CounterMetricFamily(
         "orchestrrl_defects",
@@ -329,6 +324,7 @@ def defect_metrics(control_plane: "ControlPlane") -> Metric:
     for name, part in parts.items():
         if part is not None:
             family.add_metric([name], part.defects)
-    for name in sorted({*ACTING, *control_plane.defects.counts}):
-        family.add_metric([name], control_plane.defects.counts[name])
+    counts = daemon.fleet.defects.counts
+    for name in sorted({*ACTING, *counts}):
+        family.add_metric([name], counts[name])
     return family

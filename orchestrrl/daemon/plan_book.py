@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
@@ -42,12 +43,11 @@ class PlanEvent:
 class Redeployer(Protocol):
     """Whoever can stop and start engines."""
 
-    @property
-    def busy(self) -> bool:
-        """A change is under way."""
-
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError where nothing was begun."""
+
+    def reconfigure(self, fleet: FleetSettings) -> None:
+        """Take over a reloaded configuration."""
 
 
 def never_still(from_s: float, to_s: float) -> float:
@@ -128,6 +128,8 @@ class PlanBook:
         body = {"done": outcome.done, "detail": outcome.detail, "ended_s": outcome.ended_s}
         self._journal.append(self._clock.now_s(), EntryKind.DEPLOYMENT_ENDED, plan, body)
         self.last_redeploy_s = outcome.ended_s
+        if plan:
+            self.acted(plan, outcome.done, outcome.detail)
 
     def step_ended(self, step: GenerationStep, still_s: Callable[[float, float], float] = never_still) -> None:
         """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from balancer.kv_headroom import LengthDistributions
-from orchestrrl.core.config.schema import Config
+from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
@@ -40,6 +40,7 @@ from planner.model import (
 )
 from planner.move_methods import MovePricing
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
+from planner.sync_tree.nic_share import LeftForMoves
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 from planner.workload.series import StepForecast
 
@@ -56,16 +57,25 @@ LIKE_OTHERS = ", of engines with the same model"
 
 
 class Planning:
-    """`note` and `today` as LiveProfile wants them."""
+    """`note` and `today` as LiveProfile wants them. `unstartable` gives the configurations of which no engine can be
+    started, and why; `known_output_tokens` are a simulation's, for an oracle's plans."""
 
-    def __init__(self, config: Config, note: Note, today: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        note: Note,
+        today: Callable[[], str],
+        *,
+        unstartable: Callable[[FleetSettings], Mapping[ConfigurationId, str]] = lambda _: {},
+        known_output_tokens: Mapping[RequestId, int] | None = None,
+    ) -> None:
         self.costs = LiveProfile(config.fleet, note, today)
         self.lengths = _step_lengths(config)
         self.lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
-        self.known_output_tokens: Mapping[RequestId, int] | None = None  # told by a simulation, for an oracle's plans
-        self.nic_share = 1.0  # that moves have; whoever watches the links sets it, and who takes the rest
-        self.nic_taken_by: Sequence[str] = ()
-        self.unstartable: Mapping[ConfigurationId, str] = {}  # why no engine of these can be started
+        self.known_output_tokens = known_output_tokens
+        self._nics = LeftForMoves()
+        self._unstartable = unstartable
+        self._not_startable = unstartable(config.fleet)
         self._config = config
         self._assumed: dict[
             EngineId, tuple[EngineCapabilities, AssumedProfile]
@@ -91,6 +101,7 @@ class Planning:
     def reconfigure(self, config: Config, snapshot: Snapshot, journal: Journal) -> None:
         """Take over a reloaded configuration."""
         before, self._config = self._config.slow, config
+        self._not_startable = self._unstartable(config.fleet)
         if (before.bin_tokens, before.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
             self.lengths = _step_lengths(config)
             self.lengths.recover(journal)
@@ -98,9 +109,13 @@ class Planning:
         cost_estimates = self.costs.cost_estimates()
         self.lines = cost_estimates.lines(snapshot, gpus_count(config, snapshot, cost_estimates.profiles))
 
+    def share_nics(self, left: LeftForMoves) -> None:
+        """Price moves of KV with what is left for them from now on."""
+        self._nics = left
+
     def observe(self, report: EngineReport, configuration: ConfigurationId | None) -> None:
         """A report that was taken in. Steps on crowded links say nothing of the engine."""
-        self.costs.observe(report, configuration, crowded_links=self.nic_share < NICS_CROWDED)
+        self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
     def offered(
         self, engine: EngineId, configuration: ConfigurationId | None, capabilities: EngineCapabilities | None
@@ -227,7 +242,7 @@ class Planning:
         gpus = gpus_count(self._config, snapshot, costs.profiles)
         notes = (*self.costs.notes(), *self._nic_notes())
         running = {engine.configuration for engine in snapshot.engines}
-        barred = {id: why for id, why in self.unstartable.items() if id not in running}
+        barred = {id: why for id, why in self._not_startable.items() if id not in running}
         # Engines of implicit configurations are what they are: none is started, and the configured fleet comes first.
         usable = configured or running
         worth = [id for id in costs.worth(snapshot, gpus, overriding) if id not in barred and id in usable]
@@ -236,7 +251,7 @@ class Planning:
         unknown = self._unknown(snapshot)
         settings = replace(settings, only_as_deployed=not configured, unknown=unknown)
         notes = (*notes, unknown) if unknown and worth else notes
-        settings = replace(settings, **self.costs.moving(self.nic_share)._asdict())
+        settings = replace(settings, **self.costs.moving(self._nics.share)._asdict())
         lengths = self.lengths
 
         def decide() -> Plan:
@@ -254,7 +269,7 @@ class Planning:
         """What single moves are priced by, now."""
         gpus = self._config.fleet.gpus
         profiles = {profile.id: profile for profile in self.costs.cost_estimates().profiles}
-        return MovePricing(profiles, self.costs.moving(self.nic_share), gpus.per_node if gpus else 8, kv_versions)
+        return MovePricing(profiles, self.costs.moving(self._nics.share), gpus.per_node if gpus else 8, kv_versions)
 
     def _unknown(self, snapshot: Snapshot) -> str:
         """Why step times of engines are not known; empty where all are."""
@@ -263,13 +278,13 @@ class Planning:
         )
 
     def _nic_notes(self) -> Sequence[str]:
-        if self.nic_share >= NICS_ALL_BUT_FREE:
+        if self._nics.share >= NICS_ALL_BUT_FREE:
             return ()
-        take = "takes" if len(self.nic_taken_by) == 1 else "take"
-        taken = f"moves have {self.nic_share:.0%} of the NICs: {' and '.join(self.nic_taken_by)} {take} the rest"
+        take = "takes" if len(self._nics.taken_by) == 1 else "take"
+        taken = f"moves have {self._nics.share:.0%} of the NICs: {' and '.join(self._nics.taken_by)} {take} the rest"
         if self._config.fleet.kv_transfer is None:
             return (taken,)
-        return (f"{taken}, and KV between nodes is priced at {1 / self.nic_share:.1f} times its time",)
+        return (f"{taken}, and KV between nodes is priced at {1 / self._nics.share:.1f} times its time",)
 
 
 def _move_fixed(body: Mapping[str, Any]) -> tuple[MoveMethod, float] | None:

@@ -1,56 +1,134 @@
-"""Construct what carries redeployments out, from `fleet.deployer` of the configuration."""
+"""How redeployments reach the fleet, and what carries them out, from `fleet.deployer` of the configuration."""
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings, Standby
-from orchestrrl.engines.managed import ManagedEngine, connect_managed
+from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
+from orchestrrl.engines.managed import connect_managed
 from orchestrrl.fleet.configured_deployer import deployer_of
-from orchestrrl.fleet.launch import spec_of
+from orchestrrl.fleet.deployers.base import DeployedInstance
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
-from orchestrrl.fleet.redeployment.steps import (
-    RedeployTimeouts,
-)
+from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeployPolicy
+from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.steps import RedeployTimeouts, ServedWeights
+from planner.model import EngineId, Plan, PlanId, RequestMove, Snapshot
 
 if TYPE_CHECKING:  # heavy, and many configurations have none of it
     from orchestrrl.core.config.schema import Config
-    from orchestrrl.daemon.control_plane import ControlPlane
-    from orchestrrl.fleet.redeployment.controller import RedeploymentController, RedeployPolicy
+    from orchestrrl.fabric.generation_circuits import GenerationCircuits
+    from orchestrrl.weights.controller.controller import WeightSync
+
+logger = logging.getLogger(__name__)
 
 # A single question to an engine; what takes long, such as loading weights, has the limits of its step.
 ASK_TIMEOUT_S = 120.0
 
 
-def redeployer_of(config: "Config", control_plane: "ControlPlane", clock: Clock) -> "RedeploymentController | None":
-    """For the daemon: it calls `recover` before it serves, and `close` at the end. Raises ProblemFaults."""
-    from orchestrrl.fleet.redeployment.controller import RedeploymentController
+class EngineFollower(Protocol):
+    """Reads deployed engines that no agent reports."""
 
+    def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
+        """These from now on, (URL, product) of each, and no others."""
+
+    async def close(self) -> None: ...
+
+
+class RedeployedFleet:
+    """The fleet as redeployments change it: its moves, weights, circuits and watches."""
+
+    def __init__(
+        self,
+        fleet: FleetCoordinator,
+        weights: "WeightSync",
+        circuits: "GenerationCircuits | None",
+        watch: EngineFollower | None,
+        product: str,
+    ) -> None:
+        self.journal, self.clock = fleet.journal, fleet.clock
+        self.state, self.routes = fleet.state, fleet.routes
+        self._fleet = fleet
+        self._weights = weights
+        self._circuits = circuits
+        self._watch = watch
+        self._product = product
+
+    def plan_named(self, plan: str) -> Plan:
+        return self._fleet.plans.get(PlanId(plan))
+
+    def current_weights(self) -> ServedWeights:
+        newest, source = self._fleet.barrier.state.newest, self._fleet.barrier.state.newest_source
+        ours = newest is not None and self._weights.book.fleet.version == newest
+        return ServedWeights(
+            newest, source, tensors_only=ours and bool(source)
+        )  # a peer's folder has a version's tensors
+
+    def redeployment_hold(self) -> str:
+        """Why engines must not be changed now; empty: they may be."""
+        lease = self._fleet.barrier.state.lease
+        return "" if lease is None else f"the pause barrier is closed: {lease}"
+
+    async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+        return await self._fleet.carry_out(moves, snapshot)
+
+    def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
+        known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
+        if weights.version is not None and (there := [engine for engine in engines if engine in known]):
+            with _although_unwritten():
+                self._fleet.barrier.set_version(there, weights.version, "brought by a redeployment")
+            self.state.fold_weights(self._fleet.barrier.state)
+
+    def engine_stopped(self, engine: EngineId) -> None:
+        """It is none any more, nor are its weights any of the fleet's."""
+        self.state.remove_engine(engine)
+        with _although_unwritten():
+            self._fleet.barrier.gone([engine])
+        self.state.fold_weights(self._fleet.barrier.state)
+
+    def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
+        """The engines that a deployer has started have changed."""
+        if self._watch is not None:
+            serving = {id: (up.url, self._product) for id, up in running.items() if up.url and not up.lent}
+            self._watch.follow(serving)
+        self.routes.send(self.state.engines(self.clock.now_s()))
+
+    async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
+        return "" if self._circuits is None else await self._circuits.follow(engines)
+
+    def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None:
+        self._fleet.planning.costs.started(outcome.starts)
+        self._fleet.plans.deployment_ended(plan, outcome)
+
+
+@contextmanager
+def _although_unwritten() -> Iterator[None]:
+    """What is so of engines is so where the journal cannot take it, too: a redeployment has to go on."""
+    try:
+        yield
+    except OrchestrRLError as error:
+        logger.error("the weights of engines cannot be written down: %s", error)
+
+
+def deployment_of(config: "Config", clock: Clock) -> FleetDeployment | None:
+    """For the daemon. None where the configuration has no deployer. Raises ProblemFaults."""
     deployer = deployer_of(config, clock)
     settings, launch, gpus = config.fleet.deployer, config.fleet.launch, config.fleet.gpus
     if deployer is None or settings is None:
         return None
     assert launch is not None
     assert gpus is not None
-    product = launch.engine
-
-    def connect(url: str) -> ManagedEngine:
-        return connect_managed(product, url, ASK_TIMEOUT_S)
-
-    return RedeploymentController(
-        control_plane,
-        deployer,
-        connect,
-        {configuration.id: configuration for configuration in config.fleet.configuration_values()},
-        lambda engine, configuration, on: spec_of(control_plane.config.fleet, engine, configuration, on),
-        gpus_count=gpus.count,
-        per_node=gpus.per_node,
-        policy=policy_of(settings),
-    )
+    connect = partial(connect_managed, launch.engine, timeout_s=ASK_TIMEOUT_S)
+    return FleetDeployment(deployer, connect, gpus.count, gpus.per_node, policy=policy_of(settings))
 
 
-def policy_of(settings: DeployerSettings) -> "RedeployPolicy":
-    from orchestrrl.fleet.redeployment.controller import RedeployPolicy
-
+def policy_of(settings: DeployerSettings) -> RedeployPolicy:
     limits = RedeployTimeouts(
         drain_s=settings.drain_within_s,
         stop_s=settings.stop_within_s,

@@ -1,24 +1,23 @@
 """The daemon's weight syncs, put together: who asks peers, who closes the pause barrier, whose circuits serve."""
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.offload import Offload
 from orchestrrl.core.operations import FrozenRequests, PauseMode
+from orchestrrl.core.operator_pauses import PauseRegistry
+from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.weight_circuits import circuits_of
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
 from orchestrrl.fleet.pause_lease import PauseState
-from orchestrrl.weights.controller.carrying import Offload
+from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.weights.controller.controller import EngineNow, WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.stale_versions import StaleVersions
 from planner.model import EngineHealth, EngineId
-
-if TYPE_CHECKING:
-    from orchestrrl.daemon.control_plane import ControlPlane
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +29,37 @@ class WeightSyncParts:
 
 
 def weights_of(
-    config: Config, control_plane: "ControlPlane", clock: Clock, offload: Offload = asyncio.to_thread
+    config: Config,
+    fleet: FleetCoordinator,
+    fabric: CircuitCoordinator | None,
+    turn: DeploymentTurn,
+    stale: StaleVersions,
+    pause_registry: PauseRegistry,
+    offload: Offload,
 ) -> WeightSyncParts:
-    """For the daemon, once the plane has its fabric. It plans in a thread, so that peers are heard meanwhile."""
-    settings = config.weights
-    hub = PeerHub(clock, control_plane.journal.generation, settings.patience_s, config.limits.nodes)
+    """For the daemon."""
+    settings, clock, journal = config.weights, fleet.clock, fleet.journal
+    hub = PeerHub(clock, journal.generation, settings.patience_s, config.limits.nodes)
 
     def engines() -> Mapping[EngineId, EngineNow]:
         return {
             view.id: EngineNow(
                 str(view.configuration or ""), view.health in (EngineHealth.OK, EngineHealth.SLOW), view.url
             )
-            for view in control_plane.state.engines(clock.now_s())
+            for view in fleet.state.engines(clock.now_s())
         }
 
     syncs = WeightSync(
         hub,
-        BarrierFence(control_plane.barrier, control_plane.nodes, lambda version: source_of(version, hub)),
-        circuits_of(config, control_plane.fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
-        control_plane.journal,
-        control_plane.pause_registry,
+        BarrierFence(fleet.barrier, fleet.nodes, lambda version: source_of(version, hub)),
+        circuits_of(config, fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
+        journal,
+        pause_registry,
         clock,
         settings,
         engines=engines,
-        deploying=lambda: control_plane.deployment is not None and control_plane.deployment.busy,
+        deploying=lambda: turn.busy,
+        stale=stale,
         offload=offload,
     )
     return WeightSyncParts(hub, syncs)
@@ -106,6 +112,3 @@ class BarrierFence:
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         self._barrier.forget(engines, why)
-
-    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
-        self._barrier.restarted = restarted

@@ -12,14 +12,14 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
@@ -58,12 +58,7 @@ SUSPECT_S = 60.0  # a port at which nothing came up, whatever its switch says, i
 LISTED = 8
 
 Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 _Basis = tuple[object, int]  # what operators said when it was planned, and how often circuits had been changed
-
-
-async def inline(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 class _Restated(Exception):
@@ -83,7 +78,6 @@ class CircuitCoordinator:
         reader: SwitchReader,
         circuits: CircuitExecutor,
         windows: WindowSource,
-        overrides: OperatorOverrides,
         pause_registry: PauseRegistry,
         journal: Journal,
         clock: Clock,
@@ -96,7 +90,7 @@ class CircuitCoordinator:
         offload: Offload = inline,
     ) -> None:
         self.site = site
-        self.overrides = overrides
+        self.overrides = OperatorOverrides(site, journal, clock, self._wake)
         self.times = times
         self.rules = rules or CommitRules()
         self.site_reading = SiteReading()  # as the switches were last seen, or left
@@ -126,7 +120,6 @@ class CircuitCoordinator:
         self._suspects: dict[Port, float] = {}  # until when
         self._committer = StageCommitter(reader, circuits, windows, times, clock, self.rules, routing)
         self._recover()
-        overrides.changed = self._wake
 
     # --- asked from outside
 

@@ -25,13 +25,14 @@ MASKS = "switch SWITCH, port SWITCH:PORT, circuit SWITCH:PORT-PORT, nic SERVER:I
 class OperatorOverrides:
     """Construction recovers what the journal holds."""
 
-    def __init__(self, site: Site, journal: Journal, clock: Clock) -> None:
+    def __init__(self, site: Site, journal: Journal, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
+        """`changed` is called after each change."""
         self._site = site
         self._journal = journal
         self._clock = clock
         self._control = FabricControl()
         self.masked: tuple[str, ...] = ()
-        self.changed: Callable[[], None] = lambda: None  # called after each change
+        self._changed = changed
         said = journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         if said is not None:
             self._control, masked = said
@@ -98,7 +99,7 @@ class OperatorOverrides:
         except BaseException:
             self.masked = before
             raise
-        self.changed()
+        self._changed()
 
     def _set(self, control: FabricControl) -> FabricControl:
         before, self._control = self._control, control
@@ -107,7 +108,7 @@ class OperatorOverrides:
         except BaseException:
             self._control = before
             raise
-        self.changed()
+        self._changed()
         return control
 
     def _write(self, reason: str) -> None:

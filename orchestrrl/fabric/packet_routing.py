@@ -16,7 +16,8 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fabric.rerouting import NotDrained, Offload, Rerouting, ReroutingResult
+from orchestrrl.core.offload import Offload
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingResult
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port

@@ -11,12 +11,13 @@ stage, and each stage is read back before the next. Whoever depends on a router 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.offload import Offload, inline
 from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
 from planner.fabric import route_plan as pure
 from planner.fabric.model import EndpointId
@@ -25,14 +26,9 @@ from planner.fabric.route_plan import NextHop, RouteChange, RoutedLink, RouteTab
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 RETRY_S = 1.0
 KEPT = 64  # sets of circuits whose routes are kept ready
-
-
-async def inline(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 @dataclass(frozen=True, slots=True)

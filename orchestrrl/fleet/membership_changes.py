@@ -81,7 +81,7 @@ class MembershipChanges:
     ) -> None:
         """`start_moves` begins moves by the normal path, whatever the mode; `check_movable` raises Permanent while all
         requests stand still."""
-        self.config = config
+        self._config = config
         self.membership = recovered_roster(journal)
         self._state = state
         self._routes = routes
@@ -93,13 +93,16 @@ class MembershipChanges:
         self._rests: dict[RequestId, _Rest] = {}
         self._report_state()
 
+    def reconfigure(self, config: Config) -> None:
+        self._config = config
+
     # --- an operator's words
 
     def add(self, new: NewEngine, reason: str = "") -> None:
         """Name it to every gateway. A removed one that the configuration names needs no more than its id. Raises
         ProblemFaults with all that is wrong with it."""
         engine = EngineId(new.engine)
-        configured = any(facts.id == engine for facts in engine_facts(self.config))
+        configured = any(facts.id == engine for facts in engine_facts(self._config))
         if configured and engine in self.membership.removed and new == NewEngine(new.engine):
             self._change("add", engine, self.membership.with_readmitted(engine), reason)
             return
@@ -108,7 +111,7 @@ class MembershipChanges:
         if faults:
             raise ProblemFaults(faults)
         name = ConfigurationId(new.configuration) if new.configuration else None
-        configuration = next((c for c in self.config.fleet.configuration_values() if c.id == name), None)
+        configuration = next((c for c in self._config.fleet.configuration_values() if c.id == name), None)
         facts = EngineFacts(
             engine,
             new.url,
@@ -200,7 +203,7 @@ class MembershipChanges:
         return well and not (engine.draining or engine.outdated or changing)
 
     def _fresh(self, engine: EngineView) -> bool:
-        return engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
+        return engine.age_s is not None and engine.age_s <= self._config.fast.stale_after_s
 
     def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
         self._round = None
@@ -242,7 +245,7 @@ class MembershipChanges:
 
     def _report_state(self) -> None:
         self._state.set_roster(self.membership.added, self.membership.draining, self.membership.removed)
-        self._state.set_facts(engine_facts(self.config))
+        self._state.set_facts(engine_facts(self._config))
 
     def _requests_on(self, engine: EngineId) -> set[RequestId]:
         snapshot = self._state.snapshot(self._clock.now_s())
@@ -257,7 +260,7 @@ class MembershipChanges:
 
     def _place_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
         """Of configuration and GPUs."""
-        fleet, faults = self.config.fleet, []
+        fleet, faults = self._config.fleet, []
         known = {str(configuration.id): configuration for configuration in fleet.configuration_values()}
         configuration = known.get(new.configuration)
         if new.configuration and configuration is None:

@@ -87,7 +87,8 @@ class PauseTotals:
 
 class PauseBarrier:
     """One fleet's barrier. `engines` are those there are, `busy` says that engines are being started or stopped,
-    `changed` is called when routes have another version or may be used again."""
+    `changed` is called when routes have another version or may be used again, `restarted` with an engine whose weights
+    are gone."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class PauseBarrier:
         reports: Callable[[], Mapping[NodeId, BarrierReport]],
         busy: Callable[[], bool],
         changed: Callable[[], None],
+        restarted: Callable[[EngineId], None] = lambda _: None,
     ) -> None:
         self._nodes = nodes
         self._journal = journal
@@ -109,6 +111,7 @@ class PauseBarrier:
         self.reports = reports
         self.busy = busy
         self._changed = changed
+        self._restarted = restarted
         self._state = PauseState()
         self._leases = itertools.count(1)
         self._orders = PauseOrders(runner, nodes, clock)
@@ -123,7 +126,6 @@ class PauseBarrier:
         self._over: dict[str, LastRelease] = {}  # how leases ended, the latest last: a gateway may have missed any
         self._unheard: LastRelease | None = None  # of which gateways may not have heard, as the daemon before died
         self._ordered: set[NodeId] = set()  # of that
-        self.restarted: Callable[[EngineId], None] = lambda _: None  # whoever wants to know; what they had is gone
         self.totals = PauseTotals()
 
     # --- ask
@@ -333,7 +335,7 @@ class PauseBarrier:
         self._generated[engine] = sample.generation_tokens_total
         if sample.generation_tokens_total >= before:
             return
-        self.restarted(engine)
+        self._restarted(engine)
         self.forget([engine], "was restarted")
 
     def forget(self, engines: Iterable[EngineId], why: str) -> None:
@@ -350,7 +352,7 @@ class PauseBarrier:
         told = sorted(engine for engine in engines if engine in self._state.versions)
         for engine in told:
             self._generated.pop(engine, None)
-            self.restarted(engine)
+            self._restarted(engine)
         if told:
             self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
 

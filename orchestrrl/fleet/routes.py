@@ -53,12 +53,12 @@ class RoutingTable:
         journal: Journal,
         clock: Clock,
     ) -> None:
-        self.config = config
+        self._config = config
         self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
         # Engines that are being started, and until when that is believed: gateways keep requests for them, and send
         # them there once they are no longer named here, whoever reports them well before.
         self.expected: dict[EngineId, float] = {}
-        self.load_index: Mapping[EngineId, float | None] = {}  # as the fast loop last found it
+        self._load_index: Mapping[EngineId, float | None] = {}  # as the fast loop last found it
         self._state = state
         self._nodes = nodes
         self._runner = runner
@@ -68,6 +68,13 @@ class RoutingTable:
         self._expected_before: dict[EngineId, float] = {}  # as written down
         self._sent: dict[NodeId, tuple[SetRoutes, float]] = {}  # to each gateway, and when
         self._changes, self._losses = _Pace(), _Pace()
+
+    def reconfigure(self, config: Config) -> None:
+        self._config = config
+
+    def reweigh(self, load_index: Mapping[EngineId, float | None]) -> None:
+        """Send these with the routes from now on."""
+        self._load_index = load_index
 
     def recover(self) -> None:
         """Engines that were routed to, or expected: a gateway that attaches before their agents do must not lose
@@ -119,7 +126,7 @@ class RoutingTable:
             return
         routes = tuple(self._route(engine, engine.id in expected) for engine in engines)
         action = SetRoutes(routes, tuple(sorted(expected)), max(expected.values(), default=0.0))
-        lasts_s = self.config.fast.operation_expiry_s
+        lasts_s = self._config.fast.operation_expiry_s
         self._sent = {gateway: sent for gateway, sent in self._sent.items() if gateway in gateways}
         for gateway in gateways:
             own = self._as_reached_by(gateway, engines, action)
@@ -158,7 +165,7 @@ class RoutingTable:
 
     def _kv_version(self, engine: EngineView) -> str:
         """Engines hand KV over to those of the same configuration and weights; empty: to none."""
-        links = self.config.fleet.kv_transfer
+        links = self._config.fleet.kv_transfer
         if links is None or links.connector is None or engine.configuration is None:
             return ""
         return f"{engine.configuration}/{links.weights}"
@@ -167,12 +174,12 @@ class RoutingTable:
         # A gateway that attaches while weights are being changed must not take the version from before for that of the
         # tokens that it gets meanwhile.
         changing = self._state.weights.weights_changing
-        fresh = engine.age_s is not None and engine.age_s <= self.config.fast.stale_after_s
+        fresh = engine.age_s is not None and engine.age_s <= self._config.fast.stale_after_s
         return EngineRoute(
             engine=engine.id,
             url=engine.url,
             health=engine.health if self._state.reported(engine.id) else None,
-            load_index=self.load_index.get(engine.id),
+            load_index=self._load_index.get(engine.id),
             # How much of it is free is not known before the first sample: better none than one that is always full.
             kv_capacity_tokens=0 if engine.age_s is None else engine.kv_capacity_tokens,
             kv_free_tokens=engine.kv_free_tokens,

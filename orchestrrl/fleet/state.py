@@ -215,6 +215,10 @@ class FleetState:
         record = self._engines.setdefault(engine, _EngineRecord())
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
 
+    def fold_weights(self, weights: PauseState) -> None:
+        """The pause barrier's newest state: which versions engines have."""
+        self.weights = weights
+
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
         """A gateway names the engines that it routes to, before it has reported anything."""
         self._hosts[hello.node] = hello.host

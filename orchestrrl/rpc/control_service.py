@@ -22,18 +22,18 @@ class ControlService(PauseService, RedeploymentService):
     """The whole service: what is not about pauses or redeployments is here."""
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
-        return control_codec.status_to_pb(self.control_plane, __version__)
+        return control_codec.status_to_pb(self.daemon, __version__)
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
-        snapshot = self.control_plane.state.snapshot(self.control_plane.clock.now_s())
+        snapshot = self.control_plane.fleet.state.snapshot(self.control_plane.clock.now_s())
         return pb.ListWorkersResponse(workers=control_codec.workers_to_pb(self.control_plane, snapshot))
 
     def _engine(self, name: str) -> EngineId:
         """The engine that is meant, also by a name that only nodes use."""
-        return self.control_plane.state.engine_called(EngineId(name), self.control_plane.clock.now_s())
+        return self.control_plane.fleet.state.engine_called(EngineId(name), self.control_plane.clock.now_s())
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:
-        requests = self.control_plane.state.snapshot(self.control_plane.clock.now_s()).requests
+        requests = self.control_plane.fleet.state.snapshot(self.control_plane.clock.now_s()).requests
         engine = self._engine(request.engine_id)
         found = [view for view in requests if not engine or view.engine == engine]
         listed = found[: request.limit] if request.limit else found
@@ -81,25 +81,25 @@ class ControlService(PauseService, RedeploymentService):
     async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:
         if self.control_plane.balance is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the fast loop has not decided anything yet")
-        return control_codec.balance_to_pb(self.control_plane.balance, self.control_plane.latest_moves)
+        return control_codec.balance_to_pb(self.control_plane.balance, self.control_plane.fleet.latest_moves)
 
     async def SetMode(self, request: pb.SetModeRequest, context: Context) -> pb.SetModeResponse:
         mode = control_codec.MODE.from_pb(request.mode)
-        previous = self.control_plane.set_mode(mode, request.reason)
+        previous = self.control_plane.mode.set(mode, request.reason)
         if request.reason:  # who gives one has seen what the mode was for
             self.control_plane.journal.confirm_damage(self.control_plane.clock.now_s(), request.reason)
         return pb.SetModeResponse(mode=control_codec.MODE.to_pb(mode), previous=control_codec.MODE.to_pb(previous))
 
     async def MoveRequest(self, request: pb.MoveRequestRequest, context: Context) -> pb.MoveRequestResponse:
-        outcome = await self.control_plane.move(RequestId(request.request_id), EngineId(request.to_engine_id))
+        outcome = await self.control_plane.fleet.move(RequestId(request.request_id), EngineId(request.to_engine_id))
         item = outcome.items[0]
         operation = outcome.operations[0].operation if outcome.operations else ""
         return pb.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
 
     async def AddEngine(self, request: pb.AddEngineRequest, context: Context) -> pb.Worker:
         new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
-        self.control_plane.membership_changes.add(new, request.reason)
-        self.control_plane.barrier.forget([EngineId(request.engine_id)], "was added")
+        self.control_plane.fleet.membership_changes.add(new, request.reason)
+        self.control_plane.fleet.barrier.forget([EngineId(request.engine_id)], "was added")
         return control_codec.worker_to_pb(self.control_plane, EngineId(request.engine_id))
 
     async def DrainEngine(self, request: pb.DrainEngineRequest, context: Context) -> pb.Worker:
@@ -107,15 +107,15 @@ class ControlService(PauseService, RedeploymentService):
         if request.undo and request.move_requests:
             raise ProblemFaults(["move_requests: cannot go with undo, got both"])
         if request.undo:
-            self.control_plane.membership_changes.undrain(engine, request.reason)
+            self.control_plane.fleet.membership_changes.undrain(engine, request.reason)
         else:
-            self.control_plane.membership_changes.drain(engine, request.move_requests, request.reason)
+            self.control_plane.fleet.membership_changes.drain(engine, request.move_requests, request.reason)
         return control_codec.worker_to_pb(self.control_plane, engine)
 
     async def RemoveEngine(self, request: pb.RemoveEngineRequest, context: Context) -> pb.RemoveEngineResponse:
         engine = self._engine(request.engine_id)
-        removal = await self.control_plane.membership_changes.remove(engine, request.force, request.reason)
-        self.control_plane.barrier.forget([engine], "was removed")
+        removal = await self.control_plane.fleet.membership_changes.remove(engine, request.force, request.reason)
+        self.control_plane.fleet.barrier.forget([engine], "was removed")
         return pb.RemoveEngineResponse(
             engine_id=request.engine_id,
             requests_moved=removal.requests_moved,

@@ -6,7 +6,7 @@ import grpc
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operation import OperationState
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.records import read_history
 from orchestrrl.fleet.redeployment.steps import (
@@ -28,8 +28,9 @@ NO_DEPLOYER = (
 class RedeploymentService(control_pb2_grpc.ControlServicer):
     """The part of the Control service that changes which engines run."""
 
-    def __init__(self, control_plane: ControlPlane) -> None:
-        self.control_plane = control_plane
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.control_plane = daemon.control_plane
 
     async def Redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
         redeployer, wish = self._redeploying(), request_from_pb(request)
@@ -48,9 +49,9 @@ class RedeploymentService(control_pb2_grpc.ControlServicer):
                 await self.control_plane.clock.sleep(TOLD_EVERY_S)
 
     async def GetRedeployment(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
-        if self.control_plane.redeployer is not None:
+        if self.daemon.redeployer is not None:
             try:
-                return report_to_pb(self.control_plane.redeployer.report(request.redeployment_id))
+                return report_to_pb(self.daemon.redeployer.report(request.redeployment_id))
             except Permanent as error:
                 await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         found = next((report for report in self._recorded() if request.redeployment_id in ("", report.id)), None)
@@ -66,8 +67,8 @@ class RedeploymentService(control_pb2_grpc.ControlServicer):
     async def ListRedeployments(
         self, request: pb.ListRedeploymentsRequest, context: Context
     ) -> pb.ListRedeploymentsResponse:
-        if self.control_plane.redeployer is not None:
-            reports = self.control_plane.redeployer.history(request.limit)
+        if self.daemon.redeployer is not None:
+            reports = self.daemon.redeployer.history(request.limit)
         else:
             reports = self._recorded()[: request.limit or None]
         return pb.ListRedeploymentsResponse(redeployments=(report_to_pb(report, steps=False) for report in reports))
@@ -83,6 +84,6 @@ class RedeploymentService(control_pb2_grpc.ControlServicer):
         return list(reversed(read_history(self.control_plane.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:
-        if self.control_plane.redeployer is None:
+        if self.daemon.redeployer is None:
             raise Permanent(NO_DEPLOYER)
-        return self.control_plane.redeployer
+        return self.daemon.redeployer

@@ -17,9 +17,8 @@ from grpc_reflection.v1alpha import reflection
 from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.nodes import Attachment
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
-from orchestrrl.fabric.window_tracker import WindowTracker
+from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
+from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
@@ -61,8 +60,8 @@ SERVICES = tuple(
 
 
 class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
-    def __init__(self, control_plane: ControlPlane) -> None:
-        self._plane = control_plane
+    def __init__(self, fleet: FleetCoordinator) -> None:
+        self._fleet = fleet
         self._streams = itertools.count(1)
 
     async def ReportEngines(
@@ -73,9 +72,9 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         try:
             async for message in request_iterator:
                 report = await read(context, message, telemetry_codec.ENGINE_REPORT.from_pb)
-                yield telemetry_codec.ACK.to_pb(self._plane.engine_reported(report, stream))
+                yield telemetry_codec.ACK.to_pb(self._fleet.engine_reported(report, stream))
         finally:
-            self._plane.stream_ended(stream)
+            self._fleet.stream_ended(stream)
 
     async def ReportRequests(
         self, request_iterator: AsyncIterator[telemetry_pb2.GatewayReport], context: Context
@@ -90,9 +89,9 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
                 message.ClearField("finished")
                 report = await read(context, message, telemetry_codec.GATEWAY_REPORT.from_pb)
                 report = replace(report, in_flight=in_flight, finished=finished)
-                yield telemetry_codec.ACK.to_pb(self._plane.gateway_reported(report, stream))
+                yield telemetry_codec.ACK.to_pb(self._fleet.gateway_reported(report, stream))
         finally:
-            self._plane.stream_ended(stream)
+            self._fleet.stream_ended(stream)
 
 
 async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_Message]) -> tuple[_Value, ...]:
@@ -106,8 +105,8 @@ async def _in_steps(convert: Callable[[_Message], _Value], messages: Sequence[_M
 
 
 class NodeService(agent_pb2_grpc.NodeServicer):
-    def __init__(self, control_plane: ControlPlane) -> None:
-        self._plane = control_plane
+    def __init__(self, fleet: FleetCoordinator) -> None:
+        self._fleet = fleet
 
     async def Attach(
         self, request_iterator: AsyncIterator[agent_pb2.NodeMessage], context: Context
@@ -119,7 +118,7 @@ class NodeService(agent_pb2_grpc.NodeServicer):
         if not first.HasField("hello"):
             raise ProblemFaults(["the first message must be a hello"])
         hello = await read(context, first.hello, node_codec.HELLO.from_pb)
-        attachment = self._plane.attach(hello)
+        attachment = self._fleet.attach(hello)
         results = asyncio.create_task(self._receive(request_iterator, attachment))
         try:
             async for operation in attachment.orders():
@@ -128,14 +127,14 @@ class NodeService(agent_pb2_grpc.NodeServicer):
                 results.result()  # what ended it ends the call
         finally:
             results.cancel()
-            self._plane.detach(attachment)
+            self._fleet.detach(attachment)
 
     async def _receive(self, messages: AsyncIterator[agent_pb2.NodeMessage], attachment: Attachment) -> None:
         try:
             async for message in messages:
                 if message.HasField("result"):
                     result = node_codec.RESULT.from_pb(message.result)
-                    self._plane.result_received(replace(result, node=attachment.hello.node))
+                    self._fleet.result_received(replace(result, node=attachment.hello.node))
         finally:
             attachment.end()
 
@@ -151,16 +150,14 @@ class DaemonServer:
     @classmethod
     async def start(
         cls,
-        control_plane: ControlPlane,
+        daemon: Daemon,
         listen: ListenSettings,
         switches: control_pb2_grpc.SwitchesServicer,
-        hub: WindowTracker | None = None,
-        weights: WeightSyncParts | None = None,
     ) -> "DaemonServer":
-        """Bind and serve; the fabric is the control plane's. Raises Permanent when an address cannot be had."""
-        weights = weights or weights_of(control_plane.config, control_plane, control_plane.clock)
+        """Bind and serve. Raises Permanent when an address cannot be had."""
+        fleet, weights, clock = daemon.fleet, daemon.weights, daemon.fleet.clock
         # Without this, Linux lets two daemons share a port, and each gets some of the nodes.
-        limits = control_plane.config.limits
+        limits = fleet.config.limits
         options = {
             **dict(SERVER_OPTIONS),
             "grpc.so_reuseport": 0,
@@ -168,27 +165,16 @@ class DaemonServer:
             # Beyond this gRPC itself refuses a message, without the setting's name.
             "grpc.max_receive_message_length": min(2 * limits.message_bytes, MOST_RECEIVED_BYTES),
         }
-        server = grpc.aio.server(
-            options=[*options.items()], interceptors=(BoundaryInterceptor(limits, control_plane.defects),)
-        )
+        server = grpc.aio.server(options=[*options.items()], interceptors=(BoundaryInterceptor(limits, fleet.defects),))
         status = health.aio.HealthServicer()
-        control_pb2_grpc.add_ControlServicer_to_server(ControlService(control_plane), server)
+        control_pb2_grpc.add_ControlServicer_to_server(ControlService(daemon), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
         fabric_pb2_grpc.add_FabricServicer_to_server(
-            FabricService(
-                control_plane.fabric,
-                hub or WindowTracker(control_plane.clock),
-                control_plane.clock,
-                control_plane.routing,
-                control_plane.verifier,
-            ),
-            server,
+            FabricService(daemon.fabric, daemon.windows, clock, daemon.routing, daemon.verifier), server
         )
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(control_plane), server)
-        agent_pb2_grpc.add_NodeServicer_to_server(NodeService(control_plane), server)
-        weights_pb2_grpc.add_WeightsServicer_to_server(
-            WeightsService(weights.syncs, weights.hub, control_plane.clock), server
-        )
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(fleet), server)
+        agent_pb2_grpc.add_NodeServicer_to_server(NodeService(fleet), server)
+        weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(weights.syncs, weights.hub, clock), server)
         health_pb2_grpc.add_HealthServicer_to_server(status, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -16,9 +16,8 @@ from ocs_drivers.errors import DriverError, DriverFaults, DriverOutcomeUnknown, 
 from ocs_drivers.model import Action, ChangeMode, CircuitChange, CircuitDiff, CrossConnect, CrossConnectResult
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.schema import CircuitOwnership, SwitchSettings
+from orchestrrl.core.config.schema import SwitchSettings
 from orchestrrl.core.errors import ProblemFaults, cut
-from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_change import CircuitOutcome
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
@@ -51,31 +50,18 @@ def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, Oc
 
 
 class SwitchesService(control_pb2_grpc.SwitchesServicer):
-    """Serves the given switches. `settings` say what they were made from.
-
-    The daemon calls `recover` before it serves, keeps `run` as a task while it does, and `close` at the end.
-    """
+    """Serves the given switches. `settings` say what they were made from. The daemon calls `close` at the end."""
 
     def __init__(
         self,
         switches: Mapping[str, OcsDriver],
-        journal: Journal,
-        clock: Clock,
+        executor: CircuitExecutor,
         settings: Sequence[SwitchSettings] = (),
     ) -> None:
         self._switches = switches
-        owns_all = {entry.id for entry in settings if entry.owns is CircuitOwnership.ALL}
-        self.executor = CircuitExecutor(switches, journal, clock, owns_all)
+        self._executor = executor
         self._driver_names = {entry.id: entry.driver for entry in settings}
         self._under_way: set[asyncio.Future[CircuitOutcome]] = set()
-
-    def recover(self) -> int:
-        """Take up the changes that an earlier daemon left without a result; their number."""
-        return self.executor.recover()
-
-    async def run(self) -> None:
-        """Bring open changes to an end, also those whose switch is out of reach for a while. Never returns."""
-        await self.executor.run()
 
     async def close(self) -> None:
         """Give the changes under way a moment to end; the others stay open in the journal, for the next daemon."""
@@ -122,7 +108,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     async def ConfirmPorts(self, request: pb.ConfirmPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
         async with _speaking(context):
-            return await self._to_its_end(self.executor.confirm(request.switch_id))
+            return await self._to_its_end(self._executor.confirm(request.switch_id))
 
     async def TakeOverPorts(self, request: pb.TakeOverPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
@@ -130,7 +116,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             if not request.cross_connects:
                 raise InvalidChange(["cross_connects: must name at least one, got []"])
             pairs = convert.pairs_from_pb(request.cross_connects)
-            reading = await self.executor.take_over(request.switch_id, pairs)
+            reading = await self._executor.take_over(request.switch_id, pairs)
             detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
             return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
 
@@ -146,9 +132,9 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             most = f" and <= {MOST_S:.0f}" if revert_in_s > MOST_S else ""
             raise InvalidChange([f"revert_in_s: must be > 0{most}, got {revert_in_s:g}"])
         if request.dry_run:
-            return _planned(switch, await self.executor.plan(switch, change, mode))
+            return _planned(switch, await self._executor.plan(switch, change, mode))
         expect_revision = optional(request, "expect_revision")
-        return await self._to_its_end(self.executor.change(switch, change, mode, expect_revision, revert_in_s))
+        return await self._to_its_end(self._executor.change(switch, change, mode, expect_revision, revert_in_s))
 
     async def _to_its_end(self, work: Coroutine[Any, Any, CircuitOutcome]) -> pb.SwitchChange:
         task = asyncio.ensure_future(work)
@@ -178,7 +164,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         message = pb.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:
             facts, ports = await driver.facts(), await driver.ports()
-            reading = await self.executor.owners.claim(switch, await driver.cross_connects())
+            reading = await self._executor.owners.claim(switch, await driver.cross_connects())
         except DriverError as error:
             message.detail = str(error)
             return message

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_docs import ROOT
+from tests.docs.wiring_graph import diagram, drawn
 
 PAGE = ROOT / "docs" / "architecture.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -177,3 +178,15 @@ def test_every_make_target_that_the_contributors_page_names_exists() -> None:
     named = set(re.findall(r"`make ([a-z-]+)`", CONTRIBUTING.read_text()))
     assert named
     assert named <= targets
+
+
+def test_the_picture_of_the_daemons_parts_is_current() -> None:
+    assert drawn() == diagram(), "write it anew: python tests/docs/wiring_graph.py"
+
+
+def test_the_picture_leads_from_parts_to_those_made_after_them() -> None:
+    made = re.findall(r'^  (\w+)\["', diagram(), flags=re.MULTILINE)
+    arrows = re.findall(r"^  (\w+) -->(?:\|\w+\|)? (\w+)$", diagram(), flags=re.MULTILINE)
+    assert len(made) == len(set(made)) >= 15
+    assert len(arrows) > len(made)
+    assert all(made.index(one) < made.index(other) for one, other in arrows)

@@ -23,6 +23,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.server import GatewayServer
@@ -95,13 +96,13 @@ class Harness:
     def _fresh(self) -> bool:
         if self.plane is None:
             return True
-        age_s = self.plane.state.snapshot(self.clock.now_s()).inputs_age_s
+        age_s = self.plane.fleet.state.snapshot(self.clock.now_s()).inputs_age_s
         return age_s is None or age_s <= self.fresh_s
 
     async def run_step(self, prompts: Sequence[Prompt]) -> HttpStep:
         """All are sent at once."""
         step, started_s = HttpStep(), self.clock.now_s()
-        moved = 0 if self.plane is None else self.plane.state.totals.moves_done
+        moved = 0 if self.plane is None else self.plane.fleet.state.totals.moves_done
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
@@ -120,7 +121,7 @@ class Harness:
             await self.pass_time(lambda: all(task.done() for task in asking))
             await asyncio.gather(*asking)
         if self.plane is not None:
-            step.moves = self.plane.state.totals.moves_done - moved
+            step.moves = self.plane.fleet.state.totals.moves_done - moved
         return step
 
     async def _all_accepted(self, count: int) -> None:
@@ -147,10 +148,11 @@ async def controlled(
     async with engines(options, count) as harness, AsyncExitStack() as stack:
         clock, ids = harness.clock, [EngineId(f"e{index}") for index in range(count)]
         journal = stack.enter_context(Journal(folder / "journal.sqlite", clock.now_s()))
-        plane = ControlPlane(_with_engines(config, harness.engines), journal, clock)
+        parts = build_daemon(_with_engines(config, harness.engines), journal, clock)
+        plane = parts.control_plane
         plane.plans.pin("engines stay as they are", 0.0)
         server = await DaemonServer.start(
-            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+            parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, parts.circuits)
         )
         stack.push_async_callback(server.stop, 0.5)
         stack.push_async_callback(plane.close, 0.0)
@@ -180,7 +182,7 @@ async def controlled(
         harness.tasks = [asyncio.ensure_future(work) for work in works]
         stack.push_async_callback(_end, harness.tasks)
         harness.plane, harness.fresh_s = plane, max(control.scrape_interval_s, control.report_interval_s) + 2 * TICK_S
-        await harness.pass_time(lambda: plane.state.snapshot(clock.now_s()).inputs_age_s is not None)
+        await harness.pass_time(lambda: plane.fleet.state.snapshot(clock.now_s()).inputs_age_s is not None)
         yield harness
 
 

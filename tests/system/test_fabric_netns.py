@@ -18,6 +18,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.fabric_wiring import fabric_of, routing_of
+from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.packet_routing import FabricRouting
@@ -130,12 +131,10 @@ class Plant:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         with Journal(self.folder / "journal.sqlite", self.clock.now_s()) as journal:
-            plane = ControlPlane(self.config, journal, self.clock, offload=asyncio.to_thread)
-            executor = CircuitExecutor(cast(Any, self.switches), journal, self.clock)
-            routing = routing_of(self.config, self.switches, journal, self.clock)
+            edges = DaemonEdges(drivers=self.switches, offload=asyncio.to_thread)
+            daemon = build_daemon(self.config, journal, self.clock, edges)
+            executor, routing, fabric = daemon.circuits, daemon.routing, daemon.fabric
             assert routing is not None
-            hub = WindowTracker(self.clock)
-            fabric = fabric_of(self.config, self.switches, executor, hub, plane, self.clock, routing)
             assert fabric is not None
             self.routing, self.coordinator = routing, fabric
             tasks = [asyncio.create_task(each) for each in (executor.run(), fabric.run(), routing.maintain())]

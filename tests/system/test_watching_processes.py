@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrrl.core.clock import WallClock
 from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from planner.model import EngineHealth
-from tests.orchestrrl.daemon.test_engine_watcher import E0, Plane
+from tests.orchestrrl.daemon.test_engine_watcher import E0, Sink
 
 
 async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
@@ -17,18 +17,18 @@ async def test_a_real_engine_is_reported(tmp_path: Path) -> None:
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().strip()
     clock = WallClock()
-    plane = Plane(tmp_path, clock)
-    watch = DeployedEngineWatcher(plane, interval_s=0.05)
+    sink = Sink(tmp_path, clock)
+    watch = DeployedEngineWatcher(sink, interval_s=0.05)
     watch.follow({E0: (url, "simulated")})
     try:
         async with asyncio.timeout(60):
-            while plane.state.capabilities(E0) is None:
+            while sink.fleet.state.capabilities(E0) is None:
                 await asyncio.sleep(0.01)
             process.kill()
             await process.wait()
-            while plane.state.engines(clock.now_s())[0].health is not EngineHealth.GONE:
+            while sink.fleet.state.engines(clock.now_s())[0].health is not EngineHealth.GONE:
                 await asyncio.sleep(0.01)
     finally:
         await watch.close()
-        plane.journal.close()
-    assert plane.reports[0].health is EngineHealth.OK
+        sink.journal.close()
+    assert sink.reports[0].health is EngineHealth.OK

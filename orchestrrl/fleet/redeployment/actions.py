@@ -56,7 +56,7 @@ class ActionControl(emptying.MoveControl, Protocol):
     def engine_stopped(self, engine: EngineId) -> None:
         """It serves no longer; `engines_deployed` follows."""
 
-    def engines_deployed(self) -> None:
+    def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
         """Whom a deployer started has changed: watch these, and tell gateways."""
 
     async def circuits_follow(self, engines: Sequence[EngineSpec]) -> str:
@@ -163,7 +163,7 @@ class RedeployActions:
         lasts_s = limits.drain_s + limits.stop_s + limits.start_s + limits.ready_s + limits.load_s + 2 * limits.check_s
         self._expect_nobody()
         self.control_plane.routes.expected.update(dict.fromkeys(engines, self._clock.now_s() + lasts_s))
-        self.control_plane.engines_deployed()
+        self.control_plane.engines_deployed(self.running)
 
     def let_be(self) -> None:
         """Nobody is fenced or expected any longer: requests go to whatever serves."""
@@ -171,7 +171,7 @@ class RedeployActions:
             spec.engine for spec in (*self.redeployment.old, *self.redeployment.new)
         )
         self._expect_nobody()
-        self.control_plane.engines_deployed()
+        self.control_plane.engines_deployed(self.running)
 
     def _expect_nobody(self) -> None:
         for spec in (*self.redeployment.old, *self.redeployment.new):
@@ -192,7 +192,7 @@ class RedeployActions:
     def _fence(self, step: RedeployStep) -> str:
         leaving = [spec.engine for spec in (*self.redeployment.leaving, *(new for _, new in self.redeployment.scaled))]
         self.control_plane.routes.draining.update(leaving)
-        self.control_plane.engines_deployed()
+        self.control_plane.engines_deployed(self.running)
         return f"{len(leaving)} engines take nothing new"
 
     async def _check_there(self, engines: Sequence[EngineId]) -> None:
@@ -304,7 +304,7 @@ class RedeployActions:
 
     async def _stop(self, engine: EngineId) -> str:
         held = self.running.pop(engine, None)
-        self.control_plane.engines_deployed()  # nobody is to watch it go
+        self.control_plane.engines_deployed(self.running)  # nobody is to watch it go
         try:
             await self.deployer.stop(engine)
         except BaseException:
@@ -312,7 +312,7 @@ class RedeployActions:
                 self.running[engine] = held
             raise
         self.control_plane.engine_stopped(engine)
-        self.control_plane.engines_deployed()
+        self.control_plane.engines_deployed(self.running)
         return ""
 
     async def _sleep(self, engine: EngineId) -> str:
@@ -320,7 +320,7 @@ class RedeployActions:
         await self.deployer.lend(engine, True)
         self.running[engine] = replace(self.running[engine], lent=True)
         self.control_plane.engine_stopped(engine)
-        self.control_plane.engines_deployed()
+        self.control_plane.engines_deployed(self.running)
         return ""
 
     @staticmethod
@@ -369,7 +369,7 @@ class RedeployActions:
             said = await self._with_client(spec.engine, scale)
             self.running[spec.engine] = await self.deployer.scale(spec)
         scaled = self.running.pop(spec.engine)
-        self.control_plane.engines_deployed()  # its watch begins anew: it has other seats now
+        self.control_plane.engines_deployed(self.running)  # its watch begins anew: it has other seats now
         self.running[spec.engine] = scaled
         return said
 

@@ -8,10 +8,12 @@ actions.py's, where engines go targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
+from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import OperationState, Stage
@@ -20,6 +22,7 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment import actions
 from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
 from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
@@ -37,6 +40,7 @@ from orchestrrl.fleet.redeployment.steps import (
     stages_of,
 )
 from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
+from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -69,38 +73,63 @@ class RedeployPolicy:
     keep_asleep: bool = False  # engines that can sleep are kept for a later redeployment, instead of stopped
 
 
+MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetDeployment:
+    """How engines are started and reached. `make_spec` gives what an engine of a configuration on those GPUs is started
+    with, and raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
+
+    deployer: Deployer
+    connect: Callable[[str], ManagedEngine]
+    gpus_count: int
+    per_node: int
+    make_spec: MakeSpec = spec_of
+    policy: RedeployPolicy = field(default_factory=RedeployPolicy)
+
+    def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
+        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
+        why = {}
+        for configuration in fleet.configuration_values():
+            if configuration.gpus > self.gpus_count:
+                continue  # the planner sees that itself
+            id = configuration.id
+            try:
+                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
+                self.deployer.check(self.make_spec(fleet, EngineId(f"{id}-0"), id, gpus))
+            except ProblemFaults as error:
+                why[id] = "; ".join(error.faults)
+            except Permanent as error:
+                why[id] = str(error)
+        return why
+
+
 class RedeploymentController:
-    """One change at a time. `make_spec` says what an engine of a configuration on those GPUs is started with, and
-    raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
+    """One change at a time."""
 
     def __init__(
-        self,
-        control_plane: FleetControl,
-        deployer: Deployer,
-        connect: Callable[[str], ManagedEngine],
-        configurations: Mapping[ConfigurationId, Configuration],
-        make_spec: Callable[[EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec],
-        *,
-        gpus_count: int,
-        per_node: int,
-        policy: RedeployPolicy | None = None,
+        self, control_plane: FleetControl, deployment: FleetDeployment, turn: DeploymentTurn, fleet: FleetSettings
     ) -> None:
-        self.policy = policy or RedeployPolicy()
+        self.policy = deployment.policy
+        self.configurations: Mapping[ConfigurationId, Configuration] = {}
         self._control_plane = control_plane
-        self._deployer = deployer
-        self._connect = connect
-        self.configurations = configurations
-        self._make_spec = make_spec
-        self._gpus_count = gpus_count
-        self._per_node = per_node
+        self._deployment = deployment
+        self._deployer = deployment.deployer
+        self._turn = turn
+        self.reconfigure(fleet)
         self._running: dict[EngineId, DeployedInstance] = {}
         self._fleet = read_fleet(control_plane.journal)  # None: nothing has been redeployed here
         self._run: RedeploymentRun | None = None
         self._task: asyncio.Task[RedeploymentOutcome] | None = None
-        self._starting = False
         self._book = RedeploymentBook(
             control_plane.journal, control_plane.clock, lambda: None if self._run is None else self._run.report()
         )
+
+    def reconfigure(self, fleet: FleetSettings) -> None:
+        """Take over a reloaded configuration."""
+        self.configurations = {each.id: each for each in fleet.configuration_values()}
+        self._make_spec = partial(self._deployment.make_spec, fleet)
 
     # --- the engines that there are
 
@@ -123,7 +152,7 @@ class RedeploymentController:
         self._adopt()
         acts = self._acts(opened.intent)
         self._run = run = RedeploymentRun(opened.intent, acts, self._book.log, self._control_plane.clock, self._changed)
-        self._task = asyncio.create_task(self._carry(run, self._resume(run, opened)))
+        self._start(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenIntent[Redeployment]) -> None:
         """Nothing can be moved while a pause barrier is closed, which a daemon before may have left so."""
@@ -167,7 +196,7 @@ class RedeploymentController:
         self._running.pop(deployed.engine, None)
         self._control_plane.engine_stopped(deployed.engine)
         self._book.note_stopped(deployed.engine, done=True, detail=deployed.detail)
-        self._control_plane.engines_deployed()
+        self._control_plane.engines_deployed(self._running)
 
     async def _scan(self) -> None:
         self._take_stock(await self._deployer.list_engines())
@@ -207,7 +236,7 @@ class RedeploymentController:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
                     )
-        self._control_plane.engines_deployed()
+        self._control_plane.engines_deployed(self._running)
 
     def _standing(self) -> StandingEngine:
         drained = {
@@ -237,8 +266,8 @@ class RedeploymentController:
             drained=frozenset(drained),
             lost=frozenset(lost),
             others=others,
-            gpus_count=self._gpus_count,
-            per_node=self._per_node,
+            gpus_count=self._deployment.gpus_count,
+            per_node=self._deployment.per_node,
         )
 
     def _serves(self, deployed: DeployedInstance) -> bool:
@@ -250,21 +279,6 @@ class RedeploymentController:
         return self._make_spec(deployed.engine, deployed.configuration, deployed.gpus)
 
     # --- what is wanted
-
-    def unstartable(self) -> dict[ConfigurationId, str]:
-        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
-        why = {}
-        for id, configuration in self.configurations.items():
-            if configuration.gpus > self._gpus_count:
-                continue  # the planner sees that itself
-            try:
-                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
-                self._deployer.check(self._make_spec(EngineId(f"{id}-0"), id, gpus))
-            except ProblemFaults as error:
-                why[id] = "; ".join(error.faults)
-            except Permanent as error:
-                why[id] = str(error)
-        return why
 
     def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[RedeployStep], ...]]:
         """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
@@ -359,24 +373,20 @@ class RedeploymentController:
 
     @property
     def busy(self) -> bool:
-        return self._starting or (self._task is not None and not self._task.done())
+        return self._turn.busy
 
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
         middle."""
         self._check_free()
-        self._starting = True
-        try:
+        with self._turn.preparing():
             await self._scan()
             standing = self._standing()
             id = self._next_id()
             wanted = self._wanted(plan, standing)
             redeployment = self._redeployment(id, plan.id, plan.verdict.detail, standing, wanted)
-            self._begin(redeployment, tell=False)
-        finally:
-            self._starting = False
-        assert self._task is not None
-        return await asyncio.shield(self._task)
+            task = self._begin(redeployment, tell=False)
+        return await asyncio.shield(task)
 
     def begin(self, wish: RedeployRequest) -> RedeploymentId:
         """Start what `draft` shows; it then goes on by itself."""
@@ -394,7 +404,7 @@ class RedeploymentController:
             which = f" ({self._run.redeployment.id})" if self._run is not None else ""
             raise Permanent(f"another change of the deployment is under way{which}")
 
-    def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> None:
+    def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> "asyncio.Task[RedeploymentOutcome]":
         """`tell` the control plane how it ends, where the caller does not."""
         self._run = run = RedeploymentRun(
             redeployment,
@@ -403,15 +413,21 @@ class RedeploymentController:
             self._control_plane.clock,
             self._changed,
         )
-        self._task = asyncio.create_task(self._carry(run, run.run(), tell=tell))
-        self._task.add_done_callback(_log_defect)
+        task = self._start(self._carry(run, run.run(), tell=tell))
+        task.add_done_callback(_log_defect)
+        return task
+
+    def _start(self, work: Coroutine[None, None, RedeploymentOutcome]) -> "asyncio.Task[RedeploymentOutcome]":
+        self._task = task = asyncio.create_task(work)
+        self._turn.take(task)
+        return task
 
     def _acts(self, redeployment: Redeployment | None) -> RedeployActions:
         blank = Redeployment(RedeploymentId(""), PlanId(""), "", 0.0, (), ())
         return RedeployActions(
             self._control_plane,
             self._deployer,
-            self._connect,
+            self._deployment.connect,
             self.configurations,
             self._running,
             self.policy.tolerance,

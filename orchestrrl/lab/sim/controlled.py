@@ -15,7 +15,7 @@ from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.static import countdown
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.sim.world import StepRecord, World
-from planner.model import ConfigurationId, EngineId
+from planner.model import ConfigurationId, EngineId, RequestId
 
 
 @dataclass(slots=True)
@@ -104,6 +104,13 @@ class ControlledRun:
     def control(self) -> ArmControl:
         return CONTROLS[self.arm]
 
+    @property
+    def known_output_tokens(self) -> dict[RequestId, int] | None:
+        """An oracle's knowledge of every answer; None for the other arms."""
+        if self.control.knowledge != "oracle":
+            return None
+        return {request.id: request.output_tokens for requests in self.steps for request in requests}
+
     def run(self, report: Report, keep_journal: Path | None = None) -> SeedRun:
         """The journal goes away afterwards, unless it is to be kept at a path."""
         with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
@@ -126,14 +133,17 @@ class ControlledRun:
 
     async def _run(self, journal_path: Path, report: Report) -> SeedRun:
         run, scenario = SeedRun(self.seed), self.scenario
-        world = World(self.config(), self.kinds, scenario, journal_path, share_network=self.share_network)
+        world = World(
+            self.config(),
+            self.kinds,
+            scenario,
+            journal_path,
+            share_network=self.share_network,
+            known_output_tokens=self.known_output_tokens,
+        )
         world.deploy(self.initial, homogeneous(self.kinds[self.initial], scenario.gpus, scenario.gpus_per_node))
         if not self.control.planning:
             world.control_plane.plans.pin("this arm does not plan", 0.0)
-        if self.control.knowledge == "oracle":
-            world.set_known_lengths(
-                {request.id: request.output_tokens for requests in self.steps for request in requests}
-            )
         async with world:
             world.schedule(scenario.faults)
             busy_gpu_s = 0.0
@@ -190,7 +200,7 @@ class _Counts:
         engines = [*world.engines.values(), *world.past_engines]
         return cls(
             sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
-            world.control_plane.state.totals.moves_done,
+            world.fleet.state.totals.moves_done,
             world.machines.starts_total,
             world.gateway.tokens_recomputed,
             sum(engine.scheduler.preemptions_total for engine in engines),

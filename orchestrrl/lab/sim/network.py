@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrrl.core.clock import Clock
+from planner.sync_tree.nic_share import LeftForMoves
 
 Node = int
 Cargo = Literal["moves", "weight sync"]
@@ -25,14 +26,6 @@ class _Flow:
     done: asyncio.Future[None]
     cargo: Cargo
     gbps: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLeftForMoves:
-    """Of a node's NICs, what a move gets that could fill them; and who takes the rest, the largest first."""
-
-    share: float
-    taken_by: tuple[str, ...]
 
 
 class NodeNetwork:
@@ -82,13 +75,13 @@ class NodeNetwork:
         wishes = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes)
         return (wishes + self._engines_gbps.get(node, 0.0)) / self._nic_gbps
 
-    def left_for_moves(self) -> NodeLeftForMoves:
+    def left_for_moves(self) -> LeftForMoves:
         """On the node where it is least."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
         takers = [self._takers(node) for node in sorted(nodes)] if self._share else []
         most = max(takers, key=lambda gbps: sum(gbps.values()), default={})
         named = sorted((name for name in most if most[name]), key=lambda name: (-most[name], name))
-        return NodeLeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
+        return LeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
 
     def _takers(self, node: Node) -> dict[str, float]:
         """Wishes for this node's NICs but those of moves, in Gbps."""

@@ -1,25 +1,26 @@
 """A simulated fleet under the real control plane: engines, agents, a gateway and a deployer on a virtual clock.
 
-Everything between them is what ships: ControlPlane, its state, journal, runner and loops, the planner, the balancer.
+Everything between them is what ships, built by the function that builds the daemon.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from orchestrrl.agent.health import EngineTrack, HealthLimits, fold, judge
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import Config
+from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.controller import RedeploymentController
+from orchestrrl.fleet.redeployment.controller import FleetDeployment
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
@@ -69,7 +70,9 @@ class World:
         journal_path: Path,
         *,
         share_network: bool = True,
+        known_output_tokens: Mapping[RequestId, int] | None = None,
     ) -> None:
+        """With `known_output_tokens` the planner has the length of every answer."""
         self.clock = VirtualClock()
         self.kinds = kinds
         self.control = control = scenario.control
@@ -93,7 +96,6 @@ class World:
             self._engine_started,
             self._engine_stopped,
         )
-        self.deployer = SimulatedDeployer(self.machines)
         self.gateway = VirtualGateway(
             GATEWAY,
             self.clock,
@@ -104,25 +106,24 @@ class World:
             queue_depth=scenario.gateway.queue_depth,
         )
         self.journal = Journal(journal_path, self.clock.now_s())
-        # Deciding takes no simulated time, and its measured time would differ from run to run.
-        self.control_plane = ControlPlane(config, self.journal, self.clock, stopwatch=lambda: 0.0)
-        configurations = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
-        layouts = config.fleet.layouts()
-
-        def make_spec(engine: EngineId, configuration: ConfigurationId, gpus: Sequence[GpuId]) -> EngineSpec:
-            return EngineSpec(engine, configuration, layouts[configuration], tuple(gpus))
-
-        self._make_spec = make_spec
-        self.deployment = RedeploymentController(
-            self.control_plane,
-            self.deployer,
+        deployment = FleetDeployment(
+            SimulatedDeployer(self.machines),
             lambda url: VirtualManaged(url, self._answering),
-            configurations,
-            make_spec,
-            gpus_count=config.fleet.gpus.count if config.fleet.gpus else 0,
-            per_node=self.per_node,
+            config.fleet.gpus.count if config.fleet.gpus else 0,
+            self.per_node,
+            _spec_of,
         )
-        self.control_plane.deployment = self.control_plane.redeployer = self.deployment
+        edges = DaemonEdges(
+            deployment=deployment,
+            left_for_moves=self.network.left_for_moves,
+            known_output_tokens=known_output_tokens,
+            # Deciding takes no simulated time, and its measured time would differ from run to run.
+            stopwatch=lambda: 0.0,
+        )
+        self.daemon = daemon = build_daemon(config, self.journal, self.clock, edges)
+        assert daemon.redeployer is not None
+        self.control_plane, self.fleet, self.deployment = daemon.control_plane, daemon.fleet, daemon.redeployer
+        self._make_spec = partial(_spec_of, config.fleet)
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -131,13 +132,9 @@ class World:
         for placement in fleet:
             self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
 
-    def set_known_lengths(self, output_tokens: Mapping[RequestId, int]) -> None:
-        """Let the planner know how long every answer will be."""
-        self.control_plane.planning.known_output_tokens = output_tokens
-
     async def __aenter__(self) -> "World":
         await self.deployment.recover()
-        attachment = self.control_plane.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
+        attachment = self.fleet.attach(NodeHello(GATEWAY, NodeKind.GATEWAY, tuple(self.engines), "sim"))
         self._tasks = [
             asyncio.create_task(work)
             for work in (self._pump(), self._obey(attachment), run_loops(self.control_plane, self.clock))
@@ -295,8 +292,8 @@ class World:
 
     def _links_changed(self) -> None:
         """Engines that talk over NICs decode more slowly where those are crowded; plans say what moves have left."""
-        now_s, left = self.clock.now_s(), self.network.left_for_moves()
-        self.control_plane.planning.nic_share, self.control_plane.planning.nic_taken_by = left.share, left.taken_by
+        now_s = self.clock.now_s()
+        self.control_plane.planning.share_nics(self.network.left_for_moves())
         for engine in self.engines.values():
             if engine.kind.nic_gbps:
                 crowding = max(self.network.crowding(node) for node in self._nodes_of(engine))
@@ -341,7 +338,7 @@ class World:
                 self._scrape(now_s)
             if now_s >= next_report_s:
                 next_report_s += self.control.report_interval_s
-                ack = self.control_plane.gateway_reported(self.gateway.report(), STREAM)
+                ack = self.fleet.gateway_reported(self.gateway.report(), STREAM)
                 self.gateway.ledger.acknowledge(ack.sequence)
             await self.clock.sleep(min(next_scrape_s, next_report_s) - now_s)
 
@@ -357,7 +354,7 @@ class World:
             if engine is not None:
                 engine.capabilities_sent = True
             self._sequence += 1
-            self.control_plane.engine_reported(
+            self.fleet.engine_reported(
                 EngineReport(
                     agent.node,
                     self._sequence,
@@ -374,7 +371,7 @@ class World:
     async def _obey(self, attachment: Attachment) -> None:
         """The gateway carries out what it is told."""
         async for operation in attachment.orders():
-            self.control_plane.result_received(self.gateway.perform(operation))
+            self.fleet.result_received(self.gateway.perform(operation))
 
     async def _strike(self, fault: GenerationFaultSection) -> None:
         await self.clock.sleep(fault.at_s - self.clock.now_s())
@@ -387,6 +384,12 @@ class World:
             await self.clock.sleep(fault.back_after_s)
             with suppress(Permanent):  # its GPUs may serve another engine by now
                 self.machines.place(self._make_spec(engine.id, engine.kind.id, engine.gpus))
+
+
+def _spec_of(
+    fleet: FleetSettings, engine: EngineId, configuration: ConfigurationId, gpus: Sequence[GpuId]
+) -> EngineSpec:
+    return EngineSpec(engine, configuration, fleet.layouts()[configuration], tuple(gpus))
 
 
 def _url(engine: EngineId) -> str:

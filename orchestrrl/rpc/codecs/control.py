@@ -15,6 +15,7 @@ from orchestrrl.core.nodes import NodeState
 from orchestrrl.core.operator_pauses import OperatorPause, PauseScope
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanEvent
+from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fleet.move_orders import MovedRequest
 from orchestrrl.fleet.reports import FailoverCounts
 from orchestrrl.rpc.codec import LOCAL, Codec, EnumCodec, Flat, Via, rows_to_pb
@@ -94,21 +95,22 @@ _MOVED = Codec(
 )
 
 
-def status_to_pb(control_plane: ControlPlane, version: str) -> pb.Status:
+def status_to_pb(daemon: Daemon, version: str) -> pb.Status:
+    control_plane = daemon.control_plane
     now_s = control_plane.clock.now_s()
-    snapshot = control_plane.state.snapshot(now_s)
+    snapshot = control_plane.fleet.state.snapshot(now_s)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
-    totals, latest, fabric = control_plane.state.totals, control_plane.plans.latest, control_plane.fabric
-    failovers = sum(control_plane.state.failovers.values(), FailoverCounts())
-    balance, redeployer, journal = control_plane.balance, control_plane.redeployer, control_plane.journal
+    totals, latest, fabric = control_plane.fleet.state.totals, control_plane.plans.latest, daemon.fabric
+    failovers = sum(control_plane.fleet.state.failovers.values(), FailoverCounts())
+    balance, redeployer, journal = control_plane.balance, daemon.redeployer, control_plane.journal
     return pb.Status(
         version=version,
-        mode=MODE.to_pb(control_plane.mode),
+        mode=MODE.to_pb(control_plane.mode.current),
         generation=journal.generation,
         now_unix_s=now_s,
         uptime_s=now_s - control_plane.started_s,
         workers=workers_to_pb(control_plane, snapshot),
-        nodes=[_node_to_pb(node, now_s) for node in control_plane.nodes.states()],
+        nodes=[_node_to_pb(node, now_s) for node in control_plane.fleet.nodes.states()],
         requests_running=running,
         requests_waiting=len(snapshot.requests) - running,
         requests_finished=totals.finished,
@@ -125,13 +127,13 @@ def status_to_pb(control_plane: ControlPlane, version: str) -> pb.Status:
         balance_reason=f"{balance.verdict.code}: {balance.verdict.detail}" if balance else "no decision yet",
         balance_policy=balance.policy.name if balance else "",
         balance_policy_reason=balance.policy.reason if balance else "",
-        barrier=barrier_to_pb(control_plane.barrier),
+        barrier=barrier_to_pb(control_plane.fleet.barrier),
         redeployment=notable_to_pb(next(iter(redeployer.history(1)), None)) if redeployer else None,
         pauses=pauses_to_pb(control_plane.pause_registry.pauses),
         fabric_control=FABRIC_CONTROL.to_pb(fabric.overrides.control) if fabric else None,
         fabric_period=next(map(PERIOD.to_pb, fabric.reports(1)), None) if fabric else None,
-        remarks=control_plane.node_remarks(),
-        mode_reason=control_plane.mode_reason,
+        remarks=control_plane.fleet.node_remarks(),
+        mode_reason=control_plane.mode.reason,
         defects=[
             _with(_DEFECT.to_pb(defect), total=control_plane.defects.counts[defect.part])
             for defect in control_plane.defects.latest
@@ -147,10 +149,10 @@ def pauses_to_pb(pauses: Mapping[PauseScope, OperatorPause]) -> list[pb.Pause]:
 
 def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Worker]:
     held = Counter(request.engine for request in snapshot.requests)
-    remarks = control_plane.remarks(engine.id for engine in snapshot.engines)
-    others = control_plane.state.names(snapshot.now_s).others
+    remarks = control_plane.fleet.remarks(engine.id for engine in snapshot.engines)
+    others = control_plane.fleet.state.names(snapshot.now_s).others
     step_times = control_plane.planning.step_times(snapshot)
-    balance, state = control_plane.balance, control_plane.state
+    balance, state = control_plane.balance, control_plane.fleet.state
     return [
         _with(
             _ENGINE.to_pb(engine),
@@ -169,9 +171,11 @@ def workers_to_pb(control_plane: ControlPlane, snapshot: Snapshot) -> list[pb.Wo
 
 def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
     """The one engine; little more than its name where it was drained and is not seen any more."""
-    snapshot = control_plane.state.snapshot(control_plane.clock.now_s())
+    snapshot = control_plane.fleet.state.snapshot(control_plane.clock.now_s())
     found = next((worker for worker in workers_to_pb(control_plane, snapshot) if worker.engine_id == engine), None)
-    return found or pb.Worker(engine_id=engine, draining=engine in control_plane.membership_changes.membership.draining)
+    return found or pb.Worker(
+        engine_id=engine, draining=engine in control_plane.fleet.membership_changes.membership.draining
+    )
 
 
 def _node_to_pb(node: NodeState, now_s: float) -> pb.NodeStatus:

@@ -5,7 +5,7 @@ A peer that goes away is waited for; whoever had bytes to come from it gets them
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
+from orchestrrl.core.offload import Offload, inline
 from orchestrrl.weights.controller.edges import common_transport
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
@@ -49,12 +50,6 @@ CHECKS = 4  # of all bytes, before it is believed that they cannot be had sound
 SUMS_WITHIN_S = 600.0  # to read all bytes once
 ANSWER_S = 30.0  # for orders that take no time
 WORDS = 3000  # characters of what went wrong: engines, peers and tensors are many
-
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-async def inline(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 class SyncFailed(OrchestrRLError):

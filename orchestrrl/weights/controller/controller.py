@@ -15,12 +15,13 @@ from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import CarrierContext, Offload, inline
+from orchestrrl.weights.controller.carrying import CarrierContext
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
@@ -40,6 +41,7 @@ from orchestrrl.weights.controller.reports import (
 )
 from orchestrrl.weights.controller.run import MAY_BE_REPLACED, SyncRun
 from orchestrrl.weights.controller.serving import PeerAssignments
+from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import (
     HOLDER,
     CommittedVersion,
@@ -79,9 +81,11 @@ class WeightSync:
         *,
         engines: Callable[[], Mapping[EngineId, EngineNow]],
         deploying: Callable[[], bool] = lambda: False,
+        stale: StaleVersions,
         offload: Offload = inline,
     ) -> None:
-        """`deploying`: engines are being started or stopped by order."""
+        """`deploying`: engines are being started or stopped by order. `stale` are engines that have lost what they
+        had."""
         self.book = WeightBook(journal, clock)
         seen: set[EngineId] = set()
 
@@ -103,6 +107,7 @@ class WeightSync:
             settled=lambda: self._serving.settled,
             why_not_served=self._serving.why_not,
             seen=seen,
+            stale=stale,
         )
         self._hub = hub
         self._clock = clock
@@ -119,7 +124,6 @@ class WeightSync:
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
         hub.listen(self._on_news)
-        fence.notify_restarts(self._acts.stale.restarted)
 
     # --- told by trainers
 

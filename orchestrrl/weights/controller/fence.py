@@ -1,7 +1,7 @@
 """The pause barrier as a weight sync uses it: nobody's request runs from `pause` to `resume`. What gateways do is
 gateway/pause.py's."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from orchestrrl.core.operations import FrozenRequests
@@ -54,8 +54,4 @@ class FleetFence(Protocol):
 
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         """Nobody knows what they have: no requests go there, where the fleet's version is known."""
-        ...
-
-    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
-        """It is called with each engine of which agents see that it has lost what it had."""
         ...

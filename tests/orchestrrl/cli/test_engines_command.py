@@ -21,8 +21,8 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, status_of
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
@@ -73,12 +73,13 @@ class Daemon:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         clock = WallClock()
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
-            self.plane = ControlPlane(parse_config(CONFIG), journal, clock)
+            self.parts = build_daemon(parse_config(CONFIG), journal, clock)
+            self.plane = self.parts.control_plane
             server = await DaemonServer.start(
-                self.plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+                self.parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, self.parts.circuits)
             )
             self.address = server.address
-            attachment = self.plane.attach(gateway_hello())
+            attachment = self.plane.fleet.attach(gateway_hello())
             tasks = [asyncio.create_task(part) for part in (self._report(), self._obey(attachment))]
             await asyncio.sleep(0)
             self._ready.set()
@@ -92,9 +93,9 @@ class Daemon:
         while True:
             sequence += 1
             on_e0 = sum(engine == "e0" for engine in self.where.values())
-            self.plane.engine_reported(engine_report("e0", sequence, sample(running=on_e0)), 1)
+            self.plane.fleet.engine_reported(engine_report("e0", sequence, sample(running=on_e0)), 1)
             views = [request(id, on, movable=id not in self.immovable) for id, on in self.where.items()]
-            self.plane.gateway_reported(gateway_report(*views, sequence=sequence), 1)
+            self.plane.fleet.gateway_reported(gateway_report(*views, sequence=sequence), 1)
             self.plane.fast_tick()
             await asyncio.sleep(0.05)
 
@@ -104,7 +105,9 @@ class Daemon:
                 for move in operation.action.moves:
                     self.where[move.request] = move.to_engine
                 items = tuple(OperationItemResult(move.request, True) for move in operation.action.moves)
-                self.plane.result_received(OperationResult(operation.id, NodeId("gw"), status_of(items), items=items))
+                self.plane.fleet.result_received(
+                    OperationResult(operation.id, NodeId("gw"), status_of(items), items=items)
+                )
 
 
 @pytest.fixture
@@ -221,8 +224,8 @@ def test_a_wait_ends_when_somebody_undoes_the_drain(daemon: Daemon, run: Run) ->
 
 
 def _undrain(daemon: Daemon) -> None:
-    engine = next(view.id for view in daemon.plane.state.engines(daemon.plane.clock.now_s()) if view.id == "e0")
-    daemon.plane.membership_changes.undrain(engine)
+    engine = next(view.id for view in daemon.plane.fleet.state.engines(daemon.plane.clock.now_s()) if view.id == "e0")
+    daemon.plane.fleet.membership_changes.undrain(engine)
 
 
 def test_removal_is_refused_while_requests_are_there_unless_forced(daemon: Daemon, run: Run) -> None:
@@ -243,7 +246,7 @@ def test_engines_are_counted_by_state(daemon: Daemon, run: Run) -> None:
     run("remove", "e1")
     run("add", "e2", "--url", "http://e2")
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(daemon.plane))
+    registry.register(DaemonCollector(daemon.parts))
     counts = {state: registry.get_sample_value("orchestrrl_engines", {"state": state}) for state in STATES}
     assert counts == {"serving": 1, "draining": 1, "drained": 0, "removed": 1}
 

@@ -201,7 +201,7 @@ def test_history_has_every_redeployment_and_one_in_full_over_time(harness: Redep
 
 
 def test_without_a_deployer_it_says_what_to_configure(harness: RedeploymentDaemon) -> None:
-    harness.plane.redeployer = None
+    harness.parts.redeployer = None
     refused = run(harness, "redeploy", "--to", "tp2")
     assert refused.exit_code == 1
     assert "fleet.deployer" in refused.stderr

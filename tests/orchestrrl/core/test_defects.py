@@ -12,17 +12,18 @@ from prometheus_client.core import Metric
 
 from orchestrrl.cli.fleet.status import summary
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.defects import REPEATED, Defects
+from orchestrrl.core.defects import REPEATED, Defects, keep_running
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.daemon import control_plane as control_plane_module
+from orchestrrl.daemon import fleet_coordinator
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import DaemonCollector
-from orchestrrl.daemon.wiring import keep_running
+from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fabric.coordinator import CircuitCoordinator
-from orchestrrl.fleet.redeployment.controller import RedeploymentController
+from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController
+from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.rpc.codecs.control import status_to_pb
 from orchestrrl.rpc.plain_values import plain
 from planner.model import Act, Mode, PlanId, Snapshot
@@ -37,13 +38,14 @@ class Harness:
         self.path = path
         self.clock = VirtualClock(1000.0)
         self.journal = Journal(path, self.clock.now_s())
-        self.plane: Any = ControlPlane(parse_config(CONFIG), self.journal, self.clock)
+        self.parts = build_daemon(parse_config(CONFIG), self.journal, self.clock)
+        self.plane: Any = self.parts.control_plane
 
     def status(self) -> dict[str, Any]:
-        return plain(status_to_pb(self.plane, "test"))
+        return plain(status_to_pb(self.parts, "test"))
 
     def metric(self, name: str, label: str = "") -> float:
-        found: list[Metric] = list(DaemonCollector(self.plane).collect())
+        found: list[Metric] = list(DaemonCollector(self.parts).collect())
         values = {(sample.name, *sample.labels.values()): sample.value for family in found for sample in family.samples}
         return values[(name, label) if label else (name,)]
 
@@ -91,7 +93,7 @@ async def test_a_defect_of_one_tick_is_set_aside_and_shown(
     await harness.run(2.5)
     (defect,) = harness.status()["defects"]
     assert (defect["running"], defect["total"]) == (0, 2)
-    assert harness.plane.mode is Mode.ACT
+    assert harness.plane.mode.current is Mode.ACT
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), Permanent("the disk is full"), asyncio.CancelledError()])
@@ -101,25 +103,25 @@ async def test_the_same_exception_ten_ticks_running_ends_acting(
 ) -> None:
     setattr(harness.plane, loop, failing(error))
     await harness.run(REPEATED - 1.5)
-    assert harness.plane.mode is Mode.ACT
+    assert harness.plane.mode.current is Mode.ACT
     await harness.run(1.5)
-    assert harness.plane.mode is Mode.ADVISE
+    assert harness.plane.mode.current is Mode.ADVISE
     assert f"{part} ended 10 times running by {type(error).__name__}" in harness.status()["mode_reason"]
     (entry,) = harness.journal.since(0, (EntryKind.MODE,))
     assert entry.body["mode"] == "advise"
-    assert entry.body["reason"] == harness.plane.mode_reason
-    harness.plane.set_mode(Mode.ACT, "tried again")  # the count starts anew
+    assert entry.body["reason"] == harness.plane.mode.reason
+    harness.plane.mode.set(Mode.ACT, "tried again")  # the count starts anew
     await harness.run(REPEATED - 1.5)
-    assert harness.plane.mode is Mode.ACT
+    assert harness.plane.mode.current is Mode.ACT
     await harness.run(1.5)
-    assert harness.plane.mode is Mode.ADVISE
+    assert harness.plane.mode.current is Mode.ADVISE
 
 
 async def test_other_exceptions_and_ticks_that_go_well_begin_the_count_anew(harness: Harness) -> None:
     nine: list[BaseException | None] = [KeyError("x")] * (REPEATED - 1)
     harness.plane.fast_tick = failing(*nine, None, *nine, ValueError("y"), *nine, None)
     await harness.run(60.0)
-    assert harness.plane.mode is Mode.ACT
+    assert harness.plane.mode.current is Mode.ACT
     assert harness.metric("orchestrrl_defects_total", "fast_loop") == 3 * (REPEATED - 1) + 1
 
 
@@ -130,7 +132,7 @@ async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monk
     monkeypatch.setattr(harness.journal, "append", full)
     harness.plane.fast_tick = lambda: harness.journal.append(0.0, EntryKind.BALANCE, "", {})
     await harness.run(REPEATED + 1.0)
-    assert harness.plane.mode is Mode.ADVISE
+    assert harness.plane.mode.current is Mode.ADVISE
     assert "the disk is full" in harness.status()["mode_reason"]
     assert "not written down" in harness.status()["mode_reason"]
 
@@ -138,10 +140,10 @@ async def test_acting_ends_where_the_journal_itself_fails(harness: Harness, monk
 async def test_the_mode_and_its_reason_outlast_a_restart(harness: Harness) -> None:
     harness.plane.fast_tick = failing(KeyError("e0"))
     await harness.run(REPEATED + 1.0)
-    reason = harness.plane.mode_reason
+    reason = harness.plane.mode.reason
     harness.journal.close()
     again = Harness(harness.path)
-    assert (again.plane.mode, again.plane.mode_reason) == (Mode.ADVISE, reason)
+    assert (again.plane.mode.current, again.plane.mode.reason) == (Mode.ADVISE, reason)
     harness.journal = again.journal
 
 
@@ -158,24 +160,24 @@ async def test_a_defect_in_moves_and_plans_is_counted_and_ends_acting(
     async def moves(*_: object) -> None:
         raise KeyError("r1")
 
-    monkeypatch.setattr(control_plane_module, "run_moves", moves)
-    snapshot: Any = harness.plane.state.snapshot(harness.clock.now_s())
+    monkeypatch.setattr(fleet_coordinator, "run_moves", moves)
+    snapshot: Any = harness.plane.fleet.state.snapshot(harness.clock.now_s())
     plan: Any = SimpleNamespace(id=PlanId("p1"), decision="rebalance", moves=(), verdict=Act("gain", ""))
 
     async def slow_plan() -> tuple[Any, Snapshot]:
         return plan, snapshot
 
-    harness.plane._start_moves((), snapshot)
+    harness.plane.fleet.start_moves((), snapshot)
     monkeypatch.setattr(harness.plane, "_plan", slow_plan)
     await harness.plane.slow_tick()
     await asyncio.sleep(0.01)
     assert harness.metric("orchestrrl_defects_total", "moves") == 1
     assert harness.metric("orchestrrl_defects_total", "plans") == 1
     for _ in range(REPEATED - 1):
-        assert harness.plane.mode is Mode.ACT
-        harness.plane._start_moves((), snapshot)
+        assert harness.plane.mode.current is Mode.ACT
+        harness.plane.fleet.start_moves((), snapshot)
         await asyncio.sleep(0.01)
-    assert harness.plane.mode is Mode.ADVISE
+    assert harness.plane.mode.current is Mode.ADVISE
 
 
 async def test_a_task_that_ends_by_a_defect_is_started_again(harness: Harness) -> None:
@@ -190,7 +192,7 @@ async def test_a_task_that_ends_by_a_defect_is_started_again(harness: Harness) -
     assert not task.done()
     assert [at_s - 1000.0 for at_s in began] == [0.0, 1.0, 3.0, 7.0]  # longer pauses each time
     assert harness.metric("orchestrrl_defects_total", "deployment") == 4
-    assert harness.plane.mode is Mode.ACT  # it is none that acts by itself
+    assert harness.plane.mode.current is Mode.ACT  # it is none that acts by itself
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -223,9 +225,9 @@ async def test_the_deployment_is_looked_after_again_after_a_defect(harness: Harn
             raise KeyError("a deployer's own")
 
     deployer: Any = Deployer()
-    switching = RedeploymentController(
-        harness.plane, deployer, lambda url: SimpleNamespace(), {}, lambda *_: None, gpus_count=0, per_node=1
-    )  # type: ignore[arg-type, return-value]
+    redeployed = RedeployedFleet(harness.plane.fleet, harness.parts.weights.syncs, None, None, "")
+    deployment = FleetDeployment(deployer, lambda url: SimpleNamespace(), gpus_count=0, per_node=1)  # type: ignore[arg-type, return-value]
+    switching = RedeploymentController(redeployed, deployment, DeploymentTurn(), harness.plane.config.fleet)
     task = asyncio.create_task(keep_running("deployment", switching.maintain, harness.plane.defects, harness.clock))
     await harness.clock.advance(60.0)
     assert not task.done()

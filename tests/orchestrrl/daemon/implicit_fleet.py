@@ -56,7 +56,7 @@ class ImplicitWorld(World):
         config = config.model_copy(update={"fast": config.fast.model_copy(update={"policy": policy})})
         super().__init__(config, real, scenario, journal)
         bare = config.model_copy(update={"fleet": parse_config("").fleet})
-        self.control_plane.planning = Planning(bare, lambda *_: None, lambda: "2026-01-31")
+        self.fleet.planning = self.control_plane.planning = Planning(bare, lambda *_: None, lambda: "2026-01-31")
         (name,) = real
         self.placements = homogeneous(real[name], scenario.gpus, scenario.gpus_per_node)
         self.deploy(name, self.placements)
@@ -65,7 +65,9 @@ class ImplicitWorld(World):
         await super().__aenter__()
         for placement in self.placements:
             engine = placement.engine
-            self.control_plane.state.add_engine(EngineFacts(engine, self.engines[engine].url, gpus=placement.gpus))
+            self.control_plane.fleet.state.add_engine(
+                EngineFacts(engine, self.engines[engine].url, gpus=placement.gpus)
+            )
         return self
 
 

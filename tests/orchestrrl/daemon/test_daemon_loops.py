@@ -10,7 +10,7 @@ import pytest
 from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.config.schema import Config
+from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.nodes import Attachment
@@ -18,7 +18,10 @@ from orchestrrl.core.operations import MoveRequests, OperationItemResult, Operat
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.plan_book import Redeployer
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.admission import ControlState
 from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
 from planner.move_methods import FIXED_PRIOR_S
@@ -88,14 +91,14 @@ class Fleet:
                 kv_capacity_tokens=100_000,
                 kv_usage_fraction=0.1,
             )
-            self.plane.engine_reported(engine_report(engine, self._sequence, busy), stream)
+            self.plane.fleet.engine_reported(engine_report(engine, self._sequence, busy), stream)
         live = [request(id, self.where[id], self.generated[id]) for id in self.remaining]
         done = tuple(finished(id, self.generated[id]) for id in self._done)
         self._done = []
-        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, done=done), stream)
+        self.plane.fleet.gateway_reported(gateway_report(*live, sequence=self._sequence, done=done), stream)
 
     async def attach(self) -> None:
-        self.attachment = self.plane.attach(gateway_hello("e0", "e1"))
+        self.attachment = self.plane.fleet.attach(gateway_hello("e0", "e1"))
         results: dict[str, OperationResult] = {}
         async for operation in self.attachment.orders():
             match operation.action:
@@ -106,7 +109,7 @@ class Fleet:
                         items = tuple(self._move(m.request, m.to_engine) for m in moves)
                         results[operation.id] = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
                     if not self.mute:
-                        self.plane.result_received(results[operation.id])
+                        self.plane.fleet.result_received(results[operation.id])
 
     def _move(self, id: str, to: str) -> OperationItemResult:
         if id not in self.remaining:
@@ -128,8 +131,15 @@ class Harness:
         self.stop()
         self.journal = Journal(self.path, self.clock.now_s())
         settings = parse_config(config) if isinstance(config, str) else config
-        self.plane = ControlPlane(settings, self.journal, self.clock)
+        self.parts = build_daemon(settings, self.journal, self.clock)
+        self.plane = self.parts.control_plane
         self.fleet = Fleet(self.plane, self.clock)
+        return self.plane
+
+    def redeployed_by(self, redeployer: Redeployer) -> ControlPlane:
+        """The same fleet, with what carries out changes of the deployment."""
+        one = self.plane
+        self.plane = ControlPlane(one.fleet, one.mode, one.pause_registry, one._turn, redeployer, one._left_for_moves)
         return self.plane
 
     def stop(self) -> None:
@@ -176,7 +186,7 @@ async def test_the_stragglers_requests_move_and_the_step_ends(harness: Harness) 
         assert {fleet.where[id] for id in fleet.remaining} == {"e0", "e1"}
         await harness.clock.advance(30.0)
         assert not fleet.remaining
-    totals = plane.state.totals
+    totals = plane.fleet.state.totals
     assert (totals.finished, totals.moves_failed) == (10, 0)
     assert totals.moves_done == len(fleet.moves_seen)
     assert len(harness.entries(EntryKind.OPERATION_INTENT)) == len(harness.entries(EntryKind.OPERATION_RESULT)) > 0
@@ -193,7 +203,7 @@ async def test_advice_changes_nothing(harness: Harness) -> None:
         assert plane.balance.verdict.code == "advise_only"
         assert plane.balance.moves
         assert fleet.moves_seen == []
-        plane.set_mode(Mode.ACT, "seen enough")
+        plane.mode.set(Mode.ACT, "seen enough")
         await harness.clock.advance(3.0)
         assert fleet.moves_seen
     assert harness.entries(EntryKind.OPERATION_INTENT)[0].sequence > harness.entries(EntryKind.MODE)[0].sequence
@@ -227,7 +237,7 @@ async def test_it_holds_while_moves_are_open_and_observes_what_became_of_them(ha
         (result,) = harness.entries(EntryKind.OPERATION_RESULT)[:1]
         assert (result.body["status"], result.body["detail"]) == ("done", "seen in telemetry")
         assert [item["id"] for item in result.body["items"]] == moved
-        assert plane.state.totals.moves_done == len(moved)
+        assert plane.fleet.state.totals.moves_done == len(moved)
 
 
 async def test_stale_telemetry_holds(harness: Harness) -> None:
@@ -247,7 +257,7 @@ async def test_an_engine_that_is_gone_leaves_the_routes_at_once(harness: Harness
         await harness.clock.advance(1.0)
         assert [(r.engine, r.health) for r in fleet.routes[-1].routes] == [("e0", "ok"), ("e1", "ok")]
         told = len(fleet.routes)
-        plane.engine_reported(engine_report("e1", 10**6, None, EngineHealth.GONE), 9)
+        plane.fleet.engine_reported(engine_report("e1", 10**6, None, EngineHealth.GONE), 9)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert len(fleet.routes) == told + 1
@@ -258,10 +268,10 @@ async def test_an_engine_that_is_gone_leaves_the_routes_at_once(harness: Harness
 
 async def test_a_gateway_that_attaches_first_keeps_its_engines(harness: Harness) -> None:
     plane = harness.start("mode: act")
-    plane.engine_reported(engine_report("from-agent", 1, sample()), 1)
-    plane.attach(gateway_hello("e0"))
+    plane.fleet.engine_reported(engine_report("from-agent", 1, sample()), 1)
+    plane.fleet.attach(gateway_hello("e0"))
     plane = harness.start("mode: act")
-    orders = plane.attach(gateway_hello("e0")).orders()
+    orders = plane.fleet.attach(gateway_hello("e0")).orders()
     first = (await anext(orders)).action
     assert isinstance(first, SetRoutes)
     assert [(r.engine, r.url, r.health) for r in first.routes] == [
@@ -275,15 +285,15 @@ async def test_an_operators_move_goes_the_same_way(harness: Harness) -> None:
     harness.fleet.submit("e0", 4000)
     async with harness.running() as fleet:
         await harness.clock.advance(1.0)
-        outcome = await plane.move(RequestId("r00"), EngineId("e1"))
+        outcome = await plane.fleet.move(RequestId("r00"), EngineId("e1"))
         assert outcome.items[0].done
         assert fleet.where["r00"] == "e1"
         assert len(harness.entries(EntryKind.OPERATION_RESULT)) == 1
         fleet.report()
         with pytest.raises(Permanent, match="request r00 is on e1 already"):
-            await plane.move(RequestId("r00"), EngineId("e1"))
+            await plane.fleet.move(RequestId("r00"), EngineId("e1"))
         with pytest.raises(ProblemFaults) as caught:
-            await plane.move(RequestId("nobody"), EngineId("nowhere"))
+            await plane.fleet.move(RequestId("nobody"), EngineId("nowhere"))
         assert caught.value.faults == [
             "request_id: is not in flight, got 'nobody'",
             "to_engine_id: is not a known engine (known: e0, e1), got 'nowhere'",
@@ -301,13 +311,13 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(harness: Har
         await harness.clock.advance(1.0)
         assert [route.kv_version for route in fleet.routes[-1].routes] == ["tp2/v1"] * 2
         context = 100 + fleet.generated["r00"]
-        assert (await plane.move(RequestId("r00"), EngineId("e1"))).items[0].done
+        assert (await plane.fleet.move(RequestId("r00"), EngineId("e1"))).items[0].done
         ordered = harness.entries(EntryKind.OPERATION_INTENT)[0].body["operation"]["action"]["moves"][0]
         assert ordered["method"] == "transfer"
         assert ordered["fixed_s"] == pytest.approx(0.01 + FIXED_PRIOR_S)
         assert ordered["predicted_s"] == pytest.approx(0.01 + FIXED_PRIOR_S + context * 1000 / 2e9)  # both GPUs send
         assert ordered["other_s"] == pytest.approx(FIXED_PRIOR_S + context / 400)
-        (moved,) = plane.latest_moves
+        (moved,) = plane.fleet.latest_moves
         assert (moved.move.request, moved.item.done) == ("r00", True)
         plane.reconfigure(parse_config(config.replace("v1", "v2")))
         await harness.clock.advance(0.1)
@@ -315,20 +325,20 @@ async def test_moves_go_by_the_cheaper_method_and_tell_what_it_took(harness: Har
         plane.reconfigure(parse_config(config.replace("connector: kv_handover, ", "")))
         await harness.clock.advance(0.5)
         assert [route.kv_version for route in fleet.routes[-1].routes] == [""] * 2
-        assert (await plane.move(RequestId("r00"), EngineId("e0"))).items[0].done
+        assert (await plane.fleet.move(RequestId("r00"), EngineId("e0"))).items[0].done
         ordered = harness.entries(EntryKind.OPERATION_INTENT)[1].body["operation"]["action"]["moves"][0]
         assert (ordered["method"], ordered["other_s"]) == ("recompute", 0.0)
 
 
 async def test_a_node_that_attaches_again_replaces_its_old_stream(harness: Harness) -> None:
     plane = harness.start()
-    old = plane.attach(gateway_hello("e0"))
-    new = plane.attach(gateway_hello("e0"))
+    old = plane.fleet.attach(gateway_hello("e0"))
+    new = plane.fleet.attach(gateway_hello("e0"))
     assert [operation async for operation in old.orders()] == []
-    plane.detach(old)
-    assert [state.attached for state in plane.nodes.states()] == [True]
-    plane.detach(new)
-    assert [state.attached for state in plane.nodes.states()] == [False]
+    plane.fleet.detach(old)
+    assert [state.attached for state in plane.fleet.nodes.states()] == [True]
+    plane.fleet.detach(new)
+    assert [state.attached for state in plane.fleet.nodes.states()] == [False]
 
 
 # --- the slow loop
@@ -421,20 +431,22 @@ prefill_tokens_per_s: 18000, switch_s: 1.5}"
 class Deployed:
     """A deployment that notes what it is asked for, and takes two seconds over it."""
 
-    def __init__(self, clock: VirtualClock, error: Permanent | None = None) -> None:
+    def __init__(self, clock: VirtualClock, turn: DeploymentTurn, error: Permanent | None) -> None:
         self.clock = clock
+        self.turn = turn
         self.error = error
-        self.busy = False
         self.plans: list[Plan] = []
 
     async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
         self.plans.append(plan)
-        self.busy = True
-        await self.clock.sleep(2.0)
-        self.busy = False
+        with self.turn.preparing():
+            await self.clock.sleep(2.0)
         if self.error is not None:
             raise self.error
         return RedeploymentOutcome(True, "1 engine started", self.clock.now_s())
+
+    def reconfigure(self, fleet: FleetSettings) -> None:
+        pass
 
 
 @pytest.mark.parametrize("error", [None, Permanent("no image for this engine")])
@@ -442,8 +454,8 @@ async def test_engines_are_changed_once_and_the_cooldown_begins_with_the_end(
     harness: Harness, error: Permanent | None
 ) -> None:
     plane = harness.start(CONFIG.replace(f"[{TP2}]", f"[{TP2}, {WIDE}]").replace("fast: {", "fast: {policy: none, "))
-    deployment = Deployed(harness.clock, error)
-    plane.deployment = deployment
+    deployment = Deployed(harness.clock, plane._turn, error)
+    plane = harness.redeployed_by(deployment)
     harness.fleet.submit("e0", *[4000] * 12)
     async with harness.running():
         await harness.clock.advance(25.0)
@@ -477,17 +489,17 @@ async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_o
     harness.fleet.submit("e0", *[4000] * 10)
     async with harness.running() as before:
         await harness.clock.advance(3.0)
-        assert harness.plane.runner.open
+        assert harness.plane.fleet.runner.open
     plane = harness.start()
-    assert len(plane.runner.open) == 1
+    assert len(plane.fleet.runner.open) == 1
     fleet = harness.fleet
     fleet.remaining, fleet.where, fleet.generated = before.remaining, before.where, before.generated
     async with harness.running():
         await harness.clock.advance(1.5)
-        assert plane.runner.open == ()
+        assert plane.fleet.runner.open == ()
         result = harness.entries(EntryKind.OPERATION_RESULT)[-1]
         assert result.body["status"] == "done"
-        snapshot = plane.state.snapshot(harness.clock.now_s())
+        snapshot = plane.fleet.state.snapshot(harness.clock.now_s())
         assert len(snapshot.requests) == 10
         assert [view.health for view in snapshot.engines] == [EngineHealth.OK, EngineHealth.OK]
     started = harness.entries(EntryKind.DAEMON_STARTED)
@@ -499,8 +511,8 @@ async def test_a_restarted_daemon_learns_everything_again_and_settles_what_was_o
 async def test_an_operators_mode_outlives_the_daemon_while_the_configured_one_stays(
     harness: Harness, configured: str, expected: Mode
 ) -> None:
-    harness.start("mode: act").set_mode(Mode.ADVISE, "something is wrong")
-    assert harness.start(configured).mode is expected
+    harness.start("mode: act").mode.set(Mode.ADVISE, "something is wrong")
+    assert harness.start(configured).mode.current is expected
 
 
 async def test_a_mode_that_cannot_be_written_down_is_not_taken(
@@ -513,21 +525,21 @@ async def test_a_mode_that_cannot_be_written_down_is_not_taken(
 
     monkeypatch.setattr(plane.journal, "append", refuse)
     with pytest.raises(Permanent, match="full"):
-        plane.set_mode(Mode.ACT, "seen enough")
-    assert plane.mode is Mode.ADVISE
+        plane.mode.set(Mode.ACT, "seen enough")
+    assert plane.mode.current is Mode.ADVISE
 
 
 async def test_a_new_configured_mode_wins_over_an_older_word(harness: Harness) -> None:
-    harness.start("mode: advise").set_mode(Mode.ACT, "trying")
-    assert harness.start("mode: advise").mode is Mode.ACT
-    harness.start("mode: act").set_mode(Mode.ADVISE, "enough")
-    assert harness.start("mode: advise").mode is Mode.ADVISE
+    harness.start("mode: advise").mode.set(Mode.ACT, "trying")
+    assert harness.start("mode: advise").mode.current is Mode.ACT
+    harness.start("mode: act").mode.set(Mode.ADVISE, "enough")
+    assert harness.start("mode: advise").mode.current is Mode.ADVISE
 
 
 async def test_a_reloaded_configuration_is_in_force_at_the_next_tick(harness: Harness) -> None:
     plane = harness.start()
     plane.reconfigure(parse_config(CONFIG.replace("mode: act", "mode: advise").replace("theta: 0.0001", "theta: 0.5")))
-    assert plane.mode is Mode.ADVISE
+    assert plane.mode.current is Mode.ADVISE
     assert plane.fast_tick().theta == 0.5
     assert [entry.kind for entry in harness.entries(EntryKind.CONFIG_RELOADED, EntryKind.MODE)] == [
         EntryKind.CONFIG_RELOADED,
@@ -543,4 +555,4 @@ async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(harness: Har
         await harness.clock.advance(3.0)
         await plane.close(drain_s=0.01)
     assert harness.entries(EntryKind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
-    assert len(harness.start().runner.open) == 1
+    assert len(harness.start().fleet.runner.open) == 1

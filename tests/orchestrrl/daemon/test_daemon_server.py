@@ -23,6 +23,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
@@ -44,10 +45,14 @@ fleet:
 
 @dataclass
 class Harness:
-    plane: ControlPlane
+    parts: Daemon
     server: DaemonServer
     channel: grpc.aio.Channel
     socket: Path
+
+    @property
+    def plane(self) -> ControlPlane:
+        return self.parts.control_plane
 
     @property
     def control(self) -> "control_pb2_grpc.ControlAsyncStub":
@@ -55,21 +60,21 @@ class Harness:
 
     def load(self) -> None:
         """Some requests and an engine, as if reported."""
-        self.plane.engine_reported(engine_report("e0", 1, sample(decode_tokens_per_s=100.0)), 0)
+        self.plane.fleet.engine_reported(engine_report("e0", 1, sample(decode_tokens_per_s=100.0)), 0)
         held = [request("a"), request("b", generated=0), request("c", None, generated=0)]
-        self.plane.gateway_reported(gateway_report(*held), 0)
+        self.plane.fleet.gateway_reported(gateway_report(*held), 0)
 
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
-        plane = ControlPlane(parse_config(CONFIG), journal, clock)
+        parts = build_daemon(parse_config(CONFIG), journal, clock)
         socket = tmp_path / "s"
-        switches = SwitchesService({}, journal, clock)
-        server = await DaemonServer.start(plane, ListenSettings(address="127.0.0.1:0", socket=str(socket)), switches)
+        switches = SwitchesService({}, parts.circuits)
+        server = await DaemonServer.start(parts, ListenSettings(address="127.0.0.1:0", socket=str(socket)), switches)
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Harness(plane, server, channel, socket)
+            yield Harness(parts, server, channel, socket)
         await server.stop(0.1)
 
 
@@ -163,9 +168,9 @@ async def test_the_unix_socket_serves_its_owner(harness: Harness) -> None:
 async def test_a_port_in_use_is_said_plainly(harness: Harness) -> None:
     with pytest.raises(Permanent, match=f"cannot listen on {harness.server.address}: it is in use"):
         await DaemonServer.start(
-            harness.plane,
+            harness.parts,
             ListenSettings(address=harness.server.address),
-            SwitchesService({}, harness.plane.journal, harness.plane.clock),
+            SwitchesService({}, harness.parts.circuits),
         )
 
 
@@ -174,7 +179,7 @@ async def test_a_port_in_use_is_said_plainly(harness: Harness) -> None:
 
 async def test_status_workers_and_requests(harness: Harness) -> None:
     harness.load()
-    harness.plane.attach(gateway_hello("e0"))
+    harness.plane.fleet.attach(gateway_hello("e0"))
     harness.plane.fast_tick()
     status = await harness.control.GetStatus(control_pb2.GetStatusRequest())
     assert (status.requests_running, status.requests_waiting, status.mode) == (1, 2, control_pb2.MODE_ACT)
@@ -240,14 +245,14 @@ async def test_the_mode_is_set_and_told(harness: Harness) -> None:
 
 
 async def test_the_journal_is_tailed_and_followed(harness: Harness) -> None:
-    harness.plane.set_mode(harness.plane.mode, "one")
+    harness.plane.mode.set(harness.plane.mode.current, "one")
     tail = [e async for e in harness.control.WatchJournal(control_pb2.WatchJournalRequest(tail=1))]
     assert [(entry.kind, json.loads(entry.body_json)["reason"]) for entry in tail] == [("mode", "one")]
     call = harness.control.WatchJournal(control_pb2.WatchJournalRequest(tail=5, follow=True, kinds=["mode"]))
     async with asyncio.timeout(DEADLINE_S):
         first = await call.read()
         harness.plane.plans.pin("not asked for", 0.0)
-        harness.plane.set_mode(harness.plane.mode, "two")
+        harness.plane.mode.set(harness.plane.mode.current, "two")
         second = await call.read()
     assert [json.loads(e.body_json)["reason"] for e in (first, second)] == ["one", "two"]  # type: ignore[union-attr]
     call.cancel()
@@ -258,7 +263,7 @@ async def test_the_journal_is_tailed_and_followed(harness: Harness) -> None:
 
 async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(harness: Harness) -> None:
     harness.load()
-    harness.plane.engine_reported(engine_report("e1", 1, sample()), 0)
+    harness.plane.fleet.engine_reported(engine_report("e1", 1, sample()), 0)
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=node_codec.HELLO.to_pb(gateway_hello("e0", "e1"))))
     async with asyncio.timeout(DEADLINE_S):
@@ -274,9 +279,9 @@ async def test_a_move_goes_to_the_gateway_and_its_outcome_comes_back(harness: Ha
         await call.write(agent_pb2.NodeMessage(result=result))
         answer = await asked
     assert (answer.done, answer.operation_id) == (True, order.operation_id)
-    assert harness.plane.state.totals.tokens_recomputed == 110
+    assert harness.plane.fleet.state.totals.tokens_recomputed == 110
     call.cancel()
-    await soon(lambda: not harness.plane.nodes.gateways())
+    await soon(lambda: not harness.plane.fleet.nodes.gateways())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await harness.control.MoveRequest(control_pb2.MoveRequestRequest(request_id="a", to_engine_id="e9"))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -291,7 +296,7 @@ async def test_reports_are_folded_and_acknowledged(harness: Harness) -> None:
         acks = [await engines.read(), await gateways.read()]
     assert [ack.sequence for ack in acks] == [7, 9]
     assert {ack.generation for ack in acks} == {harness.plane.journal.generation}
-    snapshot = harness.plane.state.snapshot(harness.plane.clock.now_s())
+    snapshot = harness.plane.fleet.state.snapshot(harness.plane.clock.now_s())
     assert [view.running for view in snapshot.engines] == [3]
     assert [view.id for view in snapshot.requests] == ["a"]
     engines.cancel()
@@ -310,7 +315,7 @@ async def test_an_agents_reports_count_again_as_soon_as_the_stream_of_another_ha
 
     def running() -> int:
         return next(
-            view.running for view in harness.plane.state.engines(harness.plane.clock.now_s()) if view.id == "e0"
+            view.running for view in harness.plane.fleet.state.engines(harness.plane.clock.now_s()) if view.id == "e0"
         )
 
     await say(first, 1, 1)
@@ -359,12 +364,12 @@ async def test_failovers_are_counted_once_and_shown_and_journalled(harness: Harn
     first = EngineFailovers(EngineId("e0"), 2, 10.0, FailoverCounts(3, 2, 500))
     second = EngineFailovers(EngineId("e1"), 3, 11.0, FailoverCounts(1, 0, 0))
     for sequence, failovers in ((2, (first,)), (3, (first, second)), (2, (first,)), (4, ())):
-        harness.plane.gateway_reported(gateway_report(sequence=sequence, failovers=failovers), 0)
+        harness.plane.fleet.gateway_reported(gateway_report(sequence=sequence, failovers=failovers), 0)
     status = await harness.control.GetStatus(control_pb2.GetStatusRequest())
     assert (status.failovers, status.failover_requests_recomputed, status.failover_tokens_recomputed) == (4, 2, 500)
     assert (status.moves_done, status.tokens_recomputed) == (0, 0)
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(harness.plane))
+    registry.register(DaemonCollector(harness.parts))
     assert registry.get_sample_value("orchestrrl_failovers_total", {"engine": "e0"}) == 3
     assert registry.get_sample_value("orchestrrl_failover_requests_recomputed_total", {"engine": "e0"}) == 2
     assert registry.get_sample_value("orchestrrl_failover_recomputed_tokens_total", {"engine": "e0"}) == 500
@@ -383,9 +388,9 @@ async def test_every_metric_has_a_help_text_and_no_name_occurs_twice(harness: Ha
     harness.load()
     harness.plane.fast_tick()
     await harness.plane.slow_tick()
-    harness.plane.gateway_reported(gateway_report(sequence=2), 0)
+    harness.plane.fleet.gateway_reported(gateway_report(sequence=2), 0)
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(harness.plane))
+    registry.register(DaemonCollector(harness.parts))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     names = [family.name for family in families]

@@ -13,6 +13,7 @@ import barrier_harness
 import pytest
 from barrier_harness import E0, E1, Gateway
 from builders import sample
+from changeable_daemon import changeable
 from fabric_harness import Killed, RestingClock
 from weights_harness import TENSORS, Engine, FakePeer
 
@@ -21,12 +22,12 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
+from orchestrrl.daemon.weight_syncs import WeightSyncParts
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.weights.controller.carrying import inline
 from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import (
@@ -155,9 +156,9 @@ class Harness(barrier_harness.Harness):
         journal.harness = self
         journal.__init__(self.path, self.clock.now_s())  # type: ignore[misc]
         parsed = parse_config(config or self.config)
-        self.plane = ControlPlane(parsed, journal, self.clock)
-        weights = weights_of(parsed, self.plane, self.clock, inline)
-        self.plane.weights = weights.syncs
+        self.parts = changeable(build_daemon(parsed, journal, self.clock))
+        self.plane = self.parts.control_plane
+        weights = self.parts.weights
         weights.syncs.recover()
         self.daemon = _Daemon(weights, asyncio.ensure_future(weights.syncs.run()))
         for peer in self.peers.values():
@@ -177,7 +178,7 @@ class Harness(barrier_harness.Harness):
             gateway.attachment = None
         daemon.hub.close()
         mine = asyncio.current_task() if asyncio.get_running_loop() else None
-        for task in (daemon.task, self._loops, *self.plane.barrier._orders._tasks):
+        for task in (daemon.task, self._loops, *self.plane.fleet.barrier._orders._tasks):
             if task is not None and task is not mine:
                 task.cancel()
         self._loops = None
@@ -256,7 +257,7 @@ class Harness(barrier_harness.Harness):
             for engine, told in gateway.serves().items():
                 self._is_so(gateway.node, engine, told)
         if self.daemon is not None and not (self.journal and self.journal.dead):
-            state = self.plane.barrier._state
+            state = self.plane.fleet.barrier._state
             if state.lease is None:
                 for engine, told in state.versions.items():
                     if state.serves(engine):
@@ -269,7 +270,7 @@ class Harness(barrier_harness.Harness):
         )
 
     def check_one_version(self, version: int) -> None:
-        state = self.plane.barrier.state
+        state = self.plane.fleet.barrier.state
         assert state.lease is None, state
         assert self.sync.book.fleet.version == version
         assert self.sync.book.fleet.quarantined == {}
@@ -285,7 +286,7 @@ class Harness(barrier_harness.Harness):
         until_s = self.clock.now_s() + within_s
         while True:
             await self.pass_time(2.0)
-            fleet, state = self.sync.book.fleet, self.plane.barrier.state
+            fleet, state = self.sync.book.fleet, self.plane.fleet.barrier.state
             over = all(r.over for r in self.sync.history(0))
             if over and not fleet.quarantined and state.lease is None and set(state.versions) == set(self.engines):
                 break
@@ -304,7 +305,7 @@ class Harness(barrier_harness.Harness):
 
     async def paused_by(self, holder: str, **wish: Any) -> str:
         frozen = FrozenRequests.TAKEN_BACK
-        state = await self.asked(self.plane.barrier.pause(PauseRequest(holder=holder, frozen=frozen, **wish)))
+        state = await self.asked(self.plane.fleet.barrier.pause(PauseRequest(holder=holder, frozen=frozen, **wish)))
         return str(state.lease.id)
 
     async def resumed(self, lease: str, version: int | None = None) -> None:
@@ -315,7 +316,7 @@ class Harness(barrier_harness.Harness):
         request = pb.ResumeFleetRequest(lease_id=lease)
         if version is not None:
             request.policy_version = version
-        await PauseService(self.plane).ResumeFleet(request, None)  # type: ignore[arg-type]
+        await PauseService(self.parts).ResumeFleet(request, None)  # type: ignore[arg-type]
 
 
 def played(
@@ -393,7 +394,7 @@ def test_a_lease_that_ends_behind_a_dead_daemon_leaves_no_version(tmp_path: Path
             assert isinstance(gateway, KeepingGateway)
             assert gateway.serves() == {}
         await harness.back()
-        assert harness.plane.barrier.state.opened is not None
+        assert harness.plane.fleet.barrier.state.opened is not None
         await harness.ends_in_one_version()
         harness.check_one_version(1)
         assert harness.sync.report(version=2).code == "restarted"
@@ -449,7 +450,7 @@ def test_a_version_that_was_not_brought_is_not_told_of_engines(tmp_path: Path) -
         lease = await harness.paused_by("trainer", lease_s=60.0)
         with pytest.raises(Permanent, match=r"version 2 could not be installed.*out of memory"):
             await harness.resumed(lease, 2)
-        assert harness.plane.barrier.state.phase is BarrierPhase.QUIET
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.QUIET
         await harness.until(SyncState.PREPARED)
         await harness.resumed(lease, 2)  # its second attempt
         assert (await harness.over(sync_id)).state is SyncState.DONE
@@ -485,7 +486,10 @@ def test_a_trainer_that_names_the_fleets_version_does_not_speak_for_engines_that
         lease = await harness.paused_by("trainer", lease_s=60.0)
         await harness.resumed(lease, 2)
         await harness.pass_time(1.0)
-        assert (harness.plane.barrier.state.serves(E0), harness.plane.barrier.state.serves(E1)) == (True, False)
+        assert (harness.plane.fleet.barrier.state.serves(E0), harness.plane.fleet.barrier.state.serves(E1)) == (
+            True,
+            False,
+        )
         harness.engine("e1").fails = 0
         await harness.ends_in_one_version()
         harness.check_one_version(2)
@@ -504,14 +508,14 @@ def test_an_engine_that_restarts_while_the_barrier_is_opened_is_left_out(tmp_pat
 
         async def prepare(until_s: float) -> str:
             harness.engine("e1").restart()
-            harness.plane.barrier.sampled(E1, sample(total=5))
-            harness.plane.barrier.sampled(E1, sample(total=0))
+            harness.plane.fleet.barrier.sampled(E1, sample(total=5))
+            harness.plane.fleet.barrier.sampled(E1, sample(total=0))
             return "prepared"
 
-        harness.plane.before_resume = prepare
+        harness.parts.before_resume = prepare
         await harness.resumed(lease)
         harness.check()
-        harness.plane.before_resume = None
+        harness.parts.before_resume = None
         await harness.ends_in_one_version()
         harness.check_one_version(2)
 
@@ -530,18 +534,18 @@ def test_a_trainer_that_tells_its_own_version_has_its_way(tmp_path: Path) -> Non
             engine.weights = 7
         await harness.resumed(lease, 7)
         await harness.pass_time(5.0)
-        state = harness.plane.barrier.state
+        state = harness.plane.fleet.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
         assert harness.sync.report(sync_id).state is SyncState.PREPARED
         harness.sync.abort(sync_id, "")
         for peer in harness.peers.values():  # what it says of its engines is what it knows
             peer.introduce()
         await harness.pass_time(5.0)
-        assert all(harness.plane.barrier.state.serves(engine) for engine in harness.engines)
+        assert all(harness.plane.fleet.barrier.state.serves(engine) for engine in harness.engines)
         lease = await harness.paused_by("trainer", lease_s=60.0)
         await harness.resumed(lease)  # nothing has changed
         await harness.pass_time(5.0)
-        state = harness.plane.barrier.state
+        state = harness.plane.fleet.barrier.state
         assert (state.newest, dict(state.versions)) == (7, {E0: 7, E1: 7})
         assert all(state.serves(engine) for engine in harness.engines)
         for engine in harness.engines.values():  # and its next version is published again
@@ -564,7 +568,7 @@ def test_a_barrier_that_another_holds_is_waited_for_and_then_given_up(tmp_path: 
         report = await harness.over(harness.sync.report().id)
         assert (report.state, report.code) == (SyncState.ABORTED, "not_quiet")
         assert "trainer" in report.detail
-        assert harness.plane.barrier.state.lease is not None  # it is the trainer's all the same
+        assert harness.plane.fleet.barrier.state.lease is not None  # it is the trainer's all the same
         await harness.resumed(lease)
         await harness.pass_time(0.5)
         harness.check_one_version(1)
@@ -580,8 +584,8 @@ def test_the_trainers_lease_is_left_alone_and_a_sync_goes_on_after_it(tmp_path: 
         sync_id = harness.publish(2)
         await harness.until(SyncState.PREPARED)
         await harness.pass_time(3.0)
-        assert harness.plane.barrier.state.lease is not None
-        assert harness.plane.barrier.state.lease.id == lease
+        assert harness.plane.fleet.barrier.state.lease is not None
+        assert harness.plane.fleet.barrier.state.lease.id == lease
         await harness.resumed(lease)
         report = await harness.over(sync_id)
         assert (report.state, report.code) == (SyncState.DONE, "done")
@@ -664,21 +668,16 @@ def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, mon
     played(tmp_path, scene)
 
 
-class Busy:
-    busy = True
-
-
 def test_a_switch_under_way_is_waited_for_and_then_told(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         await harness.first()
-        harness.plane.deployment = Busy()  # type: ignore[assignment]
-        sync = harness.publish(2)
-        await harness.until(SyncState.PREPARED)
-        await harness.pass_time(30.0)  # longer than the fence may take
-        report = harness.sync.report(sync)
-        assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
-        harness.check_one_version(1)
-        harness.plane.deployment = None
+        with harness.plane._turn.preparing():
+            sync = harness.publish(2)
+            await harness.until(SyncState.PREPARED)
+            await harness.pass_time(30.0)  # longer than the fence may take
+            report = harness.sync.report(sync)
+            assert (report.state, report.detail) == (SyncState.PREPARED, "waits: engines are being started or stopped")
+            harness.check_one_version(1)
         assert (await harness.over(sync)).state is SyncState.DONE
         await harness.pass_time(1.0)
         harness.check_one_version(2)
@@ -717,7 +716,7 @@ def test_an_engine_that_was_restarted_gets_its_version_again(tmp_path: Path) -> 
         await harness.clock.advance(0.0)  # gateways hear of it
         harness.blind.clear()
         harness.check()
-        assert not harness.plane.barrier.state.serves(E1)
+        assert not harness.plane.fleet.barrier.state.serves(E1)
         await harness.ends_in_one_version(30.0)
         harness.check_one_version(1)
 
@@ -806,8 +805,8 @@ def test_an_end_that_could_not_be_written_down_costs_nothing_later(
         await harness.back()
         for _ in range(80):
             await harness.pass_time(0.25)
-            assert harness.plane.barrier.state.lease is None
-            assert all(harness.plane.barrier.state.serves(engine) for engine in harness.engines)
+            assert harness.plane.fleet.barrier.state.lease is None
+            assert all(harness.plane.fleet.barrier.state.serves(engine) for engine in harness.engines)
         orders = [order for peer, n in zip(harness.peers.values(), told, strict=True) for order in peer.orders[n:]]
         assert not [order for order in orders if isinstance(order, InstallVersion | RestEngine)]
         assert all(report.over for report in harness.sync.history(0))

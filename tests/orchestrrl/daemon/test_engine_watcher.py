@@ -13,8 +13,8 @@ from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedEngineWatcher
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.fleet.reports import EngineReport, ReportAck
 from planner.model import EngineHealth, EngineId, EngineView, NodeId
@@ -32,24 +32,27 @@ PLACES = {E0: ("http://e0", "fake"), E1: ("http://e1", "fake")}
 AGENT = NodeHello(NodeId("a"), NodeKind.AGENT, (E0,), "test")
 
 
-class Plane(ControlPlane):
-    """Remembers who reported."""
+class Sink:
+    """Remembers who reported to a fleet."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
-        super().__init__(parse_config(CONFIG), Journal(folder / "journal.sqlite", clock.now_s()), clock)
+        self.clock = clock
+        self.journal = Journal(folder / "journal.sqlite", clock.now_s())
+        self.fleet = build_daemon(parse_config(CONFIG), self.journal, clock).fleet
+        self.nodes = self.fleet.nodes
         self.reports: list[EngineReport] = []
 
     def engine_reported(self, report: EngineReport, stream: int) -> ReportAck:
         self.reports.append(report)
-        return super().engine_reported(report, stream)
+        return self.fleet.engine_reported(report, stream)
 
 
 class Harness:
     def __init__(self, folder: Path) -> None:
         self.clock = VirtualClock(1000.0)
-        self.plane = Plane(folder, self.clock)
+        self.sink = Sink(folder, self.clock)
         self.engines: list[FakeEngine] = []
-        self.watch = DeployedEngineWatcher(self.plane, make_engine=self.connect)
+        self.watch = DeployedEngineWatcher(self.sink, make_engine=self.connect)
         self.sequence = 0
 
     def connect(self, product: str, url: str) -> Engine:
@@ -63,7 +66,7 @@ class Harness:
         return [engine for engine in self.engines if engine.url == f"http://{name}"][-1]
 
     def view(self, engine: EngineId) -> EngineView:
-        return {view.id: view for view in self.plane.state.engines(self.clock.now_s())}[engine]
+        return {view.id: view for view in self.sink.fleet.state.engines(self.clock.now_s())}[engine]
 
     async def pass_time(self, seconds: float, tokens_per_s: int = 0) -> None:
         for _ in range(round(seconds / 0.25)):
@@ -75,11 +78,11 @@ class Harness:
         for _ in range(round(seconds / 0.25)):
             self.sequence += 1
             seen = sample(self.clock.now_s(), running)
-            self.plane.engine_reported(engine_report("e0", self.sequence, seen, agent="a"), 5)
+            self.sink.engine_reported(engine_report("e0", self.sequence, seen, agent="a"), 5)
             await self.pass_time(0.25)
 
     def reporters(self, engine: EngineId) -> list[NodeId]:
-        return [report.agent for report in self.plane.reports if report.engine == engine]
+        return [report.agent for report in self.sink.reports if report.engine == engine]
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     await made.watch.close()
     assert all(engine.closed for engine in made.engines)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    made.plane.journal.close()
+    made.sink.journal.close()
 
 
 async def test_what_an_agent_would_say_is_said(harness: Harness) -> None:
@@ -104,8 +107,8 @@ async def test_what_an_agent_would_say_is_said(harness: Harness) -> None:
         assert view.age_s <= 0.25
     assert set(harness.reporters(E0)) == {WATCHER}
     # Gateways may route to it.
-    assert harness.plane.state.reported(E0)
-    harness.plane.attach(gateway_hello())
+    assert harness.sink.fleet.state.reported(E0)
+    harness.sink.fleet.attach(gateway_hello())
 
 
 async def test_the_same_again_changes_nothing_and_others_are_left(harness: Harness) -> None:
@@ -152,7 +155,7 @@ async def test_a_report_that_cannot_be_taken_does_not_end_the_watch(
         raise KeyError("a defect")
 
     with monkeypatch.context() as patched:
-        patched.setattr(harness.plane, "engine_reported", broken)
+        patched.setattr(harness.sink, "engine_reported", broken)
         harness.watch.follow({E0: PLACES[E0]})
         await harness.pass_time(2.0)
     await harness.pass_time(LOOK_S + 0.5)
@@ -163,8 +166,8 @@ async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(harn
     harness.watch.follow(PLACES)
     await harness.pass_time(2.0)
     assert harness.view(E0).running == 2
-    harness.plane.attach(AGENT)
-    harness.plane.reports.clear()
+    harness.sink.fleet.attach(AGENT)
+    harness.sink.reports.clear()
     await harness.agent_reports(5.0, running=3)
     assert harness.view(E0).running == 3
     assert set(harness.reporters(E0)) == {"a"}
@@ -176,10 +179,10 @@ async def test_an_agent_has_the_word_and_is_stood_in_for_while_it_is_silent(harn
     assert age_s is not None
     assert age_s <= 0.25
     # It goes on with the stream that it had.
-    harness.plane.reports.clear()
+    harness.sink.reports.clear()
     await harness.agent_reports(2.0, running=4)
     assert harness.view(E0).running == 4
     assert set(harness.reporters(E0)) == {"a"}
     # A late one of its own changes nothing.
-    harness.plane.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
+    harness.sink.fleet.engine_reported(engine_report("e0", 1, sample(0.0, 9), agent="a"), 5)
     assert harness.view(E0).running == 4

@@ -25,9 +25,9 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.daemon import planning
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.engine_facts import engine_facts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
@@ -60,6 +60,7 @@ from planner.model import (
 )
 from planner.move_methods import FIXED_PRIOR_S, PRIOR_COUNTS_FOR
 from planner.solver.from_snapshot import NO_TRANSFER
+from planner.sync_tree.nic_share import LeftForMoves
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 64, \
 prefill_tokens_per_s: 9000, switch_s: 1.5}"
@@ -462,7 +463,8 @@ def test_a_restarted_daemon_begins_with_the_fixed_part_that_it_had_learnt(tmp_pa
     config, clock = parse_config(CONFIG), VirtualClock(1000.0)
     for learns in (True, False):
         with closing(Journal(tmp_path / "journal.sqlite", clock.now_s())) as journal:
-            plane = ControlPlane(config, journal, clock)
+            parts = build_daemon(config, journal, clock)
+            plane = parts.control_plane
             order = RequestMove(RequestId("r"), EngineId("e0"), EngineId("e1"), predicted_s=0.5)
             item = OperationItemResult("r", True, "", 900, 0.75, MoveMethod.RECOMPUTE)
             done = OperationResult(OperationId("o"), NodeId("gw"), OperationStatus.DONE, items=(item,))
@@ -585,13 +587,13 @@ async def one_step(
         dated = replace(told[name].profile, provenance=Provenance(ProfileSource.MEASURED, "2026-01-01"))
         write_profile(journal.with_suffix(".yaml"), profile(dated))
         fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
-    world = World(scenario.daemon_config(fleet), real, scenario, journal)
     (requests,) = steps_of(scenario, 1)
-    world.set_known_lengths({one.id: one.output_tokens for one in requests})
+    known = {one.id: one.output_tokens for one in requests}
+    world = World(scenario.daemon_config(fleet), real, scenario, journal, known_output_tokens=known)
     world.deploy(name, homogeneous(real[name], scenario.gpus, scenario.gpus_per_node))
     async with world:
         step = await world.run_step(requests)
-        page = generate_latest(_registry(world.control_plane)).decode()
+        page = generate_latest(_registry(world.daemon)).decode()
         assert f'orchestrrl_profile_batches_total{{configuration="{name}",result="taken"}}' in page
         assert f'orchestrrl_profile_predicted_step_ratio{{configuration="{name}"}}' in page
     reader = JournalReader(journal)
@@ -609,9 +611,9 @@ async def one_step(
     return world, sorted(outcomes)
 
 
-def _registry(plane: ControlPlane) -> CollectorRegistry:
+def _registry(parts: Daemon) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(plane))
+    registry.register(DaemonCollector(parts))
     return registry
 
 
@@ -678,9 +680,10 @@ async def test_plans_transfer_only_between_engines_that_can(tmp_path: Path, hand
     fleet = fleet_section(scenario, kinds)
     if hands_over:
         fleet["kv_transfer"] = {"inter_node_gbps_per_gpu": 200.0, "kv_bytes_per_token": 200_000.0}
-    world = World(scenario.daemon_config(fleet), kinds, scenario, tmp_path / "journal.sqlite")
     (requests,) = steps_of(scenario, 1)
-    world.set_known_lengths({one.id: one.output_tokens for one in requests})
+    known = {one.id: one.output_tokens for one in requests}
+    path = tmp_path / "journal.sqlite"
+    world = World(scenario.daemon_config(fleet), kinds, scenario, path, known_output_tokens=known)
     world.deploy(name, homogeneous(kinds[name], scenario.gpus, scenario.gpus_per_node))
     async with world:
         await world.run_step(requests[:16], [EngineId("e0")] * 16)
@@ -697,19 +700,25 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 async def test_a_late_report_teaches_nothing(journal: Journal) -> None:
-    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    parts = build_daemon(parse_config(CONFIG), journal, VirtualClock(0.0))
+    plane = parts.control_plane
     for sequence, at_s, total in ((1, 0.0, 0), (3, 10.0, 4000), (2, 5.0, 3999), (4, 20.0, 8000)):
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
-        plane.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
+        plane.fleet.engine_reported(engine_report("e0", sequence, sample(at_s, 8, 0, total, **fields)), 1)
     assert plane.planning.costs.estimates()[0].taken == 2
 
 
 async def test_links_that_others_fill_teach_nothing_about_engines(journal: Journal) -> None:
-    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    parts = build_daemon(parse_config(CONFIG), journal, VirtualClock(0.0))
+    plane = parts.control_plane
     for sequence in range(1, 40):
-        plane.planning.nic_share = 0.45 if sequence < 20 else 0.55  # more is wanted than there is; there is enough
+        plane.planning.share_nics(
+            LeftForMoves(0.45 if sequence < 20 else 0.55)
+        )  # more is wanted than there is; there is enough
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
-        plane.engine_reported(engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1)
+        plane.fleet.engine_reported(
+            engine_report("e0", sequence, sample(float(sequence), 8, 0, 160 * sequence, **fields)), 1
+        )
     assert plane.planning.costs.estimates()[0].taken == 19
 
 
@@ -718,6 +727,7 @@ async def test_what_starts_take_is_known_to_the_next_daemon(journal: Journal) ->
         body = {"done": True, "configuration": ID, "elapsed_s": 30.0, "expected_s": expected_s}
         journal.append(0.0, EntryKind.ENGINE_STARTED, engine, body)
     journal.append(0.0, EntryKind.ENGINE_STARTED, "e9", {"done": False, "detail": "no such image"})
-    plane = ControlPlane(parse_config(CONFIG), journal, VirtualClock(0.0))
+    parts = build_daemon(parse_config(CONFIG), journal, VirtualClock(0.0))
+    plane = parts.control_plane
     plane.planning.costs.refit([])
     assert [line.switch_s for line in plane.planning.costs.cost_estimates().as_written.values()] == [30.0]

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
@@ -41,8 +41,9 @@ class Daemon:
 
     def __init__(self, journal: Journal, config: str = CONFIG) -> None:
         self.clock = VirtualClock(1000.0)
-        self.plane = ControlPlane(parse_config(config), journal, self.clock)
-        self.plane.attach(gateway_hello("e0", "e1"))
+        self.parts = build_daemon(parse_config(config), journal, self.clock)
+        self.plane = self.parts.control_plane
+        self.plane.fleet.attach(gateway_hello("e0", "e1"))
         self._sequence = 0
         self._totals: dict[str, int] = {}
 
@@ -55,9 +56,9 @@ class Daemon:
             for engine, about in facts.items():
                 total = self._totals[engine] = self._totals.get(engine, 0) + 12 * running.get(engine, 0)
                 offers = EngineCapabilities("vllm", "1", ("m",), max_sequences=64, serving=about) if turn == 0 else None
-                self.plane.engine_reported(self._engine_report(engine, running.get(engine, 0), total, offers), 1)
+                self.plane.fleet.engine_reported(self._engine_report(engine, running.get(engine, 0), total, offers), 1)
             report = gateway_report(*requests, sequence=self._sequence, at_s=self.clock.now_s())
-            self.plane.gateway_reported(report, 1)
+            self.plane.fleet.gateway_reported(report, 1)
 
     def _engine_report(self, engine: str, running: int, total: int, offers: EngineCapabilities | None) -> EngineReport:
         fields = {"kv_usage_fraction": 0.2, "kv_capacity_tokens": 100_000}
@@ -68,11 +69,11 @@ class Daemon:
 
     def status(self) -> control_pb2.Status:
         self.plane.fast_tick()
-        return status_to_pb(self.plane, "test")
+        return status_to_pb(self.parts, "test")
 
     def page(self) -> str:
         registry = CollectorRegistry()
-        registry.register(DaemonCollector(self.plane))
+        registry.register(DaemonCollector(self.parts))
         return generate_latest(registry).decode()
 
 
@@ -187,10 +188,10 @@ async def test_engines_that_go_are_forgotten_and_come_back_as_they_were(daemon: 
 async def test_implicit_configurations_never_reach_gateways(daemon: Daemon) -> None:
     """Only configured engines hand KV over to each other."""
     await daemon.report({"e0": H800, "e1": H800}, {"e0": 12, "e1": 2})
-    snapshot = daemon.plane.state.snapshot(daemon.clock.now_s())
+    snapshot = daemon.plane.fleet.state.snapshot(daemon.clock.now_s())
     daemon.plane.fast_tick()
     assert {engine.configuration for engine in snapshot.engines} == {None}
-    assert set(daemon.plane.routes.kv_versions(snapshot.engines).values()) == {""}
+    assert set(daemon.plane.fleet.routes.kv_versions(snapshot.engines).values()) == {""}
 
 
 async def test_a_simulated_engine_reports_what_it_simulates_as_vllm_would() -> None:

@@ -21,7 +21,6 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules, PacketRouting
-from orchestrrl.fabric.operator_overrides import OperatorOverrides
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport
 from orchestrrl.fabric.site import read_site
@@ -225,14 +224,12 @@ class Harness:
         self.pause_registry = PauseRegistry(self.journal, self.clock)
         self.circuits = CircuitExecutor(cast(Any, self.switches), self.journal, self.clock)
         self.circuits.recover()
-        self.overrides = OperatorOverrides(self.site, self.journal, self.clock)
         self.reader = SwitchReader(self.site, self.switches, self.clock, self.circuits.owners)
         self.coordinator = CircuitCoordinator(
             self.site,
             self.reader,
             self.circuits,
             self.hub,
-            self.overrides,
             self.pause_registry,
             self.journal,
             self.clock,
@@ -242,6 +239,7 @@ class Harness:
             rules=self.rules,
             routing=self.routing,
         )
+        self.overrides = self.coordinator.overrides
         self._tasks = [asyncio.create_task(self.circuits.run()), asyncio.create_task(self.coordinator.run())]
         for agent in self.agents:
             agent.hub = self.hub

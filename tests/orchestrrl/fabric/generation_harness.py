@@ -10,10 +10,10 @@ from typing import Any
 from redeployment_harness import Harness
 
 from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
 from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
-from orchestrrl.fabric.operator_overrides import OperatorOverrides
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
@@ -57,33 +57,35 @@ class FabricHarness:
         self.fabric: Any = None
         self.gen: Any = None
 
+    def _circuits(self, plane: ControlPlane) -> GenerationCircuits:
+        self.fabric = CircuitCoordinator(
+            self.site,
+            SwitchReader(self.site, dict(self.switches)),
+            CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
+            WindowTracker(self.clock),
+            plane.pause_registry,
+            plane.journal,
+            self.clock,
+            materialise=lambda intent, state: materialize(self.site, intent, state),
+            mode=lambda: plane.mode.current,
+            times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in self.site.switches}),
+            rules=CommitRules(),
+        )
+        volumes = TrafficVolumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
+        self.gen = GenerationCircuits(self.fabric, volumes, self.clock, self.within_s)
+        return self.gen
+
     @asynccontextmanager
     async def daemon(self) -> AsyncIterator[RedeploymentController]:
-        async with self.harness.daemon() as redeployer:
-            plane = self.harness.plane
-            self.fabric = fabric = CircuitCoordinator(
-                self.site,
-                SwitchReader(self.site, dict(self.switches)),
-                CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
-                WindowTracker(self.clock),
-                OperatorOverrides(self.site, plane.journal, self.clock),
-                plane.pause_registry,
-                plane.journal,
-                self.clock,
-                materialise=lambda intent, state: materialize(self.site, intent, state),
-                mode=lambda: plane.mode,
-                times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in self.site.switches}),
-                rules=CommitRules(),
-            )
-            volumes = TrafficVolumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
-            self.gen = plane.gen_circuits = GenerationCircuits(fabric, volumes, self.clock, self.within_s)
-            add_engine = plane.state.add_engine
+        async with self.harness.daemon(self._circuits) as redeployer:
+            plane, fabric = self.harness.plane, self.fabric
+            add_engine = plane.fleet.state.add_engine
 
             def added(facts: Any) -> None:
                 self.let_in_under.append(self.circuits())
                 add_engine(facts)
 
-            plane.state.add_engine = added
+            plane.fleet.state.add_engine = added
             running = asyncio.create_task(fabric.run())
             try:
                 await self.clock.advance(0.1)

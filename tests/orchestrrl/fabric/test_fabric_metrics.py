@@ -60,10 +60,12 @@ def test_faults_of_our_own_are_counted_by_part() -> None:
         circuits=SimpleNamespace(defects=2),
         gen_circuits=None,
         routing=SimpleNamespace(defects=0),
-        weights=SimpleNamespace(defects=1),
+        weights=SimpleNamespace(syncs=SimpleNamespace(defects=1)),
         fabric=None,
-        defects=SimpleNamespace(
-            counts=Counter({"fast_loop": 3, "deployment": 1, "orchestrrl.v1.Control/GetStatus": 3})
+        fleet=SimpleNamespace(
+            defects=SimpleNamespace(
+                counts=Counter({"fast_loop": 3, "deployment": 1, "orchestrrl.v1.Control/GetStatus": 3})
+            )
         ),
     )
     assert samples([defect_metrics(plane)]) == {

@@ -10,10 +10,8 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.fabric_wiring import domain_of, fabric_of, routing_of
-from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.window_tracker import WindowTracker
+from orchestrrl.daemon.fabric_wiring import domain_of
+from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.route_plan import PacketSide, TorRouter
@@ -93,12 +91,10 @@ async def test_what_routes_take_is_part_of_what_a_window_must_cover(
     config, clock = parse_config(document(*routers, route_s=route_s), folder), VirtualClock()
     drivers = drivers_of(config.ocs, clock)
     with Journal(folder / "journal.sqlite", 0.0) as journal:
-        routing = routing_of(config, drivers, journal, clock)
-        assert (routing is not None) == bool(routers)
-        plane, circuits = ControlPlane(config, journal, clock), CircuitExecutor(drivers, journal, clock)
-        fabric = fabric_of(config, drivers, circuits, WindowTracker(clock), plane, clock, routing)
-        assert fabric is not None
-        assert fabric.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
+        parts = build_daemon(config, journal, clock, DaemonEdges(drivers=drivers))
+        assert (parts.routing is not None) == bool(routers)
+        assert parts.fabric is not None
+        assert parts.fabric.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
 
 
 def test_all_faults_at_once(folder: Path) -> None:

@@ -88,7 +88,7 @@ def pause(harness: FabricHarness) -> None:
 
 
 def advise(harness: FabricHarness) -> None:
-    harness.harness.plane.set_mode(Mode.ADVISE, "looking first")
+    harness.harness.plane.mode.set(Mode.ADVISE, "looking first")
 
 
 def pin_all(harness: FabricHarness) -> None:
@@ -351,7 +351,7 @@ async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> Non
 
 async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness) -> None:
     async with narrow.daemon() as redeployer:
-        found = FoundFleet(narrow.plane, redeployer)
+        found = FoundFleet(narrow.plane.fleet, redeployer)
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
         assert found.idle() is False  # as the gateway says
         narrow.gateway.requests.clear()
@@ -359,10 +359,10 @@ async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness)
         assert found.idle() is None  # engines have not been heard of
         for number, name in enumerate("abcd"):
             told = sample(narrow.clock.now_s(), running=0, waiting=0)
-            narrow.plane.engine_reported(engine_report(name, sequence=number + 1, sample=told), 1)
+            narrow.plane.fleet.engine_reported(engine_report(name, sequence=number + 1, sample=told), 1)
         assert found.idle() is True
         busy = sample(narrow.clock.now_s(), running=0, waiting=1)
-        narrow.plane.engine_reported(engine_report("b", sequence=9, sample=busy), 1)
+        narrow.plane.fleet.engine_reported(engine_report("b", sequence=9, sample=busy), 1)
         assert found.idle() is False
 
 

@@ -25,6 +25,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, FinishedRequest
 from planner.model import EngineId, NodeId, RequestView
@@ -87,12 +88,12 @@ class Gateway:
             with suppress(asyncio.CancelledError):
                 await task
         if self.attachment is not None:
-            self.plane.detach(self.attachment)
+            self.plane.fleet.detach(self.attachment)
 
     def leave(self) -> None:
         """Its stream of orders breaks; it goes on."""
         if self.attachment is not None:
-            self.plane.detach(self.attachment)
+            self.plane.fleet.detach(self.attachment)
             self.attachment = None
 
     def come_back(self) -> None:
@@ -102,7 +103,7 @@ class Gateway:
         return [order for order in self.orders if isinstance(order.action, kind)]
 
     async def _attach(self) -> None:
-        self.attachment = self.plane.attach(gateway_hello("e0", "e1", gateway=self.node))
+        self.attachment = self.plane.fleet.attach(gateway_hello("e0", "e1", gateway=self.node))
         async for operation in self.attachment.orders():
             if isinstance(operation.action, SetRoutes):
                 self.routes = operation.action.routes
@@ -119,7 +120,7 @@ class Gateway:
         except Permanent as error:
             result = OperationResult(operation.id, self.node, OperationStatus.FAILED, str(error))
         if not self.broken:
-            self.plane.result_received(result)
+            self.plane.fleet.result_received(result)
 
     async def _act(self, operation: Operation) -> tuple[OperationItemResult, ...]:
         match operation.action:
@@ -181,13 +182,13 @@ class Gateway:
             barrier=barrier,
         )
         self.done = []
-        self.plane.gateway_reported(told, 1)
+        self.plane.fleet.gateway_reported(told, 1)
         if self.node == "gw0":
             for engine in ("e0", "e1"):
                 rate = 0.0 if self.lease else 80.0
                 total = self.generated.get(engine, self._sequence)
                 busy = sample(now_s, total=total, decode_tokens_per_s=rate, kv_capacity_tokens=100_000)
-                self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
+                self.plane.fleet.engine_reported(engine_report(engine, self._sequence, busy), 1)
 
 
 class Harness:
@@ -204,7 +205,7 @@ class Harness:
         if self.journal is not None:
             self.journal.close()
         self.journal = Journal(self.path, self.clock.now_s())
-        self.plane = ControlPlane(parse_config(config), self.journal, self.clock)
+        self.plane = build_daemon(parse_config(config), self.journal, self.clock).control_plane
         return self.plane
 
     @asynccontextmanager
@@ -228,12 +229,12 @@ class Harness:
             with suppress(asyncio.CancelledError):
                 await self._loops
             self._loops = None
-        for task in self.plane.barrier.close():
+        for task in self.plane.fleet.barrier.close():
             with suppress(asyncio.CancelledError):
                 await task
         for gateway in self.gateways.values():
             if gateway.attachment is not None:
-                self.plane.nodes.detach(gateway.attachment, self.clock.now_s())
+                self.plane.fleet.nodes.detach(gateway.attachment, self.clock.now_s())
 
     async def restart(self) -> None:
         """Another daemon, to which the gateways attach, and nobody knows what they knew but by what they say."""
@@ -255,19 +256,19 @@ class Harness:
             await self.clock.advance(0.25)
 
     async def pause(self, **wish: object) -> str:
-        asked = asyncio.create_task(self.plane.barrier.pause(PauseRequest(**wish)))  # type: ignore[arg-type]
+        asked = asyncio.create_task(self.plane.fleet.barrier.pause(PauseRequest(**wish)))  # type: ignore[arg-type]
         await self.within(200.0, asked)
         state = await asked
         assert state.lease is not None
         return state.lease.id
 
     async def resume(self, lease: str = "", version: int | None = None, without: tuple[EngineId, ...] = ()) -> None:
-        asked = asyncio.create_task(self.plane.barrier.resume(lease, version, without))
+        asked = asyncio.create_task(self.plane.fleet.barrier.resume(lease, version, without))
         await self.within(20.0, asked)
         await asked
 
     async def renew(self, lease: str, lease_s: float) -> None:
-        asked = asyncio.create_task(self.plane.barrier.renew(lease, lease_s))
+        asked = asyncio.create_task(self.plane.fleet.barrier.renew(lease, lease_s))
         await self.within(20.0, asked)
         await asked
 

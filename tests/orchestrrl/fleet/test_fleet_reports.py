@@ -15,7 +15,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, GatewayEngine, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, SetRoutes, status_of
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, SendTimes
@@ -44,19 +44,20 @@ class Harness:
     def __init__(self, folder: Path, config: str = CONFIG) -> None:
         self.clock = VirtualClock(1000.0)
         self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
-        self.plane = ControlPlane(parse_config(config), self.journal, self.clock)
+        self.parts = build_daemon(parse_config(config), self.journal, self.clock)
+        self.plane = self.parts.control_plane
         self.sequence = 0
 
     def engine(self, id: str) -> EngineView:
-        return next(view for view in self.plane.state.engines(self.clock.now_s()) if view.id == id)
+        return next(view for view in self.plane.fleet.state.engines(self.clock.now_s()) if view.id == id)
 
     def ids(self) -> list[str]:
-        return [view.id for view in self.plane.state.engines(self.clock.now_s())]
+        return [view.id for view in self.plane.fleet.state.engines(self.clock.now_s())]
 
     def report(self, engine: str = "e0", stream: int = 1, **more: object) -> None:
         self.sequence += 1
         report = replace(engine_report(engine, self.sequence, sample(self.clock.now_s())), **more)  # type: ignore[arg-type]
-        self.plane.engine_reported(report, stream)
+        self.plane.fleet.engine_reported(report, stream)
 
     def noted(self, kind: EntryKind) -> list[tuple[str, dict[str, object]]]:
         return [(entry.subject, dict(entry.body)) for entry in self.journal.since(0, [kind])]
@@ -109,7 +110,7 @@ async def test_an_agent_that_attaches_again_is_one_and_its_late_reports_change_n
     for turn in range(200):
         harness.report(stream=1 + turn // 40, incarnation="p")
         if turn % 40 == 2 and turn > 40:
-            harness.plane.engine_reported(
+            harness.plane.fleet.engine_reported(
                 replace(engine_report("e0", turn, sample(500.0, running=77)), incarnation="p"), turn // 40
             )
         assert harness.engine("e0").running == 1
@@ -123,7 +124,7 @@ async def test_a_second_agent_that_cannot_reach_the_engine_takes_nothing_away(ha
         harness.report(agent=NodeId("near"), incarnation="p")
         if turn > 10:
             gone = replace(engine_report("e0", turn), agent=NodeId("far"), incarnation="q", health="gone")
-            harness.plane.engine_reported(gone, 2)
+            harness.plane.fleet.engine_reported(gone, 2)
         assert harness.engine("e0").health == "ok"
         await harness.clock.advance(EVERY_S)
 
@@ -146,58 +147,62 @@ def hello(incarnation: str, node: str = "gw", **more: object) -> NodeHello:
 
 async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(harness: Harness) -> None:
     plane = harness.plane
-    first, second = plane.attach(hello("aaaa")), plane.attach(hello("bbbbbbbbbbbb"))
-    assert [state.hello.node for state in plane.nodes.states()] == ["gw", "gw~312a5e8c"]
-    plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="aaaa"), 1)
-    plane.gateway_reported(replace(gateway_report(request("b"), sequence=1), incarnation="bbbbbbbbbbbb"), 2)
-    assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a", "b"]
+    first, second = plane.fleet.attach(hello("aaaa")), plane.fleet.attach(hello("bbbbbbbbbbbb"))
+    assert [state.hello.node for state in plane.fleet.nodes.states()] == ["gw", "gw~312a5e8c"]
+    plane.fleet.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="aaaa"), 1)
+    plane.fleet.gateway_reported(replace(gateway_report(request("b"), sequence=1), incarnation="bbbbbbbbbbbb"), 2)
+    assert [view.id for view in plane.fleet.state.snapshot(1000.0).requests] == ["a", "b"]
     harness.report("e0")
     harness.report("e1")
     plane.fast_tick()
     assert harness.noted(EntryKind.NODE_DOUBLE) == [("gw", {"listed": "gw~312a5e8c"})]
-    assert list(status_to_pb(plane, "").remarks) == ["two nodes have the id gw: the second is listed as gw~312a5e8c"]
+    assert list(status_to_pb(harness.parts, "").remarks) == [
+        "two nodes have the id gw: the second is listed as gw~312a5e8c"
+    ]
     seen: dict[str, list[object]] = {"aaaa": [], "bbbb": []}
     tasks = [
         asyncio.create_task(orders_of(attachment, seen[name]))
         for name, attachment in (("aaaa", first), ("bbbb", second))
     ]
-    move = asyncio.create_task(plane.move(RequestId("b"), E1))
+    move = asyncio.create_task(plane.fleet.move(RequestId("b"), E1))
     await harness.clock.advance(0.1)
     assert "b" not in moved(seen["aaaa"])
     assert moved(seen["bbbb"]) == ["b"]
-    (opened,) = [each for each in plane.runner.open if each.node == "gw~312a5e8c"]
+    (opened,) = [each for each in plane.fleet.runner.open if each.node == "gw~312a5e8c"]
     items = (OperationItemResult("b", True),)
-    plane.result_received(OperationResult(opened.operation.id, NodeId("gw~312a5e8c"), status_of(items), items=items))
+    plane.fleet.result_received(
+        OperationResult(opened.operation.id, NodeId("gw~312a5e8c"), status_of(items), items=items)
+    )
     assert (await move).items == items
     # The first comes again after a break, as itself, and when the second has gone nothing is left of it.
-    plane.detach(first)
-    plane.stream_ended(1)
-    assert plane.attach(hello("aaaa")).hello.node == "gw"
-    plane.detach(second)
-    plane.stream_ended(2)
-    assert [state.hello.node for state in plane.nodes.states()] == ["gw"]
+    plane.fleet.detach(first)
+    plane.fleet.stream_ended(1)
+    assert plane.fleet.attach(hello("aaaa")).hello.node == "gw"
+    plane.fleet.detach(second)
+    plane.fleet.stream_ended(2)
+    assert [state.hello.node for state in plane.fleet.nodes.states()] == ["gw"]
     plane.fast_tick()
-    assert list(status_to_pb(plane, "").remarks) == []
+    assert list(status_to_pb(harness.parts, "").remarks) == []
     for task in tasks:
         task.cancel()
 
 
 async def test_a_gateway_that_is_started_anew_has_its_id(harness: Harness) -> None:
     plane = harness.plane
-    first = plane.attach(hello("aaaa"))
-    plane.gateway_reported(replace(gateway_report(sequence=9), incarnation="aaaa"), 1)
-    plane.stream_ended(1)
-    plane.detach(first)
-    assert plane.attach(hello("bbbb")).hello.node == "gw"
-    plane.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
-    assert [view.id for view in plane.state.snapshot(1000.0).requests] == ["a"]
+    first = plane.fleet.attach(hello("aaaa"))
+    plane.fleet.gateway_reported(replace(gateway_report(sequence=9), incarnation="aaaa"), 1)
+    plane.fleet.stream_ended(1)
+    plane.fleet.detach(first)
+    assert plane.fleet.attach(hello("bbbb")).hello.node == "gw"
+    plane.fleet.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="bbbb"), 2)
+    assert [view.id for view in plane.fleet.state.snapshot(1000.0).requests] == ["a"]
     assert harness.noted(EntryKind.NODE_DOUBLE) == []
 
 
 async def test_an_idle_stream_ends_with_its_attachment(harness: Harness) -> None:
-    nodes, streams = harness.plane.nodes, []
+    nodes, streams = harness.plane.fleet.nodes, []
     for node in ("gw", "gw", "other"):  # the second replaces the first
-        attachment = harness.plane.attach(hello("aaaa", node))
+        attachment = harness.plane.fleet.attach(hello("aaaa", node))
         streams.append(asyncio.create_task(orders_of(attachment, [])))
         await harness.clock.advance(0.1)
     assert [stream.done() for stream in streams] == [True, False, False]
@@ -225,11 +230,11 @@ def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
 
 async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(harness: Harness) -> None:
     for turn in range(120):
-        harness.plane.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
+        harness.plane.fleet.gateway_reported(gateway_report(request("a"), sequence=turn + 1), 1)
         if 20 <= turn < 40:
-            harness.plane.gateway_reported(gateway_report(request("b"), sequence=turn + 1), 2)
+            harness.plane.fleet.gateway_reported(gateway_report(request("b"), sequence=turn + 1), 2)
         await harness.clock.advance(EVERY_S)
-    snapshot = harness.plane.state.snapshot(harness.clock.now_s())
+    snapshot = harness.plane.fleet.state.snapshot(harness.clock.now_s())
     assert [view.id for view in snapshot.requests] == ["a"]
     assert snapshot.requests_age_s == EVERY_S
 
@@ -246,7 +251,7 @@ def queued(report: EngineReport | GatewayReport, sent_s: float) -> SendTimes:
 async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: str) -> None:
     """Fresh receipts, old contents: an engine with four times the other's requests, as of 20 s ago."""
     plane = harness.plane
-    plane.attach(gateway_hello("e0", "e1"))
+    plane.fleet.attach(gateway_hello("e0", "e1"))
     held = [request(f"r{n}", "e0") for n in range(8)]
 
     def tell(engine_s: float, gateway_s: float) -> None:
@@ -254,23 +259,23 @@ async def test_no_loop_acts_on_a_report_that_was_queued(harness: Harness, late: 
         for name, running in (("e0", 4), ("e1", 0)):
             busy = sample(engine_s + 86400.0, running, 4 if running else 0, decode_tokens_per_s=40.0 * (running or 1))
             report = engine_report(name, harness.sequence, busy)
-            plane.engine_reported(replace(report, times=queued(report, engine_s), incarnation="p"), 1)
+            plane.fleet.engine_reported(replace(report, times=queued(report, engine_s), incarnation="p"), 1)
         seen = gateway_report(*held, sequence=harness.sequence, at_s=gateway_s + 86400.0)
-        plane.gateway_reported(replace(seen, times=queued(seen, gateway_s), incarnation="g"), 2)
+        plane.fleet.gateway_reported(replace(seen, times=queued(seen, gateway_s), incarnation="g"), 2)
 
     now_s = harness.clock.now_s()
     old_s = now_s - 20.0
     tell(*((old_s, now_s - 0.1) if late == "engine" else (now_s - 0.1, old_s)))
     decision = plane.fast_tick()
     assert decision.verdict.code == "stale_telemetry"
-    snapshot = plane.state.snapshot(now_s)
+    snapshot = plane.fleet.state.snapshot(now_s)
     assert snapshot.inputs_age_s == pytest.approx(20.0, abs=0.2)
     if late == "engine":
         assert [view.age_s for view in snapshot.engines] == pytest.approx([20.0, 20.0], abs=0.2)
     else:
         assert snapshot.requests_age_s == pytest.approx(20.0, abs=0.2)
         assert all(view.quiet_s == pytest.approx(20.0, abs=0.2) for view in snapshot.requests)
-        last_report_s = plane.state.last_report_s(NodeId("gw"))
+        last_report_s = plane.fleet.state.last_report_s(NodeId("gw"))
         assert last_report_s == pytest.approx(old_s, abs=0.2)  # nothing is settled by it that was ordered since
     plan = await plane.slow_tick()
     assert plan.verdict.code == "stale_telemetry"
@@ -298,13 +303,13 @@ def named(
 ) -> Attachment:
     """A gateway attaches that was started with an engine under its own id."""
     addresses = (GatewayEngine(EngineId(own), url, server),)
-    return harness.plane.attach(
+    return harness.plane.fleet.attach(
         NodeHello(NodeId("gw"), NodeKind.GATEWAY, (EngineId(own),), "test", "", "g", addresses, host)
     )
 
 
 def agent(harness: Harness, host: str = "H", node: str = "agent") -> None:
-    harness.plane.attach(NodeHello(NodeId(node), NodeKind.AGENT, (E0,), "test", "", node, (), host))
+    harness.plane.fleet.attach(NodeHello(NodeId(node), NodeKind.AGENT, (E0,), "test", "", node, (), host))
 
 
 @pytest.mark.parametrize(
@@ -323,10 +328,10 @@ async def test_an_engine_with_two_names_is_counted_once(
         harness.report("e0", url=URL, server="s1", incarnation="agent", agent=NodeId("agent"))
     if first == "agent":
         orders = named(harness, "a", url, server, host)
-    plane.gateway_reported(replace(gateway_report(request("r", "a")), incarnation="g"), 2)
+    plane.fleet.gateway_reported(replace(gateway_report(request("r", "a")), incarnation="g"), 2)
     assert harness.ids() == ["e0"]
     plane.fast_tick()
-    snapshot = plane.state.snapshot(harness.clock.now_s())
+    snapshot = plane.fleet.state.snapshot(harness.clock.now_s())
     assert [(view.id, view.engine) for view in snapshot.requests] == [("r", "e0")]
     worker = worker_to_pb(plane, E0)
     assert (list(worker.other_names), list(worker.remarks)) == (["a"], ["a of gw is the same server as e0"])
@@ -348,7 +353,7 @@ async def test_two_hosts_loopbacks_are_two_engines(bare: Harness) -> None:
             bare.report(f"e{index}", stream=index, url=URL, **names)
     named(bare, "b", "http://localhost:8001", "s1", "H1")
     assert bare.ids() == ["e0", "e1"]
-    assert bare.plane.state.engine_called(EngineId("b"), bare.clock.now_s()) == "e1"
+    assert bare.plane.fleet.state.engine_called(EngineId("b"), bare.clock.now_s()) == "e1"
 
 
 async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness) -> None:
@@ -359,12 +364,12 @@ async def test_moves_and_orders_of_an_operator_work_by_both_names(bare: Harness)
         harness.report("e0", url=URL, incarnation="agent", agent=NodeId("agent"))
         harness.report("e9", url="http://e9:1", incarnation="agent", agent=NodeId("agent"))
     live = [request("r", "a"), request("s", "e9")]
-    plane.gateway_reported(replace(gateway_report(*live), incarnation="g"), 2)
+    plane.fleet.gateway_reported(replace(gateway_report(*live), incarnation="g"), 2)
     seen: list[object] = []
     task = asyncio.create_task(orders_of(orders, seen))
     moves = [
-        asyncio.create_task(plane.move(RequestId("s"), EngineId("a"))),
-        asyncio.create_task(plane.move(RequestId("r"), EngineId("e9"))),
+        asyncio.create_task(plane.fleet.move(RequestId("s"), EngineId("a"))),
+        asyncio.create_task(plane.fleet.move(RequestId("r"), EngineId("e9"))),
     ]
     await harness.clock.advance(0.1)
     ordered = [m for action in seen if isinstance(action, MoveRequests) for m in action.moves]
@@ -382,8 +387,8 @@ async def test_an_engine_is_not_added_by_another_name(bare: Harness, url: str, i
     bare.report("e0", url=URL, server="s1")
     bare.report("e0", url=URL, server="s1")
     with pytest.raises(ProblemFaults, match=r"url: is that of (e0|a) already, got"):
-        bare.plane.membership_changes.add(NewEngine("e7", url))
-    bare.plane.membership_changes.add(NewEngine("e7", "http://localhost:8002"))
+        bare.plane.fleet.membership_changes.add(NewEngine("e7", url))
+    bare.plane.fleet.membership_changes.add(NewEngine("e7", "http://localhost:8002"))
 
 
 async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: Harness) -> None:
@@ -391,10 +396,10 @@ async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its
     assert bare.ids() == ["a"]
     bare.report("e0", url=URL)
     engines = (GatewayEngine(EngineId("a"), "http://far:1", "", E0),)
-    bare.plane.gateway_reported(replace(gateway_report(), incarnation="g", engines=engines), 2)
+    bare.plane.fleet.gateway_reported(replace(gateway_report(), incarnation="g", engines=engines), 2)
     assert bare.ids() == ["e0"]
     # The next gateway of that id does not use it any longer.
-    bare.plane.gateway_reported(replace(gateway_report(sequence=2), incarnation="g", engines=()), 2)
+    bare.plane.fleet.gateway_reported(replace(gateway_report(sequence=2), incarnation="g", engines=()), 2)
     assert bare.ids() == ["e0"]
     assert not worker_to_pb(bare.plane, E0).other_names
 
@@ -408,15 +413,15 @@ async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(harn
         for _ in range(count):
             harness.report("x", url="http://e0")
             await harness.clock.advance(EVERY_S)
-            harness.plane.state.names(harness.clock.now_s())
+            harness.plane.fleet.state.names(harness.clock.now_s())
 
     await reports(2)
     assert harness.ids() == ["e0", "e1"]
     if operation == "remove":
-        await harness.plane.membership_changes.remove(E0)
+        await harness.plane.fleet.membership_changes.remove(E0)
     else:
-        harness.plane.membership_changes.drain(E0)
-        harness.plane.state.set_facts(())  # nothing but the agent names it any more
+        harness.plane.fleet.membership_changes.drain(E0)
+        harness.plane.fleet.state.set_facts(())  # nothing but the agent names it any more
     await reports(int(3 * NAMES_LAST_S / EVERY_S))
     assert harness.ids() == (["e1"] if operation == "remove" else ["x"])
     if operation == "drain":
@@ -429,7 +434,7 @@ async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(harne
         await harness.clock.advance(EVERY_S)
         harness.plane.fast_tick()
         harness.report("x", url="http://e0")
-    capabilities = harness.plane.state.capabilities(E0)
+    capabilities = harness.plane.fleet.state.capabilities(E0)
     assert capabilities is not None
     assert capabilities.max_sequences == harness.engine("e0").max_sequences == 7
 
@@ -461,9 +466,9 @@ def test_names_that_gateways_use_leave_room_for_agents() -> None:
 async def test_a_stream_is_of_one_process_at_a_time(harness: Harness) -> None:
     for number in range(50):
         report = replace(gateway_report(sequence=number + 1, at_s=harness.clock.now_s()), incarnation=f"p{number}")
-        harness.plane.gateway_reported(report, 1)
-    assert harness.plane.nodes.doubles() == {}
-    assert len(harness.plane.state.barriers) == 1
+        harness.plane.fleet.gateway_reported(report, 1)
+    assert harness.plane.fleet.nodes.doubles() == {}
+    assert len(harness.plane.fleet.state.barriers) == 1
 
 
 async def test_a_node_that_cannot_be_written_down_is_not_attached(
@@ -475,9 +480,9 @@ async def test_a_node_that_cannot_be_written_down_is_not_attached(
     with monkeypatch.context() as patch:
         patch.setattr(harness.journal, "append", full)
         with pytest.raises(Permanent):
-            harness.plane.attach(replace(gateway_hello(), incarnation="one"))
-    assert harness.plane.nodes.gateways() == ()
-    assert harness.plane.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
+            harness.plane.fleet.attach(replace(gateway_hello(), incarnation="one"))
+    assert harness.plane.fleet.nodes.gateways() == ()
+    assert harness.plane.fleet.attach(replace(gateway_hello(), incarnation="two")).hello.node == gateway_hello().node
 
 
 def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
@@ -491,17 +496,17 @@ def test_names_of_a_late_report_do_not_replace_newer_ones() -> None:
 async def test_the_address_of_a_removed_engine_is_free(harness: Harness) -> None:
     harness.report("x", url="http://e0")
     harness.plane.fast_tick()
-    await harness.plane.membership_changes.remove(E0)
-    harness.plane.membership_changes.add(NewEngine("again", "http://e0"))
+    await harness.plane.fleet.membership_changes.remove(E0)
+    harness.plane.fleet.membership_changes.add(NewEngine("again", "http://e0"))
     assert "again" in harness.ids()
 
 
 async def test_an_engine_whose_other_name_was_removed_can_be_drained(harness: Harness) -> None:
-    harness.plane.membership_changes.add(NewEngine("x", "http://x"))
-    await harness.plane.membership_changes.remove(EngineId("x"))
+    harness.plane.fleet.membership_changes.add(NewEngine("x", "http://x"))
+    await harness.plane.fleet.membership_changes.remove(EngineId("x"))
     for _ in range(2):
         harness.report("x", url="http://e0")
         await harness.clock.advance(EVERY_S)
         harness.plane.fast_tick()
-    harness.plane.membership_changes.drain(E0)
+    harness.plane.fleet.membership_changes.drain(E0)
     assert harness.engine("e0").draining

@@ -13,6 +13,7 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.membership import REMOVED_REMEMBERED, Membership
 from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.state import EngineFacts
@@ -71,7 +72,7 @@ class Oracle:
 
 
 async def say(plane: ControlPlane, word: str, name: str) -> None:
-    engine, membership_changes = EngineId(name), plane.membership_changes
+    engine, membership_changes = EngineId(name), plane.fleet.membership_changes
     match word:
         case "add":
             membership_changes.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
@@ -95,24 +96,24 @@ async def test_whatever_is_said_a_restarted_daemon_knows_it(said: Sequence[Word]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"
         journal = Journal(path, clock.now_s())
-        plane = ControlPlane(parse_config(CONFIG), journal, clock)
+        plane = build_daemon(parse_config(CONFIG), journal, clock).control_plane
         for word, name in (*said, ("restart", "")):
-            before = plane.membership_changes.membership
+            before = plane.fleet.membership_changes.membership
             if oracle.hear(word, name):
                 await say(plane, word, name)
             else:
                 with pytest.raises(ProblemFaults, match=r"engine_id|url"):
                     await say(plane, word, name)
-                assert plane.membership_changes.membership == before
+                assert plane.fleet.membership_changes.membership == before
             if word == "restart":
                 journal.close()
                 journal = Journal(path, clock.now_s())
-                plane = ControlPlane(parse_config(CONFIG), journal, clock)
-                assert plane.membership_changes.membership == before
-            views = {view.id: view for view in plane.state.engines(clock.now_s())}
+                plane = build_daemon(parse_config(CONFIG), journal, clock).control_plane
+                assert plane.fleet.membership_changes.membership == before
+            views = {view.id: view for view in plane.fleet.state.engines(clock.now_s())}
             assert set(views) == oracle.there
             assert {id for id, view in views.items() if view.draining} == oracle.drained
-            assert plane.membership_changes.membership.leaving == oracle.leaving
+            assert plane.fleet.membership_changes.membership.leaving == oracle.leaving
             assert {view.pool for view in views.values() if view.url not in ("http://e0", "http://e1")} <= {"added"}
         journal.close()
 

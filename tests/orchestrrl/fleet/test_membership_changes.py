@@ -28,6 +28,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval, NewEngine
 from orchestrrl.fleet.pause_barrier import PauseRequest
@@ -79,12 +80,12 @@ class Nodes:
         held = Counter(self.where.values())
         for engine in self.reported:
             busy = sample(self.clock.now_s(), held[engine], kv_capacity_tokens=100_000, decode_tokens_per_s=10.0)
-            self.plane.engine_reported(engine_report(engine, self._sequence, busy), 1)
+            self.plane.fleet.engine_reported(engine_report(engine, self._sequence, busy), 1)
         live = [request(id, engine, movable=id not in self.immovable) for id, engine in self.where.items()]
-        self.plane.gateway_reported(gateway_report(*live, sequence=self._sequence, barrier=self.barrier), 1)
+        self.plane.fleet.gateway_reported(gateway_report(*live, sequence=self._sequence, barrier=self.barrier), 1)
 
     async def attach(self) -> None:
-        self._attachment = self.plane.attach(gateway_hello("e0", "e1"))
+        self._attachment = self.plane.fleet.attach(gateway_hello("e0", "e1"))
         async for operation in self._attachment.orders():
             match operation.action:
                 case SetRoutes(routes):
@@ -93,16 +94,16 @@ class Nodes:
                     await self.clock.sleep(self.moves_take_s)
                     items = tuple(map(self._move, moves))
                     result = OperationResult(operation.id, GATEWAY, status_of(items), items=items)
-                    self.plane.result_received(result)
+                    self.plane.fleet.result_received(result)
                 case CloseBarrier(lease):
                     self.barrier = BarrierReport(BarrierPhase.QUIET, lease, self.clock.now_s() + 60.0)
                     rests = tuple(OperationItemResult(engine, True) for engine in self.routes)
-                    self.plane.result_received(
+                    self.plane.fleet.result_received(
                         OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=rests)
                     )
                 case OpenBarrier():
                     self.barrier = BarrierReport()
-                    self.plane.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
+                    self.plane.fleet.result_received(OperationResult(operation.id, GATEWAY, OperationStatus.DONE))
 
     def _move(self, move: RequestMove) -> OperationItemResult:
         self.orders.append(move)
@@ -125,7 +126,7 @@ class Harness:
     def start(self, mode: str = "advise") -> ControlPlane:
         self.stop()
         self.journal = Journal(self.path, self.clock.now_s())
-        self.plane = ControlPlane(parse_config(CONFIG.format(mode=mode)), self.journal, self.clock)
+        self.plane = build_daemon(parse_config(CONFIG.format(mode=mode)), self.journal, self.clock).control_plane
         return self.plane
 
     def stop(self) -> None:
@@ -176,16 +177,16 @@ async def settle() -> None:
 async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running() as nodes:
-        plane.membership_changes.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
+        plane.fleet.membership_changes.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
         await settle()
         route = nodes.routes["e2"]
         assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
         assert route.kv_capacity_tokens == 0, "not known, rather than full"
-        assert not plane.state.reported(E2), "gateways alone judge it"
+        assert not plane.fleet.state.reported(E2), "gateways alone judge it"
         nodes.reported.append("e2")
         await harness.clock.advance(1.0)
         assert (nodes.routes["e2"].health, nodes.routes["e2"].waiting) == (EngineHealth.OK, 0)
-        (view,) = (view for view in plane.state.engines(harness.clock.now_s()) if view.id == E2)
+        (view,) = (view for view in plane.fleet.state.engines(harness.clock.now_s()) if view.id == E2)
         assert (view.configuration, view.gpus) == ("tp2", (4, 5))
         assert (nodes.routes["e0"].pool, nodes.routes["e1"].pool) == ("wide", "")
     assert harness.said() == [("add", "e2")]
@@ -194,7 +195,7 @@ async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
 async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harness) -> None:
     plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
-        plane.membership_changes.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
+        plane.fleet.membership_changes.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
     assert caught.value.faults == [
         "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
         "url: must be an http:// or https:// URL, got 'e7:80'",
@@ -205,7 +206,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
         "gpus[2]: is named twice, got 6",
     ]
     with pytest.raises(ProblemFaults) as caught:
-        plane.membership_changes.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
+        plane.fleet.membership_changes.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
     assert caught.value.faults == [
         "engine_id: must not be empty, got ' '",
         "url: is that of e1 already, got 'http://e1/'",
@@ -214,7 +215,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
     assert harness.said() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.membership_changes.add(NewEngine("e7", url))
+            plane.fleet.membership_changes.add(NewEngine("e7", url))
 
 
 # --- drain
@@ -223,14 +224,14 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
 async def test_a_drained_engine_gets_nothing_new_and_keeps_what_it_has(harness: Harness) -> None:
     plane = harness.start("act")
     async with harness.running(a="e0", b="e0", c="e1") as nodes:
-        plane.membership_changes.drain(E0)
+        plane.fleet.membership_changes.drain(E0)
         await settle()
         assert {id: route.draining for id, route in nodes.routes.items()} == {"e0": True, "e1": False}
         await harness.clock.advance(10.0)
         assert (nodes.orders, nodes.where["a"]) == ([], "e0")
         with pytest.raises(Permanent, match="e0 is draining"):
-            await plane.move(RequestId("c"), E0)
-        plane.membership_changes.undrain(E0)
+            await plane.fleet.move(RequestId("c"), E0)
+        plane.fleet.membership_changes.undrain(E0)
         await settle()
         assert not nodes.routes["e0"].draining
     assert harness.said() == [("drain", "e0"), ("undrain", "e0")]
@@ -243,7 +244,7 @@ async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str
         nodes.immovable = {"r0"}
         nodes.reported.append("e2")
         await harness.clock.advance(1.0)
-        plane.membership_changes.drain(E0, move=True)
+        plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(3.0)
         assert Counter(nodes.where.values()) == {"e0": 1, "e1": 3, "e2": 3}
         assert len(nodes.orders) == 5, "each once"
@@ -254,7 +255,7 @@ async def test_what_is_there_moves_whatever_the_mode(harness: Harness, mode: str
         await harness.clock.advance(3.0)
         assert "e0" not in nodes.where.values()
         del nodes.where["late"]
-    assert plane.state.totals.moves_done == 7
+    assert plane.fleet.state.totals.moves_done == 7
 
 
 @pytest.mark.parametrize(("moves_take_s", "report_interval_s"), [(3.5, 0.25), (0.0, 1.9)])
@@ -266,7 +267,7 @@ async def test_nobody_is_ordered_twice_before_news_come(
     async with harness.running(**{f"r{n}": "e0" for n in range(4)}) as nodes:
         nodes.moves_take_s, nodes.report_interval_s = moves_take_s, report_interval_s
         await harness.clock.advance(0.5)
-        plane.membership_changes.drain(E0, move=True)
+        plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(10.0)
         assert len(nodes.orders) == 4
 
@@ -275,7 +276,7 @@ async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harn
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
         nodes.refusing = {"e1"}
-        plane.membership_changes.drain(E0, move=True)
+        plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(100.0)
         assert {move.to_engine for move in nodes.orders} == {"e1"}
         assert 5 <= len(nodes.orders) <= 10, "less and less often"
@@ -287,11 +288,11 @@ async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harn
 async def test_the_next_daemon_goes_on_with_it(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
-        plane.membership_changes.add(NewEngine("e2", "http://e2"))
-        await plane.membership_changes.remove(E2)
-        plane.membership_changes.add(NewEngine("e3", "http://e3", pool="p"))
+        plane.fleet.membership_changes.add(NewEngine("e2", "http://e2"))
+        await plane.fleet.membership_changes.remove(E2)
+        plane.fleet.membership_changes.add(NewEngine("e3", "http://e3", pool="p"))
         nodes.refusing = {"e1", "e3"}
-        plane.membership_changes.drain(E0, move=True)
+        plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(3.0)
         assert nodes.where["a"] == "e0"
     plane = harness.start()
@@ -316,20 +317,22 @@ async def test_an_engine_with_requests_is_removed_only_by_force(harness: Harness
         nodes.immovable = {"b"}
         await harness.clock.advance(1.0)
         with pytest.raises(Permanent, match=r"3 requests are on e0: .*drain e0 --move --wait.*--force"):
-            await plane.membership_changes.remove(E0)
-        removing = asyncio.create_task(plane.membership_changes.remove(E0, force=True))
+            await plane.fleet.membership_changes.remove(E0)
+        removing = asyncio.create_task(plane.fleet.membership_changes.remove(E0, force=True))
         await harness.clock.advance(1.0)
         assert await removing == EngineRemoval(requests_moved=2, requests_left=1)
         assert (sorted(nodes.routes), nodes.where) == (["e1"], {"a": "e1", "b": "e0", "c": "e1", "d": "e1"})
         await harness.clock.advance(5.0)
-        assert "b" in {view.id for view in plane.state.snapshot(harness.clock.now_s()).requests}, "it finishes there"
+        assert "b" in {view.id for view in plane.fleet.state.snapshot(harness.clock.now_s()).requests}, (
+            "it finishes there"
+        )
     assert harness.said() == [("drain", "e0"), ("remove", "e0")]
 
 
 async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harness) -> None:
     harness.start()
     async with harness.running() as nodes:
-        await harness.plane.membership_changes.remove(E1)
+        await harness.plane.fleet.membership_changes.remove(E1)
         await harness.clock.advance(5.0)  # its agent finds it well all the time
         assert sorted(nodes.routes) == ["e0"]
         harness.plane.reconfigure(parse_config(CONFIG.format(mode="act")))
@@ -339,21 +342,21 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harn
     async with harness.running() as nodes:
         await harness.clock.advance(5.0)
         assert sorted(nodes.routes) == ["e0"]
-        for word in (plane.membership_changes.drain, plane.membership_changes.undrain):
+        for word in (plane.fleet.membership_changes.drain, plane.fleet.membership_changes.undrain):
             with pytest.raises(ProblemFaults, match=r"engine_id: is not a known engine \(known: e0\), got 'e1'"):
                 word(E1)
         with pytest.raises(ProblemFaults, match="not a known engine"):
-            await plane.membership_changes.remove(E1)
-        plane.membership_changes.add(NewEngine("e1"))
+            await plane.fleet.membership_changes.remove(E1)
+        plane.fleet.membership_changes.add(NewEngine("e1"))
         await harness.clock.advance(1.0)
         assert nodes.routes["e1"].health is EngineHealth.OK
-        assert (nodes.routes["e1"].url, plane.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
-        await plane.membership_changes.remove(E1)
-        plane.membership_changes.add(NewEngine("e1", "http://elsewhere"))
+        assert (nodes.routes["e1"].url, plane.fleet.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
+        await plane.fleet.membership_changes.remove(E1)
+        plane.fleet.membership_changes.add(NewEngine("e1", "http://elsewhere"))
         await harness.clock.advance(1.0)
-        assert plane.state.configuration_of(E1) is None, "as said now"
+        assert plane.fleet.state.configuration_of(E1) is None, "as said now"
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.membership_changes.add(NewEngine("e9"))
+            plane.fleet.membership_changes.add(NewEngine("e9"))
 
 
 async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness: Harness) -> None:
@@ -363,23 +366,23 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness:
     def told(sequence: int, version: str = "") -> None:
         report = engine_report("e1", sequence, sample())
         offers = EngineCapabilities("vllm", version, ("tiny",)) if version else None
-        plane.engine_reported(replace(report, capabilities=offers), 1)
+        plane.fleet.engine_reported(replace(report, capabilities=offers), 1)
 
     def version() -> str | None:
-        offers = plane.state.capabilities(E1)
+        offers = plane.fleet.state.capabilities(E1)
         return offers.version if offers else None
 
     told(1, "1")
-    await plane.membership_changes.remove(E1)
+    await plane.fleet.membership_changes.remove(E1)
     noted = len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if harness.journal else 0
     told(2)
-    plane.membership_changes.add(NewEngine("e1"))
-    assert (version(), plane.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
-    await plane.membership_changes.remove(E1)
+    plane.fleet.membership_changes.add(NewEngine("e1"))
+    assert (version(), plane.fleet.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
+    await plane.fleet.membership_changes.remove(E1)
     told(3, "2")
-    plane.membership_changes.add(NewEngine("e1"))
+    plane.fleet.membership_changes.add(NewEngine("e1"))
     told(4)
-    assert (version(), plane.state.reported(E1)) == ("2", True)
+    assert (version(), plane.fleet.state.reported(E1)) == ("2", True)
     assert harness.journal is not None
     assert len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) == noted
 
@@ -389,7 +392,7 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(harness: Har
     async with harness.running() as nodes:
         nodes.reported.append("e2")
         await harness.clock.advance(1.0)
-        plane.membership_changes.drain(E2)
+        plane.fleet.membership_changes.drain(E2)
         nodes.reported.remove("e2")
         await harness.clock.advance(120.0)
         assert "e2" not in nodes.routes
@@ -398,7 +401,7 @@ async def test_a_drained_engine_that_was_forgotten_can_be_spoken_of(harness: Har
         assert nodes.routes["e2"].draining, "it is drained when it comes back"
         nodes.reported.remove("e2")
         await harness.clock.advance(120.0)
-        assert await plane.membership_changes.remove(E2) == EngineRemoval(0, 0)
+        assert await plane.fleet.membership_changes.remove(E2) == EngineRemoval(0, 0)
 
 
 # --- what others make of it
@@ -411,7 +414,7 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: 
         nodes.refusing = {"e1"}
         nodes.immovable = {"r0"}
         await harness.clock.advance(1.0)
-        removing = asyncio.create_task(harness.plane.membership_changes.remove(E0, force=True))
+        removing = asyncio.create_task(harness.plane.fleet.membership_changes.remove(E0, force=True))
         await harness.clock.advance(1.0)
         assert await removing == EngineRemoval(0, 6)
         nodes.orders.clear()
@@ -420,7 +423,7 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: 
         await harness.plane.slow_tick()
         assert harness.plane.balance is not None
         assert nodes.orders == []
-        assert {request.engine for request in harness.plane.state.snapshot(harness.clock.now_s()).requests} == {
+        assert {request.engine for request in harness.plane.fleet.state.snapshot(harness.clock.now_s()).requests} == {
             "e0",
             "e1",
         }
@@ -429,10 +432,10 @@ async def test_what_finishes_on_a_removed_engine_disturbs_neither_loop(harness: 
 async def test_news_of_a_drained_engine_are_waited_for_by_nobody(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
-        plane.membership_changes.drain(E1)
+        plane.fleet.membership_changes.drain(E1)
         nodes.reported.remove("e1")  # its machine is redeployed off
         await harness.clock.advance(20.0)
-        age_s = plane.state.snapshot(harness.clock.now_s()).inputs_age_s
+        age_s = plane.fleet.state.snapshot(harness.clock.now_s()).inputs_age_s
         assert age_s is not None
         assert age_s < 1.0
 
@@ -440,17 +443,17 @@ async def test_news_of_a_drained_engine_are_waited_for_by_nobody(harness: Harnes
 async def test_nothing_moves_while_weights_change(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
-        pausing = asyncio.create_task(plane.barrier.pause(PauseRequest(holder="trainer", lease_s=60.0)))
+        pausing = asyncio.create_task(plane.fleet.barrier.pause(PauseRequest(holder="trainer", lease_s=60.0)))
         await harness.clock.advance(1.0)
         lease = (await pausing).lease
         assert lease is not None
-        plane.membership_changes.drain(E0, move=True)
+        plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(5.0)
         assert nodes.where["a"] == "e0"
         with pytest.raises(Permanent, match="requests stand still"):
-            await plane.membership_changes.remove(E0, force=True)
+            await plane.fleet.membership_changes.remove(E0, force=True)
         assert harness.said() == [("drain", "e0")]
-        opening = asyncio.create_task(plane.barrier.resume(lease.id, None, ()))
+        opening = asyncio.create_task(plane.fleet.barrier.resume(lease.id, None, ()))
         await harness.clock.advance(15.0)
         await opening
         assert nodes.where["a"] == "e1"
@@ -465,14 +468,14 @@ async def test_neither_loop_counts_on_a_drained_engine(harness: Harness) -> None
         balance = harness.plane.balance
         assert balance is not None
         assert {move.to_engine for move in balance.moves} == {"e1"}
-        harness.plane.membership_changes.drain(E1)
+        harness.plane.fleet.membership_changes.drain(E1)
         await harness.clock.advance(2.0)
         assert harness.plane.balance is not None
         assert not harness.plane.balance.moves
         plan = await harness.plane.slow_tick()
         assert [instance.id for instance in plan.instances if instance.kept] == ["e0"]
         assert plan.notes[-1] == "e1 are being drained and are left alone with 0 requests"
-        snapshot = harness.plane.state.snapshot(harness.clock.now_s())
+        snapshot = harness.plane.fleet.state.snapshot(harness.clock.now_s())
         blocked = live_fleet(snapshot, harness.plane.config.fleet.configuration_values(), 6, 8, 4).blocked
         assert blocked is not None
         assert blocked.code == "gpus_unavailable", "its GPUs are taken"

@@ -20,9 +20,8 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.pause_lease import LeaseEnd
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.reports import BarrierPhase, FinishedRequest
-from planner.model import Act, Mode, Plan, RequestId, RequestView, Snapshot
+from planner.model import Act, Mode, Plan, RequestId, RequestView
 
 
 @pytest.fixture
@@ -41,11 +40,11 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(harness:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause(holder="trainer", lease_s=30.0)
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.QUIET] * 2
-        assert harness.plane.barrier.state.phase is BarrierPhase.QUIET
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.QUIET
         action = harness.gateways["gw1"].of(CloseBarrier)[0].action
         assert isinstance(action, CloseBarrier)
         assert (action.holder, action.mode, action.frozen) == ("trainer", PauseMode.KEEP, FrozenRequests.RECOMPUTE)
-        assert action.lease_until_s == pytest.approx(harness.plane.barrier.state.lease.until_s)  # type: ignore[union-attr]
+        assert action.lease_until_s == pytest.approx(harness.plane.fleet.barrier.state.lease.until_s)  # type: ignore[union-attr]
         await harness.resume(lease, 12, (E1,))
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
         for gateway in harness.gateways.values():
@@ -54,15 +53,15 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(harness:
                 ("e1", None, 12, True),
             ]
             assert [order.action for order in gateway.of(OpenBarrier)] == [OpenBarrier(lease, 12, (E1,))]
-        assert [(rest.engine, rest.done, rest.policy_version) for rest in harness.plane.barrier.rests()] == [
+        assert [(rest.engine, rest.done, rest.policy_version) for rest in harness.plane.fleet.barrier.rests()] == [
             ("e0", True, 12),
             ("e1", False, None),
         ]
-        assert harness.plane.barrier.set_version([E1], 12) == 12
+        assert harness.plane.fleet.barrier.set_version([E1], 12) == 12
         await harness.clock.advance(0.1)
         assert [(r.policy_version, r.draining) for r in harness.gateways["gw0"].routes] == [(12, False), (12, False)]
     assert harness.events() == ["pause", "quiet", "resume", "version"]
-    assert harness.plane.barrier.totals.paused_s == pytest.approx(0.25, abs=0.25)
+    assert harness.plane.fleet.barrier.totals.paused_s == pytest.approx(0.25, abs=0.25)
 
 
 async def test_the_versions_are_known_before_gateways_open(harness: Harness) -> None:
@@ -86,25 +85,25 @@ async def test_one_lease_at_a_time(harness: Harness) -> None:
         with pytest.raises(Permanent, match=f"held by another: lease {lease} of one, until 00:17:1"):
             await harness.pause(holder="two")
         await harness.resume("")  # an operator
-        assert harness.plane.barrier.state.opened.detail == "opened by another than one"  # type: ignore[union-attr]
+        assert harness.plane.fleet.barrier.state.opened.detail == "opened by another than one"  # type: ignore[union-attr]
         await harness.pause(holder="two")
 
 
 async def test_without_gateways_nothing_can_be_brought_to_rest(harness: Harness) -> None:
     with pytest.raises(Permanent, match="no gateway is attached"):
-        await harness.plane.barrier.pause(PauseRequest())
+        await harness.plane.fleet.barrier.pause(PauseRequest())
     assert harness.events() == []
     with pytest.raises(ProblemFaults) as caught:
-        await harness.plane.barrier.pause(PauseRequest(lease_s=-1.0, deadline_s=float("nan")))
+        await harness.plane.fleet.barrier.pause(PauseRequest(lease_s=-1.0, deadline_s=float("nan")))
     assert len(caught.value.faults) == 2
 
 
 async def test_a_drain_takes_as_long_as_it_may(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 100.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
         await harness.clock.advance(50.0)
-        assert harness.plane.barrier.state.phase is BarrierPhase.CLOSING
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.CLOSING
         assert not asked.done()
         await harness.clock.advance(51.0)
         assert (await asked).phase is BarrierPhase.QUIET
@@ -114,12 +113,12 @@ async def test_engines_are_paused_when_no_gateway_has_anything_to_finish(harness
     """The first one to be done would freeze what the others wait for."""
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].drains_s = 40.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(PauseMode.WAIT, deadline_s=120.0)))
         await harness.clock.advance(20.0)
         harness.gateways["gw2"] = late = Gateway(harness.plane, harness.clock, "gw2", drains_s=30.0)
         late.start()
         for told_s in (20.0, 5.0):  # a renewal does not pause them either
-            await harness.renew(harness.plane.barrier.state.lease.id, 60.0)  # type: ignore[union-attr]
+            await harness.renew(harness.plane.fleet.barrier.state.lease.id, 60.0)  # type: ignore[union-attr]
             await harness.clock.advance(told_s)
             orders = [gateway.of(CloseBarrier) for gateway in harness.gateways.values()]
             assert {order.action.engines_run for each in orders for order in each} == {True}  # type: ignore[union-attr]
@@ -139,7 +138,7 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(harness: Harnes
         bad.broken = fault == "silent"
         bad.lease = "another" if fault == "refuses" else ""
         bad.until_s = 1e9
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=60.0, deadline_s=5.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=60.0, deadline_s=5.0)))
         await harness.clock.advance(1.0)
         if fault == "gone":
             await bad.stop()
@@ -153,20 +152,20 @@ async def test_where_one_gateway_does_not_come_to_rest_all_go_on(harness: Harnes
         with pytest.raises(Retryable, match=expected[fault]):
             await asked
         assert harness.gateways["gw0"].phase is BarrierPhase.OPEN
-        assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
-        assert harness.plane.barrier.state.opened.how is LeaseEnd.GAVE_UP  # type: ignore[union-attr]
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
+        assert harness.plane.fleet.barrier.state.opened.how is LeaseEnd.GAVE_UP  # type: ignore[union-attr]
     assert harness.events() == ["pause", "gave_up"]
 
 
 async def test_whoever_stops_waiting_leaves_nothing_closed(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(1.0)
         asked.cancel()
         await harness.clock.advance(1.0)
         assert asked.cancelled()
-        assert (harness.gateways["gw0"].phase, harness.plane.barrier.state.phase) == (
+        assert (harness.gateways["gw0"].phase, harness.plane.fleet.barrier.state.phase) == (
             BarrierPhase.OPEN,
             BarrierPhase.OPEN,
         )
@@ -175,14 +174,14 @@ async def test_whoever_stops_waiting_leaves_nothing_closed(harness: Harness) -> 
 async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].broken = True
-        first = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(deadline_s=2.0)))
+        first = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(deadline_s=2.0)))
         await harness.clock.advance(9.0)
-        assert (harness.plane.barrier.state.phase, first.done()) == (BarrierPhase.OPEN, False), (
+        assert (harness.plane.fleet.barrier.state.phase, first.done()) == (BarrierPhase.OPEN, False), (
             "gw1 has still to answer"
         )
         harness.gateways["gw1"].broken = False
         harness.gateways["gw0"].drains_s = 10.0
-        second = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        second = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(5.0)
         with pytest.raises(Retryable, match="the fleet did not come to rest: not in time; gateway gw1"):
             await first
@@ -190,12 +189,12 @@ async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
         assert (await second).phase is BarrierPhase.QUIET
         await harness.resume()
         harness.gateways["gw0"].drains_s = 1000.0
-        first = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        first = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(1.0)
         harness.gateways["gw0"].drains_s = 0.1
-        opening = asyncio.create_task(harness.plane.barrier.resume("", None, ()))
+        opening = asyncio.create_task(harness.plane.fleet.barrier.resume("", None, ()))
         await asyncio.sleep(0)
-        second = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        second = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(8.0)
         assert (await opening).opened is not None
         with pytest.raises(Retryable, match="somebody has opened the pause barrier"):
@@ -206,7 +205,7 @@ async def test_one_may_begin_while_another_gives_up(harness: Harness) -> None:
 async def test_an_operator_may_open_while_it_closes(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(1.0)
         await harness.resume("")
         await harness.clock.advance(1.0)
@@ -221,7 +220,7 @@ async def test_engines_that_were_not_brought_to_rest_are_told_and_get_no_request
     async with harness.running("gw0", "gw1"):
         harness.gateways[name].unpaused = {E1: "connection refused"}
         lease = await harness.pause()
-        assert [(rest.engine, rest.done, rest.detail) for rest in harness.plane.barrier.rests()] == [
+        assert [(rest.engine, rest.done, rest.detail) for rest in harness.plane.fleet.barrier.rests()] == [
             ("e0", True, ""),
             ("e1", False, "connection refused"),
         ]
@@ -244,15 +243,15 @@ async def test_a_renewed_lease_lasts_and_then_ends_by_itself(harness: Harness) -
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.QUIET] * 2
         await harness.clock.advance(11.0)
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
-        state = harness.plane.barrier.state
+        state = harness.plane.fleet.barrier.state
         assert state.opened is not None
         assert (state.phase, state.opened.how) == (BarrierPhase.OPEN, LeaseEnd.EXPIRED)
         assert "weights that were being changed may be mixed" in state.opened.detail
         for ask in (harness.renew(lease, 10.0), harness.resume(lease)):
             with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since"):
                 await ask
-        assert harness.plane.barrier.totals.expired == 1
-        assert harness.plane.barrier.paused_s == pytest.approx(45.0, abs=2.0)
+        assert harness.plane.fleet.barrier.totals.expired == 1
+        assert harness.plane.fleet.barrier.paused_s == pytest.approx(45.0, abs=2.0)
         assert [gateway.of(OpenBarrier) for gateway in harness.gateways.values()] == [[], []]
     assert harness.events()[-1] == "expired"
 
@@ -310,7 +309,7 @@ async def test_a_gateway_that_comes_while_weights_change_gets_their_version_once
 async def test_a_gateway_that_comes_while_the_fleet_comes_to_rest_is_waited_for(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 2.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest()))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest()))
         await harness.clock.advance(1.0)
         late = harness.gateways["gw1"] = Gateway(harness.plane, harness.clock, "gw1", drains_s=5.0)
         late.start()
@@ -359,7 +358,7 @@ async def test_a_gateway_does_not_close_for_a_lease_that_is_over(harness: Harnes
     """It went while it was closing, and nobody could tell it of the end."""
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].drains_s = 1000.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=3600.0, deadline_s=600.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=3600.0, deadline_s=600.0)))
         await harness.clock.advance(1.0)
         gone = harness.gateways["gw1"]
         gone.leave()
@@ -407,10 +406,10 @@ async def test_a_gateway_that_does_not_answer_is_not_told_over_and_over(harness:
 
 async def test_a_restarted_daemon_knows_barrier_lease_and_versions(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
-        harness.plane.barrier.set_version([E0, E1], 7)
+        harness.plane.fleet.barrier.set_version([E0, E1], 7)
         lease = await harness.pause(lease_s=30.0, holder="trainer")
         await harness.restart()
-        assert harness.plane.barrier.state.phase is BarrierPhase.QUIET
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.QUIET
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.QUIET] * 2
         assert [len(gateway.of(CloseBarrier)) for gateway in harness.gateways.values()] == [1, 1]
         await harness.renew(lease, 30.0)
@@ -424,7 +423,7 @@ async def test_a_restarted_daemon_knows_barrier_lease_and_versions(harness: Harn
 async def test_an_engine_that_got_its_weights_after_a_restart_keeps_them(harness: Harness) -> None:
     """As one that a redeployment has started anew under its old name; once told, a further restart is seen as ever."""
     async with harness.running():
-        barrier = harness.plane.barrier
+        barrier = harness.plane.fleet.barrier
 
         def generated(tokens: int) -> None:
             barrier.sampled(E0, sample(total=tokens))
@@ -447,17 +446,17 @@ async def test_a_daemon_that_is_away_until_the_lease_ends_says_so(harness: Harne
         await harness.restart()
         with pytest.raises(Permanent, match="requests have gone on since"):
             await harness.resume(lease, 8)
-        assert harness.plane.barrier.state.newest is None
+        assert harness.plane.fleet.barrier.state.newest is None
 
 
 async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(harness: Harness) -> None:
     async with harness.running():
         harness.gateways["gw0"].drains_s = 1000.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=600.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=600.0)))
         await harness.clock.advance(1.0)
         await harness.restart()
         asked.cancel()
-        assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
         assert harness.gateways["gw0"].phase is BarrierPhase.OPEN
         await harness.pause()  # it can be closed again at once
 
@@ -465,12 +464,12 @@ async def test_a_daemon_that_died_while_the_fleet_came_to_rest_opens_it(harness:
 async def test_a_daemon_that_died_before_it_told_gateways_to_open_has_them_do_so(harness: Harness) -> None:
     async with harness.running("gw0", "gw1"):
         lease = await harness.pause()
-        barrier = harness.plane.barrier
+        barrier = harness.plane.fleet.barrier
         barrier._take(barrier.state.resumed(lease, harness.clock.now_s(), [E0, E1], 7, []), "resume")  # and no more
         await harness.restart()
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
         await harness.resume(await harness.pause())  # it can be closed again at once
-        assert harness.plane.barrier.state.versions == {E0: 7, E1: 7}
+        assert harness.plane.fleet.barrier.state.versions == {E0: 7, E1: 7}
         await harness.restart()
         await harness.clock.advance(5.0)
         orders = [o for gateway in harness.gateways.values() for o in gateway.of(OpenBarrier)]
@@ -492,7 +491,7 @@ async def test_nothing_moves_while_the_barrier_is_closed_nor_just_after(harness:
         with pytest.raises(
             Permanent, match="requests stand still while weights change: the pause barrier is quiet, lease"
         ):
-            await plane.move(RequestId("r1"), E1)
+            await plane.fleet.move(RequestId("r1"), E1)
         plan = await plane.slow_tick()
         assert (plan.verdict.code, plan.acted) == ("barrier_closed", False)
         assert not harness.entries(EntryKind.OPERATION_INTENT)[1:]
@@ -529,24 +528,20 @@ async def test_a_plan_that_was_made_before_the_barrier_closed_is_not_carried_out
 
 
 async def test_a_pause_waits_for_engines_that_are_being_changed(harness: Harness) -> None:
-    class Changing:
-        busy = True
-
-        async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
-            raise AssertionError("nothing is to be changed while the pause barrier closes")
-
+    turn = harness.plane._turn
     async with harness.running():
-        harness.plane.deployment = deployment = Changing()
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(deadline_s=30.0)))
+        changing = turn.preparing()
+        changing.__enter__()
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(deadline_s=30.0)))
         await harness.clock.advance(10.0)
         assert harness.gateways["gw0"].of(CloseBarrier) == []
-        deployment.busy = False
+        changing.__exit__(None, None, None)
         await harness.clock.advance(1.0)
         assert (await asked).phase is BarrierPhase.QUIET
         await harness.resume()
-        deployment.busy = True
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(deadline_s=5.0)))
-        await harness.clock.advance(6.0)
+        with turn.preparing():
+            asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(deadline_s=5.0)))
+            await harness.clock.advance(6.0)
         with pytest.raises(Retryable, match="engines are being started or stopped"):
             await asked
 
@@ -558,7 +553,7 @@ async def test_an_engine_that_restarts_has_lost_its_weights(harness: Harness) ->
         await harness.clock.advance(1.0)
         assert [r.draining for r in gateway.routes] == [False, False], "nobody speaks of versions"
         gateway.generated = {"e1": 500}
-        harness.plane.barrier.set_version([E0, E1], 4)
+        harness.plane.fleet.barrier.set_version([E0, E1], 4)
         await harness.clock.advance(1.0)
         gateway.generated = {"e1": 20}
         await harness.clock.advance(1.0)
@@ -566,7 +561,7 @@ async def test_an_engine_that_restarts_has_lost_its_weights(harness: Harness) ->
         gateway.in_flight = [request("r1", "e0")]
         gateway.report()
         with pytest.raises(Permanent, match="engine e1 has not the fleet's weights: see `orchestrrl barrier`"):
-            await harness.plane.move(RequestId("r1"), E1)
+            await harness.plane.fleet.move(RequestId("r1"), E1)
         await harness.pause()
         await harness.resume(version=5)
         assert [(r.policy_version, r.draining) for r in gateway.routes] == [(5, False), (5, False)]
@@ -587,7 +582,7 @@ async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ra
             await harness.clock.advance(4.0)
         gateway.in_flight = []
         await harness.clock.advance(1.0)
-        step = plane.state.step
+        step = plane.fleet.state.step
         assert step is not None
         assert step.ended_s is not None
         assert step.ended_s - began_s == pytest.approx(29.0, abs=2.0)
@@ -597,13 +592,13 @@ async def test_what_a_plan_foresaw_is_held_against_the_time_in_which_requests_ra
 async def test_kv_is_handed_over_between_engines_of_one_version_only(harness: Harness) -> None:
     links = "connector: kv_handover, weights: w, inter_node_gbps_per_gpu: 8.0, latency_s: 0.01, kv_bytes_per_token: 1e3"
     plane = harness.start(CONFIG.replace("fleet:", f"fleet:\n  kv_transfer: {{{links}}}").replace("act", "advise"))
-    assert plane.mode is Mode.ADVISE
+    assert plane.mode.current is Mode.ADVISE
     async with harness.running():
         for version, method in ((1, "transfer"), (2, "recompute")):
-            plane.barrier.set_version([E0], 1)
-            plane.barrier.set_version([E1], version)
-            views = plane.state.engines(harness.clock.now_s())
-            kv = plane.routes.kv_versions(views)
+            plane.fleet.barrier.set_version([E0], 1)
+            plane.fleet.barrier.set_version([E1], version)
+            views = plane.fleet.state.engines(harness.clock.now_s())
+            kv = plane.fleet.routes.kv_versions(views)
             assert (kv[E0] == kv[E1]) == (method == "transfer")
         assert [route.kv_version for route in harness.gateways["gw0"].routes] == ["tp2/w"] * 2
 
@@ -616,15 +611,15 @@ async def test_requests_and_groups_are_ended_wherever_they_are(harness: Harness)
         for name in ("gw0", "gw1"):
             harness.gateways[name].in_flight = [in_group(f"{name}-{n}", "g", 0) for n in range(2)]
             harness.gateways[name].in_flight.append(in_group(f"{name}-other", "h", 0))
-        asked = asyncio.create_task(harness.plane.canceller.cancel([RequestId("gw1-other")], ["g"], ""))
+        asked = asyncio.create_task(harness.plane.fleet.canceller.cancel([RequestId("gw1-other")], ["g"], ""))
         await harness.clock.advance(0.5)
         assert (await asked).requests == ("gw0-0", "gw0-1", "gw1-0", "gw1-1", "gw1-other")
         harness.gateways["gw1"].broken = True
-        asked = asyncio.create_task(harness.plane.canceller.cancel([], ["h"], "over"))
+        asked = asyncio.create_task(harness.plane.fleet.canceller.cancel([], ["h"], "over"))
         await harness.clock.advance(10.0)
         assert ((await asked).requests, (await asked).silent) == (("gw0-other",), ("gw1",))
         with pytest.raises(ProblemFaults, match="must name something"):
-            await harness.plane.canceller.cancel([], [], "")
+            await harness.plane.fleet.canceller.cancel([], [], "")
 
 
 async def test_a_group_that_has_enough_over_all_gateways_is_ended_everywhere(harness: Harness) -> None:
@@ -641,7 +636,7 @@ async def test_a_group_that_has_enough_over_all_gateways_is_ended_everywhere(har
         for gateway in (gw0, gw1):
             assert [order.action for order in gateway.of(CancelRequests)] == [CancelRequests((), ("g",), "redundant")]
         assert [r.id for r in gw0.in_flight] == ["x"]
-        assert harness.plane.canceller.totals["redundant"] == 6
+        assert harness.plane.fleet.canceller.totals["redundant"] == 6
 
 
 async def test_a_gateway_that_is_alone_knows_by_itself(harness: Harness) -> None:

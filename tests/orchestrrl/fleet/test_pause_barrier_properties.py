@@ -56,7 +56,7 @@ class Trainers:
             await question
 
     async def pause(self, mode: PauseMode, lease_s: float, deadline_s: float) -> None:
-        state = await self.harness.plane.barrier.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
+        state = await self.harness.plane.fleet.barrier.pause(PauseRequest(mode, lease_s=lease_s, deadline_s=deadline_s))
         assert state.lease is not None
         self.lease = state.lease.id
         event("the fleet came to rest")
@@ -92,13 +92,13 @@ async def _play(path: Path, events: list[tuple[Any, ...]]) -> None:
         for gateway in harness.gateways.values():
             gateway.broken = False
         await harness.clock.advance(LONGEST_S + 1.0)  # nobody renews
-        assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
+        assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
         assert [gateway.phase for gateway in harness.gateways.values()] == [BarrierPhase.OPEN] * 2
         for gateway in harness.gateways.values():
             if gateway.attachment is None:
                 gateway.come_back()
         await harness.clock.advance(2.0)
-        state = harness.plane.barrier.state
+        state = harness.plane.fleet.barrier.state
         for gateway in harness.gateways.values():
             for route in gateway.routes:
                 assert route.newest_policy_version == state.newest
@@ -113,9 +113,9 @@ async def _happen(harness: Harness, trainers: Trainers, happening: tuple[Any, ..
         case ("pause", mode, lease_s, deadline_s):
             trainers.ask(trainers.pause(mode, lease_s, deadline_s))
         case ("renew", lease_s):
-            trainers.ask(_discarded(harness.plane.barrier.renew(trainers.lease, lease_s)))
+            trainers.ask(_discarded(harness.plane.fleet.barrier.renew(trainers.lease, lease_s)))
         case ("resume", version, without):
-            trainers.ask(_discarded(harness.plane.barrier.resume(trainers.lease, version, without)))
+            trainers.ask(_discarded(harness.plane.fleet.barrier.resume(trainers.lease, version, without)))
         case ("break off",):
             trainers.stop_asking()
         case ("wait", seconds):
@@ -139,7 +139,7 @@ async def _discarded(question: Coroutine[Any, Any, Any]) -> None:
 
 
 def _check(harness: Harness) -> None:
-    state = harness.plane.barrier.state
+    state = harness.plane.fleet.barrier.state
     now_s = harness.clock.now_s()
     if state.lease is not None:
         assert now_s < state.lease.until_s <= now_s + LONGEST_S

@@ -52,7 +52,7 @@ def limit(harness: Harness, entries: int, error: type[Exception], *arguments: An
 
 
 def phases(harness: Harness) -> set[BarrierPhase]:
-    return {harness.plane.barrier.state.phase, *(gateway.phase for gateway in harness.gateways.values())}
+    return {harness.plane.fleet.barrier.state.phase, *(gateway.phase for gateway in harness.gateways.values())}
 
 
 def agree(harness: Harness, *, at_rest: bool) -> None:
@@ -70,7 +70,7 @@ async def test_a_daemon_killed_after_any_entry_leaves_all_at_rest_or_all_going_o
 ) -> None:
     async with harness.running("gw0", "gw1"):
         limit(harness, entries, Killed)
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=120.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=120.0)))
         await harness.clock.advance(2.0)
         await harness.restart()
         with suppress(Killed, asyncio.CancelledError):
@@ -89,7 +89,7 @@ async def test_a_daemon_killed_on_the_way_back_lets_all_go_on(harness: Harness, 
     async with harness.running("gw0", "gw1"):
         harness.gateways["gw1"].drains_s = 1000.0
         limit(harness, entries, Killed)
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=120.0, deadline_s=3.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=120.0, deadline_s=3.0)))
         await harness.clock.advance(12.0)
         await harness.restart()
         with suppress(Killed, Retryable, asyncio.CancelledError):
@@ -103,7 +103,7 @@ async def test_a_daemon_killed_on_the_way_back_lets_all_go_on(harness: Harness, 
 async def test_where_the_journal_is_full_requests_go_on(harness: Harness, entries: int) -> None:
     async with harness.running("gw0", "gw1"):
         limit(harness, entries, Permanent, "the disk is full")
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=20.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=20.0)))
         await harness.within(15.0, asked)
         at_rest = asked.exception() is None
         assert at_rest == (entries == ENTRIES - 1), "only the result could not be written down"
@@ -115,7 +115,7 @@ async def test_a_result_that_is_lost_is_told_once_the_gateway_attaches_again(har
     async with harness.running("gw0", "gw1"):
         gateway = harness.gateways["gw1"]
         gateway.broken = True
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(mode=PauseMode.KEEP, lease_s=60.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(mode=PauseMode.KEEP, lease_s=60.0)))
         await harness.clock.advance(1.0)
         assert (gateway.phase, asked.done()) == (BarrierPhase.QUIET, False)
         gateway.broken = False
@@ -130,7 +130,7 @@ async def test_an_order_that_comes_too_late_closes_nothing(harness: Harness) -> 
     async with harness.running("gw0", "gw1"):
         late = harness.gateways["gw1"]
         late.deaf = True
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=60.0, deadline_s=3.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=60.0, deadline_s=3.0)))
         await harness.within(30.0, asked)
         with pytest.raises(Retryable, match="not in time; gateway gw1"):
             await asked
@@ -145,7 +145,7 @@ async def test_a_gateway_that_does_not_open_opens_by_itself(harness: Harness) ->
     async with harness.running("gw0", "gw1"):
         stuck: Gateway = harness.gateways["gw0"]
         harness.gateways["gw1"].drains_s = 1000.0
-        asked = asyncio.create_task(harness.plane.barrier.pause(PauseRequest(lease_s=30.0, deadline_s=3.0)))
+        asked = asyncio.create_task(harness.plane.fleet.barrier.pause(PauseRequest(lease_s=30.0, deadline_s=3.0)))
         await harness.clock.advance(1.0)
         stuck.deaf = True  # from now on
         await harness.within(30.0, asked)

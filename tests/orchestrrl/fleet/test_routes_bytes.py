@@ -11,7 +11,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import Operation, SetRoutes
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.routes import SPACING_LAST_S
 from orchestrrl.rpc.codecs.node import OPERATION
 from planner.model import EngineHealth, NodeId
@@ -24,13 +24,13 @@ class Harness:
     def __init__(self, folder: Path, gateways: int) -> None:
         self.clock = VirtualClock(1000.0)
         self.journal = Journal(folder / "journal.sqlite", self.clock.now_s())
-        self.plane = ControlPlane(parse_config("fast: {interval_s: 1}"), self.journal, self.clock)
+        self.plane = build_daemon(parse_config("fast: {interval_s: 1}"), self.journal, self.clock).control_plane
         self.sent: list[tuple[NodeId, int]] = []  # bytes of each order
         self.routes: dict[NodeId, SetRoutes] = {}
-        self._send = self.plane.nodes.send
-        self.plane.nodes.send = self.send  # type: ignore[method-assign]
+        self._send = self.plane.fleet.nodes.send
+        self.plane.fleet.nodes.send = self.send  # type: ignore[method-assign]
         for number in range(gateways):
-            self.plane.attach(gateway_hello(gateway=NodeId(f"gw{number}")))
+            self.plane.fleet.attach(gateway_hello(gateway=NodeId(f"gw{number}")))
         self.sent.clear()
 
     def send(self, node: NodeId, operation: Operation) -> None:
@@ -41,7 +41,7 @@ class Harness:
 
     def report(self, number: int, health: EngineHealth = EngineHealth.OK, sequence: int = 1) -> None:
         taken = sample(self.clock.now_s()) if health is EngineHealth.OK else None
-        self.plane.engine_reported(engine_report(f"engine-{number:04d}", sequence, taken, health), 1)
+        self.plane.fleet.engine_reported(engine_report(f"engine-{number:04d}", sequence, taken, health), 1)
 
     @property
     def sent_bytes(self) -> int:
@@ -114,8 +114,8 @@ async def test_what_has_not_changed_is_not_sent_again_before_it_could_be_missed(
     assert len(harness.journal.since(0, [EntryKind.ROUTES])) == 1
     # A gateway that comes back has lost them, the others have not.
     harness.sent.clear()
-    harness.plane.attach(gateway_hello(gateway=NodeId("gw0")))
-    harness.plane.attach(gateway_hello(gateway=NodeId("gw0")))
+    harness.plane.fleet.attach(gateway_hello(gateway=NodeId("gw0")))
+    harness.plane.fleet.attach(gateway_hello(gateway=NodeId("gw0")))
     assert [node for node, _ in harness.sent if node == "gw0"] == ["gw0", "gw0"]
     assert len(harness.sent) <= 3
 

@@ -11,6 +11,7 @@ from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import SetRoutes
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import build_daemon
 from planner.model import EngineId
 
 CONFIG = """
@@ -40,11 +41,11 @@ class Harness:
         if self.journal is not None:
             self.journal.close()
         self.journal = Journal(self.path, self.clock.now_s())
-        self.plane = ControlPlane(parse_config(CONFIG), self.journal, self.clock)
+        self.plane = build_daemon(parse_config(CONFIG), self.journal, self.clock).control_plane
         return self.plane
 
     def tell(self) -> None:
-        self.plane.routes.send(self.plane.state.engines(self.clock.now_s()))
+        self.plane.fleet.routes.send(self.plane.fleet.state.engines(self.clock.now_s()))
 
     def written(self) -> int:
         assert self.journal is not None
@@ -66,15 +67,15 @@ def draining(action: SetRoutes) -> dict[str, bool]:
 async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     plane = harness.start()
-    gateway = plane.attach(gateway_hello())
+    gateway = plane.fleet.attach(gateway_hello())
     first = await told(gateway)
     assert (first.expected, first.expected_until_s) == ((), 0.0)
-    plane.routes.expected |= {E2: 1030.0, E1: 1010.0}
+    plane.fleet.routes.expected |= {E2: 1030.0, E1: 1010.0}
     harness.tell()
     action = await told(gateway)
     assert (action.expected, action.expected_until_s) == ((E1, E2), 1030.0)
     # Whoever attaches now hears the same, and so does everybody else.
-    late = plane.attach(gateway_hello())
+    late = plane.fleet.attach(gateway_hello())
     assert (await told(late)).expected == (E1, E2)
     await harness.clock.advance(10.0)
     harness.tell()
@@ -88,13 +89,13 @@ async def test_gateways_are_told_of_engines_that_are_being_started(tmp_path: Pat
 async def test_an_engine_that_is_expected_takes_nothing_though_it_is_reported_well(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     plane = harness.start()
-    plane.routes.expected[E2] = 1030.0
-    plane.engine_reported(engine_report("e2", 1, sample(harness.clock.now_s())), 1)
-    gateway = plane.attach(gateway_hello())
+    plane.fleet.routes.expected[E2] = 1030.0
+    plane.fleet.engine_reported(engine_report("e2", 1, sample(harness.clock.now_s())), 1)
+    gateway = plane.fleet.attach(gateway_hello())
     action = await told(gateway)
     assert action.expected == (E2,)
     assert draining(action) == {"e0": False, "e1": False, "e2": True}
-    del plane.routes.expected[E2]
+    del plane.fleet.routes.expected[E2]
     harness.tell()
     action = await told(gateway)
     assert action.expected == ()
@@ -106,17 +107,17 @@ async def test_it_is_written_down_when_it_changes_and_outlives_the_daemon(tmp_pa
     plane = harness.start()
     harness.tell()
     assert harness.written() == 0  # there is nobody to tell
-    plane.routes.expected |= {E1: 1010.0, E2: 1030.0}
+    plane.fleet.routes.expected |= {E1: 1010.0, E2: 1030.0}
     for _ in range(3):
         harness.tell()
     assert harness.written() == 1
     await harness.clock.advance(15.0)
     plane = harness.start()
-    assert plane.routes.expected == {E2: 1030.0}
-    assert (await told(plane.attach(gateway_hello()))).expected == (E2,)
+    assert plane.fleet.routes.expected == {E2: 1030.0}
+    assert (await told(plane.fleet.attach(gateway_hello()))).expected == (E2,)
     # It has come while no gateway was there: the next daemon knows.
-    plane.nodes.end_all()
+    plane.fleet.nodes.end_all()
     plane = harness.start()
-    plane.routes.expected.clear()
+    plane.fleet.routes.expected.clear()
     harness.tell()
-    assert harness.start().routes.expected == {}
+    assert harness.start().fleet.routes.expected == {}

@@ -20,6 +20,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2, control_pb2_grpc, telemetry_pb2
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService
@@ -34,9 +35,13 @@ INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_
 
 @dataclass
 class Harness:
-    plane: ControlPlane
+    parts: Daemon
     channel: grpc.aio.Channel
     address: str
+
+    @property
+    def plane(self) -> ControlPlane:
+        return self.parts.control_plane
 
     @property
     def control(self) -> "control_pb2_grpc.ControlAsyncStub":
@@ -72,12 +77,12 @@ def config() -> str:
 async def harness(tmp_path: Path, config: str) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
-        plane = ControlPlane(parse_config(config), journal, clock)
+        parts = build_daemon(parse_config(config), journal, clock)
         server = await DaemonServer.start(
-            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+            parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, parts.circuits)
         )
         async with asyncio.timeout(DEADLINE_S), grpc.aio.insecure_channel(server.address) as channel:
-            yield Harness(plane, channel, server.address)
+            yield Harness(parts, channel, server.address)
         await server.stop(0.1)
 
 
@@ -152,7 +157,7 @@ async def test_a_number_out_of_range_is_refused_and_nothing_is_folded(
     harness: Harness, sample: dict[str, Any], fault: str
 ) -> None:
     assert await harness.reports("ReportEngines", engine_report(sample=sample)) == (INVALID, fault, 0)
-    assert not harness.plane.state.engines(harness.plane.clock.now_s())
+    assert not harness.plane.fleet.state.engines(harness.plane.clock.now_s())
 
 
 async def test_every_fault_of_a_message_is_named(harness: Harness) -> None:
@@ -178,7 +183,7 @@ async def test_a_faulty_message_ends_its_stream_after_those_before_it(harness: H
     code, words, acks = await harness.reports("ReportEngines", good, bad, engine_report(sequence=3, engine_id="e1"))
     assert (code, acks) == (INVALID, 1)
     assert "sample.kv_usage_fraction" in words
-    assert [view.id for view in harness.plane.state.engines(harness.plane.clock.now_s())] == ["e0"]
+    assert [view.id for view in harness.plane.fleet.state.engines(harness.plane.clock.now_s())] == ["e0"]
 
 
 async def test_a_faulty_request_is_named_by_its_place(harness: Harness) -> None:
@@ -274,7 +279,7 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness)
 
     calls = [await attach(node) for node in ("n0", "n1")]
     async with asyncio.timeout(DEADLINE_S):
-        while len(harness.plane.nodes.states()) < 2:
+        while len(harness.plane.fleet.nodes.states()) < 2:
             await asyncio.sleep(0.01)
     code, words = await ending((await attach("n2")).read())
     assert (code, "limits.nodes" in words) == (EXHAUSTED, True)
@@ -285,11 +290,11 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness)
     watch.cancel()
     calls[0].cancel()
     async with asyncio.timeout(DEADLINE_S):
-        while sum(state.attached for state in harness.plane.nodes.states()) > 1:
+        while sum(state.attached for state in harness.plane.fleet.nodes.states()) > 1:
             await asyncio.sleep(0.01)
     third = await attach("n2")  # in the place of the one that has gone
     async with asyncio.timeout(DEADLINE_S):
-        while {state.hello.node for state in harness.plane.nodes.states()} != {"n1", "n2"}:
+        while {state.hello.node for state in harness.plane.fleet.nodes.states()} != {"n1", "n2"}:
             await asyncio.sleep(0.01)
     third.cancel()
     calls[1].cancel()
@@ -329,14 +334,14 @@ async def test_a_defect_ends_one_call_is_counted_and_logged_once(
     def fails(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr(harness.plane.state, "snapshot", fails)
+    monkeypatch.setattr(harness.plane.fleet.state, "snapshot", fails)
     for _ in range(3):
         code, words = await ending(harness.control.ListRequests(control_pb2.ListRequestsRequest()))
         assert (code, words) == (grpc.StatusCode.INTERNAL, "a defect of the server's, which its log names")
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
     monkeypatch.undo()
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(harness.plane))
+    registry.register(DaemonCollector(harness.parts))
     assert (
         'orchestrrl_defects_total{part="orchestrrl.v1.Control/ListRequests"} 3.0' in generate_latest(registry).decode()
     )
@@ -356,7 +361,7 @@ async def test_an_error_beside_a_stream_of_orders_ends_that_call_with_its_status
     def fails(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(harness.plane, "result_received", fails)
+    monkeypatch.setattr(harness.parts.fleet, "result_received", fails)
     call = agent_pb2_grpc.NodeStub(harness.channel).Attach()
     await call.write(agent_pb2.NodeMessage(hello=agent_pb2.NodeHello(node_id="n", kind=1)))
     await call.write(agent_pb2.NodeMessage(result=agent_pb2.OperationResult(operation_id="1-1")))

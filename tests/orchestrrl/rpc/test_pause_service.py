@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from builders import GATEWAY, engine_report, gateway_hello, gateway_report, request, sample
+from changeable_daemon import changeable
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,6 +27,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, control_pb2_grpc
@@ -38,10 +40,15 @@ DEADLINE_S = 120.0
 
 @dataclass
 class Harness:
-    plane: ControlPlane
+    parts: Any  # of the daemon
     channel: grpc.aio.Channel
     orders: list[Any] = field(default_factory=list)
     answering: bool = True
+
+    @property
+    def plane(self) -> ControlPlane:
+        plane: ControlPlane = self.parts.control_plane
+        return plane
 
     @property
     def control(self) -> "control_pb2_grpc.ControlAsyncStub":
@@ -73,19 +80,20 @@ class Harness:
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
-        plane = ControlPlane(parse_config("mode: act"), journal, clock)
+        parts = changeable(build_daemon(parse_config("mode: act"), journal, clock))
+        plane = parts.control_plane
         server = await DaemonServer.start(
-            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+            parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, parts.circuits)
         )
         async with grpc.aio.insecure_channel(server.address) as channel:
-            made = Harness(plane, channel)
+            made = Harness(parts, channel)
             gateway = asyncio.create_task(made.gateway())
             async with asyncio.timeout(DEADLINE_S):
-                while not plane.nodes.gateways():
+                while not plane.fleet.nodes.gateways():
                     await asyncio.sleep(0.01)
-            plane.engine_reported(engine_report("e0", 1, sample()), 0)
+            plane.fleet.engine_reported(engine_report("e0", 1, sample()), 0)
             report = BarrierReport(BarrierPhase.CLOSING, "g", 5.0, running=3, frozen=2, held=1)
-            plane.gateway_reported(gateway_report(request("r1"), barrier=report), 0)
+            plane.fleet.gateway_reported(gateway_report(request("r1"), barrier=report), 0)
             yield made
             gateway.cancel()
             await asyncio.wait({gateway})
@@ -143,10 +151,10 @@ async def test_what_is_to_be_done_before_it_opens_is_done_while_it_is_closed(har
 
     async def prepare(until_s: float) -> str:
         assert until_s == barrier.lease_until_unix_s
-        phases.append(harness.plane.barrier.state.phase)
+        phases.append(harness.plane.fleet.barrier.state.phase)
         return "circuits committed"
 
-    harness.plane.before_resume = prepare
+    harness.parts.before_resume = prepare
     async with asyncio.timeout(DEADLINE_S):
         barrier = await harness.control.PauseFleet(pb.PauseFleetRequest(holder="trainer"))
         await refused(harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id="another's")))
@@ -221,7 +229,7 @@ async def test_a_trainer_that_breaks_off_while_it_waits_leaves_the_barrier_open(
         asked.cancel()
         while not isinstance(harness.orders[-1], OpenBarrier):
             await asyncio.sleep(0.01)
-    assert harness.plane.barrier.state.phase is BarrierPhase.OPEN
+    assert harness.plane.fleet.barrier.state.phase is BarrierPhase.OPEN
 
 
 async def test_cancelling_names_what_was_ended(harness: Harness) -> None:
@@ -234,10 +242,10 @@ async def test_cancelling_names_what_was_ended(harness: Harness) -> None:
 async def test_metrics_of_the_barrier(harness: Harness) -> None:
     async with asyncio.timeout(DEADLINE_S):
         barrier = await harness.control.PauseFleet(pb.PauseFleetRequest())
-        closed = metrics(harness.plane)
+        closed = metrics(harness.parts)
         await harness.control.ResumeFleet(pb.ResumeFleetRequest(lease_id=barrier.lease_id, policy_version=3))
         await harness.control.CancelRequests(pb.CancelRequestsRequest(request_ids=["r1"]))
-    opened = metrics(harness.plane)
+    opened = metrics(harness.parts)
     assert [closed["orchestrrl_barrier", phase] for phase in BarrierPhase] == [0, 0, 1]
     assert [opened["orchestrrl_barrier", phase] for phase in BarrierPhase] == [1, 0, 0]
     assert ("orchestrrl_policy_version",) not in closed
@@ -249,9 +257,9 @@ async def test_metrics_of_the_barrier(harness: Harness) -> None:
     assert opened["orchestrrl_requests_cancelled_total", "redundant"] == 0
 
 
-def metrics(plane: ControlPlane) -> dict[tuple[str, ...], float]:
+def metrics(parts: Any) -> dict[tuple[str, ...], float]:
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(plane))
+    registry.register(DaemonCollector(parts))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}

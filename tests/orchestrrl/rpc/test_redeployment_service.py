@@ -5,10 +5,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
+from changeable_daemon import changeable
 from fake_redeployments import FakeSwitching
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,8 +21,8 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import StepDirection
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.redeployment.records import RecordedFleet, write_end
 from orchestrrl.fleet.redeployment.steps import (
     StepKind,
@@ -37,7 +38,7 @@ TO_TP8 = pb.RedeployRequest(targets=[pb.RedeployTarget(configuration="tp8")], re
 
 @dataclass
 class Harness:
-    plane: ControlPlane
+    parts: Any  # of the daemon
     redeployer: FakeSwitching
     channel: grpc.aio.Channel
 
@@ -54,14 +55,13 @@ class Harness:
 async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     clock = WallClock()
     with Journal(tmp_path / "journal.sqlite", clock.now_s()) as journal:
-        plane = ControlPlane(parse_config("mode: act"), journal, clock)
-        redeployer = FakeSwitching(clock)
-        plane.redeployer = cast(Any, redeployer)
+        parts = changeable(build_daemon(parse_config("mode: act"), journal, clock))
+        parts.redeployer = redeployer = FakeSwitching(clock)
         server = await DaemonServer.start(
-            plane, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, journal, clock)
+            parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, parts.circuits)
         )
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Harness(plane, redeployer, channel)
+            yield Harness(parts, redeployer, channel)
         await redeployer.close()
         await server.stop(0.1)
 
@@ -192,8 +192,12 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
     last = (await harness.all_of(TO_TP8))[-1]
     await harness.all_of(pb.RedeployRequest(plan_id="p1"))
     for report in reversed(harness.redeployer.history(0)):
-        write_end(OperationJournal(harness.plane.journal, harness.plane.clock, REDEPLOYMENTS), report, RecordedFleet())
-    harness.plane.redeployer = None
+        write_end(
+            OperationJournal(harness.parts.control_plane.journal, harness.parts.control_plane.clock, REDEPLOYMENTS),
+            report,
+            RecordedFleet(),
+        )
+    harness.parts.redeployer = None
     listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments
     assert [report.redeployment_id for report in listed] == ["s2", "s1"]
     assert len((await harness.control.ListRedeployments(pb.ListRedeploymentsRequest(limit=1))).redeployments) == 1
@@ -204,7 +208,7 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
 
 
 async def test_without_a_deployer_it_says_what_to_configure(harness: Harness) -> None:
-    harness.plane.redeployer = None
+    harness.parts.redeployer = None
     for call in (harness.all_of(TO_TP8), harness.control.CancelRedeployment(pb.CancelRedeploymentRequest())):
         code, details = await refused(call)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
@@ -215,7 +219,7 @@ async def test_without_a_deployer_it_says_what_to_configure(harness: Harness) ->
 
 
 async def test_metrics_count_each_redeployment_once_however_few_are_remembered(harness: Harness) -> None:
-    collector = DaemonCollector(harness.plane)
+    collector = DaemonCollector(harness.parts)
     assert metrics(collector)["orchestrrl_redeployment_running",] == 0
     await harness.all_of(TO_TP8)
     harness.redeployer.failing[StepDirection.FORWARD, StepKind.READY] = "hung"
@@ -236,7 +240,7 @@ async def test_metrics_count_each_redeployment_once_however_few_are_remembered(h
     async with asyncio.timeout(DEADLINE_S):
         await call.read()
     assert metrics(collector)["orchestrrl_redeployment_running",] == 1
-    harness.plane.redeployer = None
+    harness.parts.redeployer = None
     assert ("orchestrrl_redeployment_running",) not in metrics(collector)
 
 

@@ -189,7 +189,7 @@ async def test_a_defect_of_one_driver_is_shown_with_its_switch(journal: Journal,
             closed.append(self.device)
 
     switches = {"broken": Broken("broken", clock=clock), "sound": Sound("sound", clock=clock)}
-    service = SwitchesService(switches, journal, clock)
+    service = SwitchesService(switches, CircuitExecutor(switches, journal, clock))
     answer = await running(clock, service.ListSwitches(control_pb2.ListSwitchesRequest(), _context()))
     assert [(each.switch_id, each.reachable) for each in answer.switches] == [("broken", False), ("sound", True)]
     assert "KeyError" in answer.switches[0].detail

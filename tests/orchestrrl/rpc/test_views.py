@@ -17,6 +17,7 @@ from orchestrrl.core.operations import OperationResult
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.rpc.codecs import control as control_codec
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
@@ -97,31 +98,32 @@ def passes(message: Any) -> bool:
 def fold(plane: ControlPlane, message: Any, stream: int) -> None:
     match message:
         case telemetry_pb2.EngineReport():
-            plane.engine_reported(telemetry_codec.ENGINE_REPORT.from_pb(message), stream)
+            plane.fleet.engine_reported(telemetry_codec.ENGINE_REPORT.from_pb(message), stream)
         case telemetry_pb2.GatewayReport():
-            plane.gateway_reported(telemetry_codec.GATEWAY_REPORT.from_pb(message), stream)
+            plane.fleet.gateway_reported(telemetry_codec.GATEWAY_REPORT.from_pb(message), stream)
         case _:
             result: OperationResult = node_codec.RESULT.from_pb(message)
-            plane.result_received(result)
-            plane.state.fold_result(result)
+            plane.fleet.result_received(result)
+            plane.fleet.state.fold_result(result)
 
 
-def look(plane: ControlPlane) -> None:
+def look(parts: Daemon) -> None:
     """Put every view on the wire."""
-    snapshot = plane.state.snapshot(plane.clock.now_s())
+    plane = parts.control_plane
+    snapshot = plane.fleet.state.snapshot(plane.clock.now_s())
     views: list[Any] = [
-        control_codec.status_to_pb(plane, "test"),
+        control_codec.status_to_pb(parts, "test"),
         control_pb2.ListWorkersResponse(workers=control_codec.workers_to_pb(plane, snapshot)),
         control_pb2.ListRequestsResponse(requests=map(telemetry_codec.REQUEST.to_pb, snapshot.requests)),
     ]
     if plane.balance is not None:
-        views.append(control_codec.balance_to_pb(plane.balance, plane.latest_moves))
+        views.append(control_codec.balance_to_pb(plane.balance, plane.fleet.latest_moves))
     views += [control_codec.PLAN.to_pb(plan) for plan in plane.plans.newest(0)]
     views += [control_codec.ENTRY.to_pb(entry) for entry in plane.journal.tail(1000)]
     for view in views:
         assert type(view).FromString(view.SerializeToString()) == view
     registry = CollectorRegistry()
-    registry.register(DaemonCollector(plane))
+    registry.register(DaemonCollector(parts))
     assert b"orchestrrl_workers" in generate_latest(registry)
 
 
@@ -133,16 +135,17 @@ def test_every_view_shows_whatever_passed_the_boundary(messages: list[tuple[Any,
     async def run(folder: Path) -> None:
         clock = VirtualClock(1000.0)
         with Journal(folder / "journal.sqlite", clock.now_s()) as journal:
-            plane = ControlPlane(parse_config(CONFIG), journal, clock)
+            parts = build_daemon(parse_config(CONFIG), journal, clock)
+            plane = parts.control_plane
             for place, (message, later_s) in enumerate(messages):
                 if passes(message):
                     fold(plane, message, place)
                 await clock.advance(later_s)
-                look(plane)
+                look(parts)
                 if place % tick_every == 0:
                     plane.fast_tick()
                     await plane.slow_tick()
-                    look(plane)
+                    look(parts)
             await plane.close(0.0)
 
     with TemporaryDirectory() as folder:

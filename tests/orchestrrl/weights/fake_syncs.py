@@ -105,6 +105,7 @@ class FakeSyncs:
         self.published: list[Publication] = []
         self.asked: list[tuple[str, str, str]] = []
         self.followed = 0  # how many follow now
+        self.defects = 0
         self._queues: list[tuple[str, asyncio.Queue[SyncReport]]] = []
 
     def change(self, report: SyncReport) -> None:

@@ -90,9 +90,9 @@ class _FastFleet:
     def __init__(self, run: ControlledRun, kv_network: OverFabric | None) -> None:
         self._run, self._kv_network = run, kv_network
         self._config = _quick(run)
-        self._planning = Planning(self._config, lambda _id, _facts: None, lambda: "")
-        if run.control.knowledge == "oracle":
-            self._planning.known_output_tokens = {each.id: each.output_tokens for step in run.steps for each in step}
+        self._planning = Planning(
+            self._config, lambda _id, _facts: None, lambda: "", known_output_tokens=run.known_output_tokens
+        )
         self._now_s = 0.0
         self._engines: dict[EngineId, LiveEngine] = {}
         self._past: list[LiveEngine] = []

@@ -20,8 +20,8 @@ from orchestrrl.core.journal import store as journal_module
 from orchestrrl.core.journal.kinds import OPERATIONS
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.rpc.codecs.control import status_to_pb
 from orchestrrl.rpc.plain_values import plain
 from planner.admission import ControlState
@@ -530,13 +530,13 @@ def test_a_damaged_journal_that_cannot_be_moved_is_left_alone(tmp_path: Path, mo
 # --- what the daemon makes of it
 
 
-def plane_at(path: Path, mode: str = "act") -> ControlPlane:
+def daemon_at(path: Path, mode: str = "act") -> Daemon:
     clock = VirtualClock(1000.0)
-    return ControlPlane(parse_config(f"mode: {mode}\njournal: {{path: {path}}}\n"), Journal(path, clock.now_s()), clock)
+    return build_daemon(parse_config(f"mode: {mode}\njournal: {{path: {path}}}\n"), Journal(path, clock.now_s()), clock)
 
 
-def damaged_metric(plane: ControlPlane) -> float:
-    families = DaemonCollector(plane).collect()
+def damaged_metric(parts: Daemon) -> float:
+    families = DaemonCollector(parts).collect()
     return next(each.value for one in families for each in one.samples if each.name == "orchestrrl_journal_damaged")
 
 
@@ -561,54 +561,58 @@ def test_a_log_that_is_lost_takes_only_what_was_written_since_the_start(tmp_path
 
 def test_a_daemon_whose_journal_is_damaged_does_not_act_until_an_operator_confirms(tmp_path: Path) -> None:
     path = tmp_path / OURS
-    plane = plane_at(path)
+    parts = daemon_at(path)
+    plane = parts.control_plane
     plane.plans.pin("step 12 is precious", 0.0)
     plane.journal.append(0.0, EntryKind.BALANCE, "last", {})
     plane.journal.close()
     deleted_entries("subject = 'last'")(path)
     for _ in range(2):
-        plane = plane_at(path)
-        assert plane.mode is Mode.ADVISE
-        assert "the journal is damaged" in plane.mode_reason
-        seen = plain(status_to_pb(plane, "test"))
+        parts = daemon_at(path)
+        plane = parts.control_plane
+        assert plane.mode.current is Mode.ADVISE
+        assert "the journal is damaged" in plane.mode.reason
+        seen = plain(status_to_pb(parts, "test"))
         assert any("the journal is damaged" in line for line in summary(seen))
         assert any("`orchestrrl mode act" in line for line in summary(seen))
-        assert damaged_metric(plane) == 1.0
+        assert damaged_metric(parts) == 1.0
         assert plane.plans.control.state is ControlState.PINNED
         plane.reconfigure(plane.config.model_copy(update={"mode": Mode.ADVISE}))
         plane.reconfigure(plane.config.model_copy(update={"mode": Mode.ACT}))  # a file is no confirmation
-        assert plane.mode is Mode.ADVISE
+        assert plane.mode.current is Mode.ADVISE
         plane.journal.close()
-    plane = plane_at(path)
-    plane.set_mode(Mode.ADVISE, "not yet")
+    parts = daemon_at(path)
+    plane = parts.control_plane
+    plane.mode.set(Mode.ADVISE, "not yet")
     assert plane.journal.damage
-    plane.set_mode(Mode.ACT, "the pin is right")
+    plane.mode.set(Mode.ACT, "the pin is right")
     assert not plane.journal.damage
-    assert damaged_metric(plane) == 0.0
-    assert plain(status_to_pb(plane, "test"))["journal_damage"] == []
+    assert damaged_metric(parts) == 0.0
+    assert plain(status_to_pb(parts, "test"))["journal_damage"] == []
     confirmed = plane.journal.latest(EntryKind.JOURNAL_CONFIRMED)
     assert confirmed is not None
     assert confirmed.body["reason"] == "the pin is right"
     plane.journal.close()
-    assert plane_at(path).mode is Mode.ACT
+    assert daemon_at(path).control_plane.mode.current is Mode.ACT
 
 
 def test_damage_that_is_found_while_it_runs_ends_acting(tmp_path: Path) -> None:
-    plane = plane_at(tmp_path / OURS)
+    parts = daemon_at(tmp_path / OURS)
+    plane = parts.control_plane
     plane.fast_tick()
-    assert plane.mode is Mode.ACT
+    assert plane.mode.current is Mode.ACT
     with closing(sqlite3.connect(tmp_path / OURS, isolation_level=None)) as database:
         database.execute("UPDATE entries SET subject = 'other' WHERE sequence = 1")
     plane.journal.tail(10)
     plane.fast_tick()
-    assert plane.mode is Mode.ADVISE
-    assert "entry 1 is damaged" in plane.mode_reason
-    plane.set_mode(Mode.ACT, "seen")
+    assert plane.mode.current is Mode.ADVISE
+    assert "entry 1 is damaged" in plane.mode.reason
+    plane.mode.set(Mode.ACT, "seen")
     plane.fast_tick()
-    assert plane.mode is Mode.ACT
+    assert plane.mode.current is Mode.ACT
     plane.journal.tail(10)
     plane.fast_tick()  # the same again is no news
-    assert plane.mode is Mode.ACT
+    assert plane.mode.current is Mode.ACT
 
 
 def test_an_operators_words_are_on_disk_before_they_are_acknowledged(
@@ -679,8 +683,9 @@ def test_a_mode_that_cannot_be_read_is_advise(tmp_path: Path) -> None:
         journal.append(0.0, EntryKind.MODE, "act", {"mode": "act", "configured": "act", "reason": ""})
         journal.append(0.0, EntryKind.MODE, "later", {"mode": "rest", "configured": "act", "reason": ""})
     with Journal(tmp_path / OURS, 0.0) as journal:
-        plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
-        assert (plane.mode, "cannot be read" in plane.mode_reason) == (Mode.ADVISE, True)
+        parts = build_daemon(parse_config("mode: act\n"), journal, clock)
+        plane = parts.control_plane
+        assert (plane.mode.current, "cannot be read" in plane.mode.reason) == (Mode.ADVISE, True)
 
 
 def test_a_tail_that_may_not_be_read_is_not_called_damage(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.step_lengths import StepLengths
+from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.circuit_owners import CircuitOwners
@@ -150,8 +151,11 @@ class Shelf:
         assert not self.journal.damage
         return self.journal
 
+    def daemon(self) -> Daemon:
+        return build_daemon(parse_config("mode: act\n"), self.journal, self.clock)
+
     def plane(self) -> ControlPlane:
-        return ControlPlane(parse_config("mode: act\n"), self.journal, self.clock)
+        return self.daemon().control_plane
 
 
 Drawn = Callable[[Any], Any]
@@ -163,10 +167,10 @@ def _plane(act: Callable[[ControlPlane, Drawn], None]) -> Callable[[Shelf, Drawn
 
 def _mode(plane: ControlPlane, draw: Drawn) -> None:
     reason = draw(TEXTS)
-    plane.set_mode(Mode.ADVISE, reason)
+    plane.mode.set(Mode.ADVISE, reason)
     plane.journal.close()
-    again = ControlPlane(plane.config, Journal(plane.journal.path, NOW_S), plane.clock)
-    assert (again.mode, again.mode_reason) == (Mode.ADVISE, reason)
+    again = build_daemon(plane.config, Journal(plane.journal.path, NOW_S), plane.clock).control_plane
+    assert (again.mode.current, again.mode.reason) == (Mode.ADVISE, reason)
     again.journal.close()
     plane.journal.__init__(plane.journal.path, NOW_S)  # type: ignore[misc]
 
@@ -184,16 +188,16 @@ def _damage(shelf: Shelf, draw: Drawn) -> None:
 
 
 def _node(plane: ControlPlane, draw: Drawn) -> None:
-    plane.detach(plane.attach(draw(values(NodeHello))))
+    plane.fleet.detach(plane.fleet.attach(draw(values(NodeHello))))
 
 
 def _health(plane: ControlPlane, draw: Drawn) -> None:
-    plane.engine_reported(dataclasses.replace(draw(values(EngineReport)), sample=None, capabilities=None), 1)
+    plane.fleet.engine_reported(dataclasses.replace(draw(values(EngineReport)), sample=None, capabilities=None), 1)
 
 
 def _failovers(plane: ControlPlane, draw: Drawn) -> None:
     report = gateway_report(failovers=(draw(values(EngineFailovers)),))
-    plane.gateway_reported(dataclasses.replace(report, gateway=draw(values(NodeId))), 1)
+    plane.fleet.gateway_reported(dataclasses.replace(report, gateway=draw(values(NodeId))), 1)
 
 
 def _remarks(plane: ControlPlane, draw: Drawn) -> None:
@@ -201,10 +205,10 @@ def _remarks(plane: ControlPlane, draw: Drawn) -> None:
     engine, other, node = draw(st.tuples(TEXTS, TEXTS, TEXTS).filter(lambda names: names[0] != names[1]))
     for agent, name in (("one", engine), ("two", other)):
         report = dataclasses.replace(engine_report(name, agent=agent), url="http://10.0.0.1:8000")
-        plane.engine_reported(report, 1 if agent == "one" else 2)
+        plane.fleet.engine_reported(report, 1 if agent == "one" else 2)
     hello = NodeHello(NodeId(node), NodeKind.AGENT, (), "test")
     for incarnation in ("p", "q"):
-        plane.attach(dataclasses.replace(hello, incarnation=incarnation))
+        plane.fleet.attach(dataclasses.replace(hello, incarnation=incarnation))
     plane.fast_tick()
 
 
@@ -221,7 +225,7 @@ def _engines(shelf: Shelf, draw: Drawn) -> None:
     membership = (
         Membership().with_added(facts).with_drained(draw(TEXTS), move=draw(st.booleans())).with_removed(draw(TEXTS))
     )
-    membership_changes = shelf.plane().membership_changes
+    membership_changes = shelf.plane().fleet.membership_changes
     membership_changes._change("added", facts.id, membership, draw(TEXTS))
     assert recovered_roster(shelf.again()) == membership
 
@@ -231,7 +235,7 @@ def _step_ended(shelf: Shelf, draw: Drawn) -> None:
     finished = draw(st.lists(st.builds(FinishedLength, st.integers(0, 5000), st.booleans(), TEXTS), max_size=5))
     body = lengths.step_ended(finished)
     written = list(lengths._waiting)
-    shelf.plane()._note(EntryKind.STEP_ENDED, "", {"started_s": 1.0, "ended_s": 2.0, "lengths": body})
+    shelf.plane().fleet.note(EntryKind.STEP_ENDED, "", {"started_s": 1.0, "ended_s": 2.0, "lengths": body})
     again = StepLengths(64, 4096)
     again.recover(shelf.again())
     assert list(again._waiting) == written
@@ -299,11 +303,11 @@ def _engine_ends(shelf: Shelf, draw: Drawn) -> None:
 
 
 def _refitted(plane: ControlPlane, draw: Drawn) -> None:
-    plane._note_costs(draw(TEXTS), {"figure": draw(TEXTS), "value": draw(SECONDS), "seconds": [draw(SECONDS)]})
+    plane.planning.costs._note(draw(TEXTS), {"figure": draw(TEXTS), "value": draw(SECONDS), "seconds": [draw(SECONDS)]})
 
 
 def _balance(plane: ControlPlane, draw: Drawn) -> None:
-    plane._note_balance(draw(values(BalanceDecision)), plane.state.snapshot(NOW_S))
+    plane._note_balance(draw(values(BalanceDecision)), plane.fleet.state.snapshot(NOW_S))
 
 
 def _barrier(shelf: Shelf, draw: Drawn) -> None:
@@ -311,7 +315,7 @@ def _barrier(shelf: Shelf, draw: Drawn) -> None:
     lease = draw(values(PauseLease))
     for each in (state, dataclasses.replace(state, lease=dataclasses.replace(lease, until_s=2e12))):
         plane = shelf.plane()
-        plane.barrier._take(each, "event", draw(TEXTS))
+        plane.fleet.barrier._take(each, "event", draw(TEXTS))
         shelf.again()
         found = shelf.journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
         assert found == each
@@ -319,11 +323,11 @@ def _barrier(shelf: Shelf, draw: Drawn) -> None:
 
 def _fleet_pauses(shelf: Shelf, draw: Drawn) -> None:
     lease = draw(values(PauseLease))
-    barrier = shelf.plane().barrier
+    barrier = shelf.plane().fleet.barrier
     barrier._log.begin(lease.id, FleetPause(lease, barrier, barrier._log, shelf.clock).intent())
     barrier._log.step(lease.id, {"number": 1, "direction": "forward", "state": "failed", **STEP_TIMES})
     shelf.again()
-    barrier = shelf.plane().barrier
+    barrier = shelf.plane().fleet.barrier
     (left,) = barrier._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"]))
     assert left.intent == lease
     asyncio.run(barrier.settle())
@@ -338,13 +342,13 @@ def _routes(shelf: Shelf, draw: Drawn) -> None:
     urls = draw(st.dictionaries(TEXTS, TEXTS, max_size=3))
     expected = {draw(TEXTS): NOW_S + draw(st.floats(1, 1e9))}
     for engine, url in urls.items():
-        plane.state.remember_engine(engine, url, NOW_S)
-    plane.routes.expected.update(expected)
-    plane.routes.send(plane.state.engines(NOW_S))
+        plane.fleet.state.remember_engine(engine, url, NOW_S)
+    plane.fleet.routes.expected.update(expected)
+    plane.fleet.routes.send(plane.fleet.state.engines(NOW_S))
     shelf.again()
     again = shelf.plane()
-    assert again.routes.expected == expected
-    assert {engine.id: engine.url for engine in again.state.engines(NOW_S)} == urls
+    assert again.fleet.routes.expected == expected
+    assert {engine.id: engine.url for engine in again.fleet.state.engines(NOW_S)} == urls
 
 
 class _Silent:
@@ -518,9 +522,9 @@ def test_what_is_written_is_read_back_and_shown(kinds: tuple[EntryKind, ...], da
                 shown = entry_of(message)
                 assert (shown["body"], shown["subject_id"]) == (entry.body, entry.subject)
                 entry_text(shown).encode()
-            plane = shelf.plane()
-            plain(status_to_pb(plane, "test"))
-            assert summary(plain(status_to_pb(plane, "test")))
+            parts = shelf.daemon()
+            plain(status_to_pb(parts, "test"))
+            assert summary(plain(status_to_pb(parts, "test")))
             assert not shelf.journal.set_aside
         finally:
             shelf.journal.close()
@@ -674,8 +678,8 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
     raw(path, kind, *BODIES_OF_OTHERS)
     with Journal(path, NOW_S) as journal:
         clock = VirtualClock(NOW_S)
-        plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
-        asyncio.run(plane.barrier.settle())
+        parts = build_daemon(parse_config("mode: act\\n"), journal, clock)
+        asyncio.run(parts.fleet.barrier.settle())
         book = WeightBook(journal, clock)
         book.recover()
         PauseRegistry(journal, clock)
@@ -690,7 +694,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
             PERIOD.to_pb(period).SerializeToString()
         journal.newest(EntryKind.FABRIC_CONTROL, _constraints_in)
         journal.newest(EntryKind.REROUTED, _recorded_in)
-        seen = plain(status_to_pb(plane, "test"))
+        seen = plain(status_to_pb(parts, "test"))
         assert all("journal is left out" in line for line in summary(seen) if "of the journal" in line)
         assert bool(seen["journal_set_aside"]) is (kind in SET_ASIDE)
         for entry in journal.since(0):

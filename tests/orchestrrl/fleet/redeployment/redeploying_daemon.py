@@ -4,15 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
 
+from changeable_daemon import changeable
 from fake_redeployments import FakeSwitching
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
 )
@@ -59,12 +59,13 @@ class RedeploymentDaemon:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         clock = WallClock()
         with Journal(self._folder / "journal.sqlite", clock.now_s()) as journal:
-            self.plane = ControlPlane(parse_config("mode: act"), journal, clock)
+            self.parts = changeable(build_daemon(parse_config("mode: act"), journal, clock))
+            self.plane = self.parts.control_plane
             self.redeployer = FakeSwitching(clock, self._pace_s)
             self.redeployer.reports.update({report.id: report for report in self._known})
-            self.plane.redeployer = cast(Any, self.redeployer)
+            self.parts.redeployer = self.redeployer
             server = await DaemonServer.start(
-                self.plane, ListenSettings(address=self._wanted), SwitchesService({}, journal, clock)
+                self.parts, ListenSettings(address=self._wanted), SwitchesService({}, self.parts.circuits)
             )
             self.address = server.address
             self._ready.set()

@@ -25,12 +25,14 @@ from orchestrrl.core.operations import (
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
+from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
 from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment.controller import RedeploymentController, RedeployPolicy
+from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController, RedeployPolicy
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
     RedeployTimeouts,
@@ -284,18 +286,18 @@ class Gateway:
         return [id for id, view in self.requests.items() if view.engine == engine]
 
     async def attach(self, plane: ControlPlane) -> None:
-        attachment = plane.attach(gateway_hello(gateway=NodeId("gw")))
+        attachment = plane.fleet.attach(gateway_hello(gateway=NodeId("gw")))
         async for operation in attachment.orders():
             if isinstance(operation.action, SetRoutes):
                 self.routes = operation.action
             else:
-                plane.result_received(self._perform(operation))
+                plane.fleet.result_received(self._perform(operation))
 
     async def report(self, plane: ControlPlane) -> None:
         while True:
             self._look()
             self._sequence += 1
-            plane.gateway_reported(gateway_report(*self.requests.values(), sequence=self._sequence), 1)
+            plane.fleet.gateway_reported(gateway_report(*self.requests.values(), sequence=self._sequence), 1)
             await self.clock.sleep(0.25)
 
     def usable(self) -> list[EngineId]:
@@ -340,6 +342,20 @@ class Gateway:
         self.requests[id] = dataclasses.replace(self.requests[id], engine=engine)
 
 
+class Watch:
+    """Whom the agent is to watch, whenever that changed."""
+
+    def __init__(self, watched: list[set[str]]) -> None:
+        self._watched = watched
+
+    def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
+        if not self._watched or self._watched[-1] != engines.keys():
+            self._watched.append({str(engine) for engine in engines})
+
+    async def close(self) -> None:
+        pass
+
+
 class Killed(BaseException):
     """The daemon is no more."""
 
@@ -368,7 +384,10 @@ class Harness:
         self.machines.place(self.spec(engine, configuration, *gpus))
 
     @asynccontextmanager
-    async def daemon(self) -> AsyncIterator[RedeploymentController]:
+    async def daemon(
+        self, circuits: Callable[[ControlPlane], Any] | None = None
+    ) -> AsyncIterator[RedeploymentController]:
+        """`circuits` makes those that follow the deployment."""
         journal = Journal(self.path, self.clock.now_s())
         append = journal.append
 
@@ -383,20 +402,25 @@ class Harness:
             return sequence
 
         journal.append = counted  # type: ignore[method-assign]
-        plane = ControlPlane(self.config, journal, self.clock, stopwatch=lambda: 0.0)
         deployer = Deployer(self.machines)
-        redeployer = RedeploymentController(
-            plane,
+        deployment = FleetDeployment(
             deployer,
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
-            {each.id: each for each in self.config.fleet.configuration_values()},
-            lambda engine, configuration, gpus: spec_of(self.config.fleet, engine, configuration, gpus),
             gpus_count=4,
             per_node=8,
             policy=RedeployPolicy(LIMITS, keep_asleep=self.keep_asleep),
         )
-        plane.deployment = plane.redeployer = redeployer
-        plane.watch_deployed = self._watch
+        edges = DaemonEdges(deployment=deployment, watch=lambda _: Watch(self.watched), stopwatch=lambda: 0.0)
+        parts = build_daemon(self.config, journal, self.clock, edges)
+        plane, redeployer = parts.control_plane, parts.redeployer
+        if circuits is not None:
+            watch, fleet, turn = Watch(self.watched), parts.fleet, plane._turn
+            redeployed = RedeployedFleet(fleet, parts.weights.syncs, circuits(plane), watch, "vllm")
+            redeployer = RedeploymentController(redeployed, deployment, turn, self.config.fleet)
+            plane = ControlPlane(
+                fleet, plane.mode, plane.pause_registry, turn, redeployer, plane._left_for_moves, stopwatch=lambda: 0.0
+            )
+        assert redeployer is not None
         self.plane, self.redeployer = plane, redeployer
         tasks = []
         try:
@@ -419,10 +443,6 @@ class Harness:
             journal.close()
         assert deployer.closed
         assert self.machines.connections == 0
-
-    def _watch(self, urls: Mapping[EngineId, str]) -> None:
-        if not self.watched or self.watched[-1] != urls.keys():
-            self.watched.append({str(engine) for engine in urls})
 
     async def until_ended(self, most_s: float = 120.0) -> RedeploymentReport:
         for _ in range(int(most_s / 0.5)):

@@ -129,7 +129,7 @@ async def test_who_cannot_be_woken_is_started(tmp_path: Path) -> None:
 def tell_that_it_sleeps(harness: Harness, engine: str) -> None:
     told = engine_report(engine, sample=sample(harness.clock.now_s()))
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=True)
-    harness.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+    harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
 
 
 async def test_an_engine_that_ends_while_its_requests_leave_is_as_good_as_stopped(harness: Harness) -> None:

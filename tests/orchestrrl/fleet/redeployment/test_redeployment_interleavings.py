@@ -17,7 +17,7 @@ from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operation import OBSERVE_AGAIN_S, OperationRun, OperationState, StepState
 from orchestrrl.core.operations import MoveRequests, Operation, OperationItemResult, OperationResult
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.membership_changes import NewEngine
@@ -48,8 +48,8 @@ def check_whole(harness: Harness, *engines: str) -> None:
     assert set(harness.machines.alive()) == set(engines) == {str(engine) for engine in harness.gateway.usable()}
     assert {str(view.engine) for view in harness.gateway.requests.values()} <= set(engines)
     assert not harness.gateway.held
-    assert not harness.plane.routes.draining
-    assert not harness.plane.routes.expected
+    assert not harness.plane.fleet.routes.draining
+    assert not harness.plane.fleet.routes.expected
 
 
 async def test_engines_that_end_by_themselves_do_not_end_the_watch_over_them(harness: Harness) -> None:
@@ -73,7 +73,7 @@ async def test_engines_of_a_configuration_that_is_no_more_serve_on(
     harness.config = parse_config(CONFIG.replace("id: tp1", "id: narrow"))
     async with harness.daemon():
         check_whole(harness, "a", "b", "w")
-        assert harness.plane.state.configuration_of(A) is None
+        assert harness.plane.fleet.state.configuration_of(A) is None
         told = [record.message for record in caplog.records if "not configured" in record.message]
         assert told == [f"engine {engine} runs as tp1, which is not configured" for engine in "ab"]
 
@@ -135,57 +135,57 @@ def tell_tokens(harness: Harness, engine: str, tokens: int) -> None:
     read = dataclasses.replace(sample(harness.clock.now_s()), generation_tokens_total=tokens)
     harness.sequence = getattr(harness, "sequence", 0) + 1
     told = engine_report(engine, sequence=harness.sequence, sample=read)
-    harness.plane.engine_reported(told, 1)
+    harness.plane.fleet.engine_reported(told, 1)
 
 
 async def test_who_was_started_again_on_the_way_back_keeps_the_weights_that_it_was_given(harness: Harness) -> None:
     """Its count of tokens begins anew, which of any other engine means that it has lost its weights."""
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         tell_tokens(harness, "a", 1000)
-        assert harness.plane.barrier._generated == {A: 1000}
+        assert harness.plane.fleet.barrier._generated == {A: 1000}
         breaks(harness)
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         tell_tokens(harness, "a", 17)
         await harness.clock.advance(1.0)
-        assert harness.plane.barrier.state.versions[A] == 7
+        assert harness.plane.fleet.barrier.state.versions[A] == 7
         check_whole(harness, "a", "b", "w")
 
 
 async def test_going_back_tells_no_weights_of_engines_that_it_has_not_loaded(harness: Harness) -> None:
     """One that missed the last update and was left out of service comes back as it was."""
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
-        harness.plane.barrier.set_version([A, B], 7, "", "/ckpt/7")
-        harness.plane.barrier.set_version([W], 6)
-        harness.plane.barrier._take(
-            dataclasses.replace(harness.plane.barrier.state, newest=7, newest_source="/ckpt/7"), "test"
+        harness.plane.fleet.barrier.set_version([A, B, W], 6, "", "/ckpt/6")
+        harness.plane.fleet.barrier.set_version([A, B], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([W], 6)
+        harness.plane.fleet.barrier._take(
+            dataclasses.replace(harness.plane.fleet.barrier.state, newest=7, newest_source="/ckpt/7"), "test"
         )
-        harness.plane._barrier_changed()
+        harness.plane.fleet._barrier_changed()
         harness.machines.engines[W].weights = 6
         harness.machines.engines[A].weights = harness.machines.engines[B].weights = 7
         breaks(harness)
         redeployer.begin(RedeployRequest((("tp2", 2),)))
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
-        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 6}
-        assert not harness.plane.barrier.state.serves(W)
+        assert harness.plane.fleet.barrier.state.versions == {A: 7, B: 7, W: 6}
+        assert not harness.plane.fleet.barrier.state.serves(W)
 
 
 async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         redeployer.begin(TO_TP2)
         new = EngineId(f"{(await harness.until_ended()).id}.0")
-        assert harness.plane.barrier.state.versions == {new: 7, W: 7}
-        harness.plane.barrier.set_version([new, W], 8, "", "/ckpt/8")
-        assert harness.plane.barrier.state.newest == 8
+        assert harness.plane.fleet.barrier.state.versions == {new: 7, W: 7}
+        harness.plane.fleet.barrier.set_version([new, W], 8, "", "/ckpt/8")
+        assert harness.plane.fleet.barrier.state.newest == 8
         await harness.clock.advance(2.0)
         check_whole(harness, new, "w")
 
@@ -193,7 +193,7 @@ async def test_engines_that_are_no_more_have_no_say_in_the_fleets_weights(harnes
 async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(harness: Harness) -> None:
     """It runs when the next daemon comes, and that is all that is known of it."""
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         breaks(harness)
@@ -208,7 +208,7 @@ async def test_who_was_started_on_the_way_back_is_verified_by_the_next_daemon(ha
         assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
         assert harness.machines.engines[A].weights == 7
-        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
+        assert harness.plane.fleet.barrier.state.versions == {A: 7, B: 7, W: 7}
         assert harness.machines.starts["a"] == 1
 
 
@@ -224,7 +224,7 @@ async def test_an_engine_that_came_with_other_weights_is_not_let_in(
 
     harness.machines.made = outdated
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert (report.state, report.detail) == (
@@ -250,24 +250,24 @@ async def test_one_that_is_not_healthy_is_waited_for(harness: Harness, monkeypat
 
 async def test_weights_that_change_meanwhile_are_what_engines_come_back_with(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         redeployer.begin(TO_TP2)
         await harness.clock.advance(1.0)
-        harness.plane.barrier.set_version([W], 8, "", "/ckpt/8")
+        harness.plane.fleet.barrier.set_version([W], 8, "", "/ckpt/8")
         harness.machines.engines[W].weights = 8
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         assert "the fleet's weights became version 8 meanwhile, from 7" in report.detail
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
-        assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
+        assert harness.plane.fleet.barrier.state.versions == {A: 8, B: 8, W: 8}
         check_whole(harness, "a", "b", "w")
 
 
 async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_redeployment(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         breaks(harness)
@@ -275,8 +275,8 @@ async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_red
         await harness.clock.advance(0.5)
         harness.gateway.held.clear()
         harness.gateway.requests.clear()
-        harness.plane.membership_changes._change(
-            "remove", A, harness.plane.membership_changes.membership.with_removed(A), ""
+        harness.plane.fleet.membership_changes._change(
+            "remove", A, harness.plane.fleet.membership_changes.membership.with_removed(A), ""
         )
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK, report.detail
@@ -285,13 +285,13 @@ async def test_an_operator_who_removes_an_engine_meanwhile_does_not_stop_the_red
 
 def check_whole_but(harness: Harness, removed: str) -> None:
     assert removed not in {str(engine) for engine in harness.gateway.usable()}
-    assert not harness.plane.routes.draining
-    assert not harness.plane.routes.expected
+    assert not harness.plane.fleet.routes.draining
+    assert not harness.plane.fleet.routes.expected
 
 
 async def test_a_drained_engine_gets_none_of_the_requests_of_those_that_leave(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.membership_changes.drain(W)
+        harness.plane.fleet.membership_changes.drain(W)
         redeployer.begin(RedeployRequest((("tp2", 1),)))
         report = await harness.until_ended()
         assert report.state is OperationState.DONE, report.detail
@@ -359,7 +359,7 @@ async def test_a_request_of_which_no_gateway_knows_is_told_of_in_these_words(har
 async def test_an_engine_that_an_operator_removed_is_no_engine_of_the_fleet_that_is_wanted(harness: Harness) -> None:
     harness.gateway.requests.clear()
     async with harness.daemon() as redeployer:
-        await harness.plane.membership_changes.remove(B)
+        await harness.plane.fleet.membership_changes.remove(B)
         redeployer.begin(RedeployRequest((("tp1", 2), ("tp2", 1))))
         report = await harness.until_ended()
         assert report.state is OperationState.DONE
@@ -373,7 +373,7 @@ async def test_engines_that_are_yet_to_be_verified_are_no_place_for_who_leaves_a
         await harness.clock.advance(4.0)
         tell_tokens(harness, "s1.0", 1)  # its watch finds it well
         tell_tokens(harness, "w", 1)
-        harness.plane.membership_changes.drain(W, move=True)
+        harness.plane.fleet.membership_changes.drain(W, move=True)
         await harness.clock.advance(3.0)
         ordered = [entry.body["operation"]["action"]["moves"] for entry in harness.entries(EntryKind.OPERATION_INTENT)]
         assert "w" not in {move["from_engine"] for moves in ordered for move in moves}
@@ -454,11 +454,11 @@ async def test_a_defect_of_the_redeployment_itself_leaves_nobody_fenced(
     async with harness.daemon() as redeployer:
         redeployer.begin(TO_TP2)
         await harness.clock.advance(1.0)
-        assert harness.plane.routes.expected
+        assert harness.plane.fleet.routes.expected
         await harness.clock.advance(20.0)
         assert not redeployer.busy
-        assert not harness.plane.routes.draining
-        assert not harness.plane.routes.expected
+        assert not harness.plane.fleet.routes.draining
+        assert not harness.plane.fleet.routes.expected
         assert [record.message for record in caplog.records if "broke off" in record.message] == [
             "a redeployment broke off: of ours"
         ]
@@ -522,7 +522,7 @@ async def test_a_defect_in_a_step_has_the_old_engines_come_back_like_any_failure
 
 async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         breaks(harness)
@@ -539,7 +539,7 @@ async def test_a_full_disk_does_not_keep_engines_of_before_from_serving(harness:
         await harness.clock.advance(2.0)
         assert harness.redeployer.report().state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
-        assert harness.plane.barrier.state.versions == {A: 7, B: 7, W: 7}
+        assert harness.plane.fleet.barrier.state.versions == {A: 7, B: 7, W: 7}
 
 
 async def test_a_stranger_that_does_not_end_does_not_keep_the_daemon_from_serving(harness: Harness) -> None:
@@ -624,7 +624,7 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
 
 async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.membership_changes.drain(W)
+        harness.plane.fleet.membership_changes.drain(W)
         with pytest.raises(ProblemFaults, match=r"the 2 GPUs .*; the other GPUs have w \(drained by an operator"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.UNKNOWN
@@ -635,11 +635,11 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Har
             redeployer.begin(RedeployRequest((("tp2", 2),)))
         harness.machines.engines[A].life = EngineLife.ALIVE
         await redeployer._scan()
-        harness.plane.membership_changes.drain(W)
+        harness.plane.fleet.membership_changes.drain(W)
         added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         harness.machines.engines[W].life = EngineLife.ENDED
         await redeployer._bury((await redeployer._deployer.list_engines())[2])
-        harness.plane.membership_changes.add(added)
+        harness.plane.fleet.membership_changes.add(added)
         with pytest.raises(ProblemFaults, match=r"the other GPUs have elsewhere \(not started by this deployer"):
             redeployer.begin(RedeployRequest((("tp2", 2),)))
 
@@ -651,7 +651,7 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
     """A trainer goes on with its update while the daemon is away; the redeployment waits for it, and then for
     nothing."""
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([A, B, W], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         harness.killed_after = killed_after
@@ -659,12 +659,12 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
         await harness.clock.advance(8.0)
     harness.killed_after = None
     closed = ["the pause barrier is closed"]
-    monkeypatch.setattr(ControlPlane, "redeployment_hold", lambda plane: closed[0])
+    monkeypatch.setattr(RedeployedFleet, "redeployment_hold", lambda plane: closed[0])
     async with harness.daemon():
         await harness.clock.advance(2.0)
         stops = list(harness.machines.stops)
         there = list(harness.machines.alive())
-        harness.plane.barrier.set_version(there, 8, "", "/ckpt/8")
+        harness.plane.fleet.barrier.set_version(there, 8, "", "/ckpt/8")
         for engine in harness.machines.engines.values():
             engine.weights = 8
         await harness.clock.advance(2.0)
@@ -673,7 +673,7 @@ async def test_a_barrier_that_is_closed_when_the_next_daemon_comes_brings_its_we
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, "a", "b", "w")
-        assert harness.plane.barrier.state.versions == {A: 8, B: 8, W: 8}
+        assert harness.plane.fleet.barrier.state.versions == {A: 8, B: 8, W: 8}
         assert {engine.weights for engine in harness.machines.engines.values()} == {8}
 
 
@@ -695,6 +695,6 @@ async def test_an_agent_that_reports_an_engine_after_its_stop_does_not_bring_it_
         for health in (EngineHealth.OK, EngineHealth.GONE):  # a word that was long on its way, and what follows
             harness.sequence += 1  # type: ignore[attr-defined]
             told = engine_report("a", sequence=harness.sequence, health=health)  # type: ignore[attr-defined]
-            harness.plane.engine_reported(told, 1)
+            harness.plane.fleet.engine_reported(told, 1)
         await harness.clock.advance(2.0)
         assert {route.engine for route in harness.gateway.routes.routes} == {f"{report.id}.0", "w"}

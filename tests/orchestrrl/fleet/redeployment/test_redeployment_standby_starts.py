@@ -20,7 +20,7 @@ def tell(harness: Harness, *engines: str) -> None:
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=harness.machines.can_sleep)
     for engine in engines:
         told = engine_report(engine, sample=sample(harness.clock.now_s()))
-        harness.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
 
 
 def learnt(harness: Harness) -> list[str]:

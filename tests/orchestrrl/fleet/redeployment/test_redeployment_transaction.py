@@ -48,8 +48,8 @@ def check_whole(harness: Harness, engines: set[str], requests: int = 6) -> None:
     assert not harness.gateway.held
     assert len(harness.gateway.requests) == requests
     assert {str(view.engine) for view in harness.gateway.requests.values()} <= engines
-    assert not harness.plane.routes.draining
-    assert not harness.plane.routes.expected
+    assert not harness.plane.fleet.routes.draining
+    assert not harness.plane.fleet.routes.expected
 
 
 def is_new(engine: str) -> bool:
@@ -299,7 +299,7 @@ async def test_it_cannot_be_called_off_once_requests_are_let_in(harness: Harness
         return ""
 
     async with harness.daemon() as redeployer:
-        harness.plane.circuits_follow = slowly
+        redeployer._control_plane.circuits_follow = slowly
         id = redeployer.begin(TO_TP2)
         while next(told for told in redeployer.report().steps if told.step.kind is StepKind.ADMIT).began_s is None:
             await harness.clock.advance(0.1)
@@ -313,7 +313,7 @@ async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(h
     async with harness.daemon() as redeployer:
         with pytest.raises(Permanent, match="no redeployment is under way"):
             redeployer.cancel("", "")
-        harness.plane.redeployment_hold = lambda: closed.pop() if closed else ""
+        redeployer._control_plane.redeployment_hold = lambda: closed.pop() if closed else ""
         with pytest.raises(Permanent, match="the pause barrier is closed: by a trainer"):
             redeployer.begin(TO_TP2)
         id = redeployer.begin(TO_TP2)
@@ -432,13 +432,13 @@ async def test_an_operator_has_a_plan_carried_out(harness: Harness, breaks: bool
 @pytest.mark.parametrize("tensors_only", [False, True])
 async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
+        harness.plane.fleet.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7, "", "/ckpt/7")
         for engine in harness.machines.engines.values():
             engine.weights = 7
         if not tensors_only:
             harness.machines.faults["load_weights", "tp2"] = Permanent("it was started with them")
         weights = ServedWeights(7, "/ckpt/7", tensors_only)
-        harness.plane.current_weights = lambda: weights
+        redeployer._control_plane.current_weights = lambda: weights
         redeployer.begin(TO_TP2)
         report = await harness.until_ended()
         assert report.state is OperationState.DONE, report.detail
@@ -447,13 +447,13 @@ async def test_weights_are_brought_and_told(harness: Harness, tensors_only: bool
         (loaded,) = [told.detail for told in report.steps if told.step.kind is StepKind.LOAD]
         assert loaded == ("version 7" if tensors_only else "was started with version 7")
         assert harness.machines.engines[new].weights == 7
-        assert harness.plane.barrier.state.versions[new] == 7
+        assert harness.plane.fleet.barrier.state.versions[new] == 7
         check_whole(harness, {new, "w"})
 
 
 async def test_without_a_place_to_get_weights_from_nothing_is_begun(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        harness.plane.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
+        harness.plane.fleet.barrier.set_version([EngineId("a"), EngineId("b"), EngineId("w")], 7)
         with pytest.raises(Permanent, match="nobody has told where they are: `orchestrrl engines set-version 7"):
             redeployer.begin(TO_TP2)
         check_whole(harness, {"a", "b", "w"})
@@ -531,7 +531,7 @@ async def test_elastic_engines_are_scaled_instead_of_started_anew(tmp_path: Path
         check_whole(harness, {"a"}, 2)
         assert (harness.machines.engines[EngineId("a")].dp, harness.machines.stops) == (4, ["b"])
         assert harness.machines.starts == {}
-        assert harness.plane.state.configuration_of(EngineId("a")) == "ep4"
+        assert harness.plane.fleet.state.configuration_of(EngineId("a")) == "ep4"
         redeployer.begin(RedeployRequest((("ep2", 1), ("tp2", 1))))
         report = await harness.until_ended()
         assert report.state is OperationState.DONE, report.detail
@@ -608,4 +608,4 @@ def tell_capabilities(harness: Harness, *engines: str) -> None:
     offers = EngineCapabilities("fake", "1", ("fake",), sleep=machines.can_sleep, scale_elastic_ep=machines.can_scale)
     for engine in engines:
         told = engine_report(engine, sample=sample(harness.clock.now_s()))
-        harness.plane.engine_reported(dataclasses.replace(told, capabilities=offers), 1)
+        harness.plane.fleet.engine_reported(dataclasses.replace(told, capabilities=offers), 1)

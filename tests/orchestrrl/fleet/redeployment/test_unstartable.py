@@ -14,11 +14,10 @@ async def test_a_configuration_that_cannot_be_started_is_left_out_of_plans(tmp_p
     harness.machines.faults["check", "tp2"] = ProblemFaults(["tp2.arguments: contradict the layout, got --tp 3"])
     harness.machines.faults["check", "ep4"] = Permanent("is not installed")
     async with harness.daemon() as redeployer:
-        assert redeployer.unstartable() == {
+        assert redeployer._deployment.unstartable(harness.config.fleet) == {
             ConfigurationId("tp2"): "tp2.arguments: contradict the layout, got --tp 3",
             ConfigurationId("ep4"): "is not installed",
         }
-        harness.plane.planning.unstartable = redeployer.unstartable()
         harness.gateway.put("r0", "a")
         await harness.clock.advance(2.0)
         plan, _ = await harness.plane._plan()

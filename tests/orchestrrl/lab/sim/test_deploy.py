@@ -63,7 +63,7 @@ async def changed(world: World, at_s: float = 6.0) -> str:
 
     async def change() -> None:
         await world.clock.sleep(at_s)
-        snapshot = world.control_plane.state.snapshot(world.clock.now_s())
+        snapshot = world.control_plane.fleet.state.snapshot(world.clock.now_s())
         outcome = await world.deployment.carry_out(to_wide(world), snapshot)
         said.append(f"{outcome.done}: {outcome.detail}")
 
@@ -87,22 +87,22 @@ async def test_all_engines_are_replaced_in_the_middle_of_a_step(tmp_path: Path) 
     assert report.requests_parked > 0
     assert report.closed_s == pytest.approx(2.0, abs=0.5)  # what the wide ones take to come up, and a little
     assert [engine.started_s for engine in world.engines.values()] == [pytest.approx(2.0 + 6.0 + 2.0, abs=0.3)] * 2
-    assert sorted(engine.id for engine in world.control_plane.state.engines(world.clock.now_s())) == ["w0", "w1"]
+    assert sorted(engine.id for engine in world.control_plane.fleet.state.engines(world.clock.now_s())) == ["w0", "w1"]
     assert world.gateway.tokens_recomputed > 0
-    assert not world.control_plane.routes.draining
-    assert not world.control_plane.routes.expected
+    assert not world.control_plane.fleet.routes.draining
+    assert not world.control_plane.fleet.routes.expected
 
 
 async def test_what_each_start_took_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From when the engines in its way began to stop."""
     world = fresh_world(tmp_path / "journal.sqlite")
-    stop = world.deployer.stop
+    stop = world.deployment._deployer.stop
 
     async def slow(engine: EngineId) -> None:
         await world.clock.sleep(5.0)
         await stop(engine)
 
-    monkeypatch.setattr(world.deployer, "stop", slow)
+    monkeypatch.setattr(world.deployment._deployer, "stop", slow)
     await changed(world)
     with closing(JournalReader(tmp_path / "journal.sqlite")) as reader:
         started = reader.tail(9, (EntryKind.ENGINE_STARTED,))
@@ -115,14 +115,14 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
-    start = world.deployer.start
+    start = world.deployment._deployer.start
 
     async def broken(spec: EngineSpec) -> DeployedInstance:
         if spec.engine == "w0":
             raise Permanent("no such image")
         return await start(spec)
 
-    monkeypatch.setattr(world.deployer, "start", broken)
+    monkeypatch.setattr(world.deployment._deployer, "start", broken)
     said = await changed(world)
     assert said.startswith("False: rolled back: start of w0: no such image")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
@@ -135,7 +135,7 @@ async def test_an_engine_that_cannot_be_started_leaves_the_fleet_as_it_was(
 
 async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
-    start, asked = world.deployer.start, []
+    start, asked = world.deployment._deployer.start, []
 
     async def busy(spec: EngineSpec) -> DeployedInstance:
         asked.append(spec.engine)
@@ -143,7 +143,7 @@ async def test_a_deployer_that_is_busy_is_asked_again(tmp_path: Path, monkeypatc
             raise Retryable("the queue is full", 1.0)
         return await start(spec)
 
-    monkeypatch.setattr(world.deployer, "start", busy)
+    monkeypatch.setattr(world.deployment._deployer, "start", busy)
     assert (await changed(world)).startswith("True")
     assert sorted(asked) == ["w0", "w0", "w1", "w1"]
 
@@ -152,14 +152,14 @@ async def test_an_engine_that_will_not_stop_has_all_others_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
-    stop = world.deployer.stop
+    stop = world.deployment._deployer.stop
 
     async def stuck(engine: EngineId) -> None:
         if engine == "e0":
             raise Permanent("its process does not end")
         await stop(engine)
 
-    monkeypatch.setattr(world.deployer, "stop", stuck)
+    monkeypatch.setattr(world.deployment._deployer, "stop", stuck)
     said = await changed(world)
     assert said.startswith("False: rolled back: stop of e0: its process does not end; stop of e0:")
     assert sorted(world.engines) == [f"e{number}" for number in range(8)]
@@ -169,14 +169,14 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
-    start = world.deployer.start
+    start = world.deployment._deployer.start
 
     async def broken(spec: EngineSpec) -> DeployedInstance:
         if spec.engine in ("w0", "e3"):
             raise Permanent("its node is gone")
         return await start(spec)
 
-    monkeypatch.setattr(world.deployer, "start", broken)
+    monkeypatch.setattr(world.deployment._deployer, "start", broken)
     said = await changed(world)
     assert said.startswith("False: degraded: start of w0: its node is gone; start of e3: its node is gone")
     assert sorted(world.engines) == [f"e{number}" for number in range(8) if number != 3]
@@ -185,7 +185,7 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     async with world:
-        snapshot = world.control_plane.state.snapshot(world.clock.now_s())
+        snapshot = world.control_plane.fleet.state.snapshot(world.clock.now_s())
         first = asyncio.create_task(world.deployment.carry_out(to_wide(world), snapshot))
         await world.advance(1.0)
         assert world.deployment.busy

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.lab.sim.network import NodeLeftForMoves, NodeNetwork
+from orchestrrl.lab.sim.network import NodeNetwork
+from planner.sync_tree.nic_share import LeftForMoves
 
 
 async def times_s(
@@ -62,13 +63,13 @@ async def test_engines_traffic_takes_its_part_and_transfers_inside_a_node_none()
 async def test_what_moves_have_left() -> None:
     clock = VirtualClock()
     network = network_of(clock)
-    assert network.left_for_moves() == NodeLeftForMoves(1.0, ())
+    assert network.left_for_moves() == LeftForMoves(1.0, ())
     network.engines_send({0: 50.0, 1: 20.0})
-    assert network.left_for_moves() == NodeLeftForMoves(pytest.approx(1 / 1.5), ("engines' own traffic",))
+    assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 1.5), ("engines' own traffic",))
     weights = asyncio.create_task(network.transfer((1,), 100.0, 50.0, "weight sync"))
     moved = asyncio.create_task(network.transfer((0, 1), 100.0, 50.0))  # does not stand in its own way
     await clock.advance(0.1)
-    assert network.left_for_moves() == NodeLeftForMoves(pytest.approx(1 / 2.2), ("weight sync", "engines' own traffic"))
+    assert network.left_for_moves() == LeftForMoves(pytest.approx(1 / 2.2), ("weight sync", "engines' own traffic"))
     await clock.advance(1000.0)
     await asyncio.gather(weights, moved)
     network.close()

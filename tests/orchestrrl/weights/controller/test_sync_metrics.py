@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from fake_syncs import BEGAN_S, PEERS, FakeSyncs, carrying, done
@@ -12,8 +13,9 @@ from prometheus_client.core import Metric
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.metrics import DaemonCollector
+from orchestrrl.daemon.weight_syncs import WeightSyncParts
+from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.weights.controller.metrics import SyncMetrics
 from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, SyncPhase, SyncState
 from planner.model import EngineId
@@ -72,13 +74,11 @@ def test_who_has_not_the_version_and_who_holds_weights() -> None:
 
 def test_the_page_of_the_daemon_has_them_with_help(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", BEGAN_S) as journal:
-        backend = ControlPlane(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
+        parts = build_daemon(parse_config("mode: act"), journal, VirtualClock(BEGAN_S))
+        syncs = cast(Any, FakeSyncs(done(7), committed=7))
         registry = CollectorRegistry()
-        registry.register(DaemonCollector(backend, FakeSyncs(done(7), committed=7)))
+        registry.register(DaemonCollector(replace(parts, weights=WeightSyncParts(parts.weights.hub, syncs))))
         page = generate_latest(registry).decode()
-        without = CollectorRegistry()
-        without.register(DaemonCollector(backend))
-        assert "orchestrrl_sync_" not in generate_latest(without).decode()
     assert 'orchestrrl_sync_phase_seconds_sum{phase="install"} 1.0' in page
     assert "# HELP orchestrrl_sync_carried_bytes_total Bytes of weights" in page
 

@@ -22,6 +22,7 @@ from orchestrrl.weights.controller.controller import EngineNow, WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
 from orchestrrl.weights.controller.progress import Ranges, without
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
+from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.model import (
     EngineAt,
     HeldVersion,
@@ -386,7 +387,6 @@ class FakeFence:
         self.refuses = 0  # pauses from now on that do not come to rest
         self.leases = 0
         self._state = PauseState()
-        self._restarted: Callable[[EngineId], None] = lambda _: None
 
     @property
     def state(self) -> PauseState:
@@ -439,13 +439,10 @@ class FakeFence:
     def forget(self, engines: Collection[EngineId], why: str) -> None:
         self._put(self.state.forgotten(tuple(engines)))
 
-    def notify_restarts(self, restarted: Callable[[EngineId], None]) -> None:
-        self._restarted = restarted
-
     def sampled_anew(self, engine: EngineId) -> None:
         """Its agent sees that it was restarted. Daemons hear of it that are there."""
         if self.harness.daemon is not None:
-            self._restarted(engine)
+            self.harness.daemon.stale.restarted(engine)
         self.forget([engine], "was restarted")
 
     def close_by(self, holder: str, lease_s: float = 60.0) -> str:
@@ -485,6 +482,7 @@ class Daemon:
     journal: PointedJournal
     hub: PeerHub
     sync: WeightSync
+    stale: StaleVersions
     task: asyncio.Task[None]
 
 
@@ -588,6 +586,7 @@ class Harness:
         circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
         self.fence.recover()
         self.pause_registry = PauseRegistry(journal, self.clock)
+        stale = StaleVersions()
         sync = WeightSync(
             hub,
             self.fence,
@@ -598,9 +597,10 @@ class Harness:
             self.settings,
             engines=self.now,
             deploying=lambda: self.deploying,
+            stale=stale,
         )
         sync.recover()
-        self.daemon = Daemon(journal, hub, sync, asyncio.ensure_future(sync.run()))
+        self.daemon = Daemon(journal, hub, sync, stale, asyncio.ensure_future(sync.run()))
         for peer in self.peers.values():
             peer.attach()
 

@@ -1,0 +1,10 @@
+"""Where long computations run: in a thread in the daemon, in place in simulations."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()

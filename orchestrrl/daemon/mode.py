@@ -1,0 +1,95 @@
+"""The daemon's mode, and why it is what it is. An operator's word on it lasts over restarts."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.defects import ACTING, REPEATED, Defect, Defects
+from orchestrrl.core.errors import few
+from orchestrrl.core.journal.store import EntryKind, Journal
+from planner.model import Mode
+
+logger = logging.getLogger(__name__)
+
+
+class ModeSwitch:
+    """Falls back to `advise` where the journal is damaged, or the same exception ends a part's turns one after the
+    other. Construction recovers what the journal holds."""
+
+    def __init__(self, configured: Mode, journal: Journal, clock: Clock) -> None:
+        self.defects = Defects(clock, self._stop_acting)
+        self.reason = ""  # empty: it is the configured one
+        self._configured = configured
+        self._journal = journal
+        self._clock = clock
+        self.current = self._recovered()
+
+    def set(self, mode: Mode, reason: str) -> Mode:
+        """The mode from now on, also after a restart while the configured one stays the same; returns the previous."""
+        previous = self.current
+        body = {"mode": mode, "previous": previous, "reason": reason, "configured": self._configured}
+        if mode is Mode.ACT:
+            self._journal.confirm_damage(self._clock.now_s(), reason)
+        self._journal.append(self._clock.now_s(), EntryKind.MODE, mode, body)
+        self.current, self.reason = mode, reason
+        if mode is Mode.ACT:
+            self.defects.start_anew()
+        logger.info("mode is %s (was %s) %s", mode, previous, reason)
+        return previous
+
+    def reconfigure(self, mode: Mode) -> None:
+        """Take over a reloaded configuration's mode, where it differs from the one before."""
+        before, self._configured = self._configured, mode
+        if mode is Mode.ACT and self._journal.damage:
+            logger.warning("mode stays advise: %s", self.reason)
+        elif mode is not before:
+            self.set(mode, "configuration reloaded")
+
+    def check_journal(self) -> None:
+        """Stop acting on a journal that has become damaged."""
+        if self.current is Mode.ACT and self._journal.damage:
+            self._only_advise(_damage_of(self._journal))
+
+    def _stop_acting(self, defect: Defect) -> None:
+        """The same exception has ended a part's turn time and again: decide and explain, and change nothing more."""
+        if self.current is not Mode.ACT or defect.part not in ACTING:
+            return
+        self._only_advise(f"{defect.part} ended {REPEATED} times running by {defect}")
+
+    def _only_advise(self, reason: str) -> None:
+        """Until an operator sets the mode back. Does not raise."""
+        logger.error("mode is advise from now on: %s; `orchestrrl mode act` sets it back", reason)
+        try:
+            self.set(Mode.ADVISE, reason)
+        except Exception as error:  # noqa: BLE001  # perhaps it is the journal that fails
+            self.current = Mode.ADVISE
+            self.reason = f"{reason} (not written down: {error})"
+
+    def _recovered(self) -> Mode:
+        """The configured mode, unless an operator set another since it was configured so."""
+        journal, configured = self._journal, self._configured
+        if journal.damage:
+            self.reason = _damage_of(journal)
+            return Mode.ADVISE
+        written = journal.newest(EntryKind.MODE, _mode_in)
+        latest = journal.latest(EntryKind.MODE)
+        if latest is not None and latest.sequence in journal.set_aside:
+            self.reason = f"the last mode that was set cannot be read (journal entry {latest.sequence})"
+            return Mode.ADVISE
+        if written is None or written[1] != configured:
+            return configured
+        mode, _, self.reason = written
+        if mode is not configured:
+            words = (mode, self.reason or "no reason given", configured)
+            logger.warning("mode is %s, as it was set (%s); configured is %s", *words)
+        return mode
+
+
+def _mode_in(body: Mapping[str, Any]) -> tuple[Mode, str, str]:
+    """The mode, the one that was configured then, and why it was set."""
+    return Mode(body["mode"]), str(body["configured"]), str(body.get("reason", ""))
+
+
+def _damage_of(journal: Journal) -> str:
+    return f"the journal is damaged: {few(journal.damage, 4)}; `orchestrrl mode act` confirms it"

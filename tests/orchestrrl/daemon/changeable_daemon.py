@@ -1,0 +1,11 @@
+"""The parts of a daemon as servers get them, which a test may replace one by one."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrrl.daemon.wiring import Daemon
+
+
+def changeable(daemon: Daemon) -> Any:
+    return SimpleNamespace(**{each.name: getattr(daemon, each.name) for each in fields(daemon)})

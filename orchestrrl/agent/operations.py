@@ -1,4 +1,4 @@
-"""Carry out the daemon's operations on the engines of one agent. Called once per operation id: see rpc/node.py."""
+"""Carry out the daemon's operations on the engines of one agent. Called once per operation id: see core/delivery.py."""
 
 from collections.abc import Mapping
 from typing import assert_never

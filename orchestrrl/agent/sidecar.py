@@ -11,7 +11,6 @@ from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.watch import Describe, EngineWatch, Observation
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import Permanent
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.engines.base import Engine
 from orchestrrl.fleet.reports import EngineReport
@@ -19,7 +18,7 @@ from orchestrrl.rpc.channel import first_of
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.node import NodeLink, ReportStream
-from orchestrrl.rpc.pb import agent_pb2, telemetry_pb2
+from orchestrrl.rpc.pb import telemetry_pb2
 from planner.model import EngineId, NodeId
 
 
@@ -85,7 +84,6 @@ class Agent:
             raise ValueError("an agent needs at least one engine")
         incarnation = uuid.uuid4().hex
         self._outgoing = UnsentObservations(agent_id, incarnation)
-        self._operations = EngineOperations(agent_id, engines)
         self._watches = [
             EngineWatch(
                 engine_id,
@@ -101,7 +99,9 @@ class Agent:
         hello = NodeHello(
             agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
         )
-        self._link = NodeLink(daemon, node_codec.HELLO.to_pb(hello), self._handle, clock=clock, rng=rng)
+        self._link = NodeLink(
+            daemon, node_codec.HELLO.to_pb(hello), EngineOperations(agent_id, engines).run, clock=clock, rng=rng
+        )
         self._stream = ReportStream(
             daemon,
             "ReportEngines",
@@ -117,10 +117,3 @@ class Agent:
 
     async def _make_report(self) -> telemetry_pb2.EngineReport:
         return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
-
-    async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
-        try:
-            operation = node_codec.OPERATION.from_pb(message)
-        except ValueError as error:
-            raise Permanent(f"not an operation: {error}") from error
-        return node_codec.RESULT.to_pb(await self._operations.run(operation))

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.base import Engine, EngineCapabilities, EngineMetrics, EngineReading
 from orchestrrl.fleet.reports import EngineSample
-from orchestrrl.rpc.channel import stop
 from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)

@@ -103,3 +103,10 @@ async def until_set(clock: Clock, event: asyncio.Event, within_s: float, *also: 
     finally:
         for task in own:
             task.cancel()
+
+
+async def stop(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

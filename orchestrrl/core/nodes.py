@@ -5,13 +5,11 @@ two: the second is listed under an id with its incarnation. Of standing orders (
 replaces the one before.
 """
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 
+from orchestrrl.core.delivery import OrderStream
 from orchestrrl.core.errors import LimitReached, Retryable, shorten
 from orchestrrl.core.operations import Operation, SetRoutes
 from planner.model import EngineId, NodeId
@@ -49,42 +47,22 @@ class NodeHello:
     host: str = ""  # whose loopback addresses the node uses; empty: unknown
 
 
-class Attachment:
-    """One node's stream of orders, from its hello to its end."""
+class Attachment(OrderStream[Operation]):
+    """One node's stream of orders, from its hello to its end. Standing orders go first: they also tell a node which
+    generation now commands."""
 
     def __init__(self, hello: NodeHello) -> None:
+        super().__init__()
         self.hello = hello
-        self._orders: deque[Operation] = deque()
-        self._standing: Operation | None = None
-        self._news = asyncio.Event()
-        self._ended = False
 
-    def put(self, operation: Operation) -> None:
-        if isinstance(operation.action, SetRoutes):
-            self._standing = operation
+    def put(self, order: Operation) -> None:
+        if isinstance(order.action, SetRoutes):
+            if self._waiting and isinstance(self._waiting[0].action, SetRoutes):
+                self._waiting.popleft()
+            self._waiting.appendleft(order)
+            self._changed.set()
         else:
-            self._orders.append(operation)
-        self._news.set()
-
-    def end(self) -> None:
-        """Let the stream end; what waits in it is not sent."""
-        self._ended = True
-        self._news.set()
-
-    async def orders(self) -> AsyncIterator[Operation]:
-        """Each order as it comes, until the attachment ends. Standing orders go first: they also tell a node which
-        generation now commands."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while not self._ended and (self._standing or self._orders):
-                if self._standing:
-                    standing, self._standing = self._standing, None
-                    yield standing
-                else:
-                    yield self._orders.popleft()
-            if self._ended:
-                return
+            super().put(order)
 
 
 @dataclass(frozen=True, slots=True)

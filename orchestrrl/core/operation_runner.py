@@ -1,20 +1,20 @@
 """The life of an operation: intent journalled -> sent -> observed -> result journalled.
 
-An operation whose result did not arrive is open. It is sent again when its node attaches again (a node answers a
-repeated one with the stored result) and otherwise settled from telemetry; its outcome is never assumed. Open operations
-of an earlier generation come back from the journal and go the same way.
+An operation whose result did not arrive is open. It is sent again when its node attaches again (see delivery.py) and
+otherwise settled from telemetry; its outcome is never assumed. Open operations of an earlier generation come back from
+the journal and go the same way.
 """
 
 import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.delivery import OpenOrder, OpenOrders
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.kinds import NODE_OPERATIONS
 from orchestrrl.core.journal.store import Journal, JournalEntry
@@ -43,15 +43,7 @@ class NodeOrders(Protocol):
 Closed = Callable[[Operation, OperationResult], None]
 
 
-@dataclass(slots=True)
-class OpenOperation:
-    """An operation without a result. `over_s`: from then on its node does nothing more about it."""
-
-    operation: Operation
-    node: NodeId
-    over_s: float
-    sends: int = 0
-    result: asyncio.Future[OperationResult] | None = field(default=None)
+OpenOperation = OpenOrder[NodeId, Operation, OperationResult]
 
 
 class OperationRunner:
@@ -63,20 +55,23 @@ class OperationRunner:
         self._clock = clock
         self._on_closed = on_closed
         self._count = itertools.count(1)
-        self._open: dict[OperationId, OpenOperation] = {}
+        self._open: OpenOrders[NodeId, Operation, OperationResult] = OpenOrders()
 
     @property
     def open(self) -> tuple[OpenOperation, ...]:
+        return tuple(self._open)
+
+    def open_on(self, node: NodeId) -> tuple[OpenOperation, ...]:
         """In order of creation."""
-        return tuple(self._open.values())
+        return self._open.to(node)
 
     def recover(self) -> int:
         """Take up the open operations of earlier generations; their number."""
         for left in self._log.left_open(_written):
             operation, node = left.intent
             # It may have been sent, so it counts as sent.
-            self._open[operation.id] = OpenOperation(operation, node, operation.valid_until_s, sends=1)
-        return len(self._open)
+            self._open.add(OpenOperation(node, operation, operation.valid_until_s, None, sends=1))
+        return len(self.open)
 
     def next_operation(self, action: Action, valid_for_s: float) -> Operation:
         """An operation of this generation that nobody has yet. Standing orders such as routes are sent as such,
@@ -89,20 +84,20 @@ class OperationRunner:
         """Have the node do it, and wait for the outcome."""
         operation = self.next_operation(action, valid_for_s)
         future: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
-        opened = OpenOperation(operation, node, operation.valid_until_s, result=future)
+        opened = OpenOperation(node, operation, operation.valid_until_s, future)
         body = {"node": node, "operation": _OPERATION.dump_python(operation, mode="json")}
         self._log.begin(operation.id, body)
-        self._open[operation.id] = opened
+        self._open.add(opened)
         try:
             self._send(opened)
         except Retryable as error:
-            self._close(opened, self._failed(opened, f"nothing was sent: {error}"))
+            self._end(opened, OperationStatus.FAILED, f"nothing was sent: {error}")
         return await future
 
     def receive(self, result: OperationResult) -> None:
         """A node's word. A repeated one, or one about a closed operation, changes nothing."""
-        opened = self._open.get(result.operation)
-        if opened is None or result.node != opened.node:
+        opened = self._open.find(result.node, result.operation)
+        if opened is None:
             return
         # A refusal after an earlier delivery does not say what became of that one; it says that nothing follows.
         refused_again = result.status is OperationStatus.REFUSED and opened.sends > 1
@@ -113,52 +108,48 @@ class OperationRunner:
 
     def attached(self, node: NodeId) -> None:
         """Deliver the node's open operations again, to learn their results."""
-        for opened in self.open:
-            if opened.node == node:
-                self._send(opened)
+        for opened in self._open.to(node):
+            self._send(opened)
 
-    def withdraw(self, id: OperationId, why: str) -> None:
+    def withdraw(self, opened: OpenOperation, why: str) -> None:
         """It is not sent again, and its result means nothing to anybody any more."""
-        opened = self._open.get(id)
-        if opened is not None:
-            self._close(opened, OperationResult(id, opened.node, OperationStatus.UNKNOWN, f"withdrawn: {why}"))
+        if self._open.find(opened.destination, opened.order.id) is not None:
+            self._end(opened, OperationStatus.UNKNOWN, f"withdrawn: {why}")
 
     def settle(self, evidence_of: Callable[[NodeId], OperationEvidence]) -> None:
         """Close what telemetry shows, and give up on what nothing will show any more."""
         now_s = self._clock.now_s()
-        for opened in self.open:
+        for opened in self._open:
+            node = opened.destination
             if opened.result is not None and now_s <= opened.over_s:
                 continue  # its result is still to be expected
-            result = settle(opened.operation, opened.node, opened.over_s, evidence_of(opened.node))
-            if result is None and now_s > opened.over_s + GIVE_UP_AFTER_S:
-                detail = f"node {opened.node} has not been heard since"
-                result = OperationResult(opened.operation.id, opened.node, OperationStatus.UNKNOWN, detail)
+            result = settle(opened.order, node, opened.over_s, evidence_of(node))
             if result is not None:
                 self._close(opened, result)
+            elif now_s > opened.over_s + GIVE_UP_AFTER_S:
+                self._end(opened, OperationStatus.UNKNOWN, f"node {node} has not been heard since")
 
     async def drain(self, timeout_s: float) -> int:
         """Wait for results that are on their way; the number of operations left open, for the next generation."""
-        waiting = [opened.result for opened in self.open if opened.result is not None]
+        waiting = [opened.result for opened in self._open if opened.result is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
-        return len(self._open)
+        return len(self.open)
 
     def _send(self, opened: OpenOperation) -> None:
-        self._nodes.send(opened.node, opened.operation)
+        self._nodes.send(opened.destination, opened.order)
         opened.sends += 1
-        self._log.step(opened.operation.id, {"node": opened.node, "sends": opened.sends})
+        self._log.step(opened.order.id, {"node": opened.destination, "sends": opened.sends})
 
-    def _failed(self, opened: OpenOperation, detail: str) -> OperationResult:
-        return OperationResult(opened.operation.id, opened.node, OperationStatus.FAILED, detail)
+    def _end(self, opened: OpenOperation, status: OperationStatus, detail: str) -> None:
+        self._close(opened, OperationResult(opened.order.id, opened.destination, status, detail))
 
     def _close(self, opened: OpenOperation, result: OperationResult) -> None:
-        self._log.end(opened.operation.id, _RESULT.dump_python(result, mode="json"))
-        del self._open[opened.operation.id]
+        self._log.end(opened.order.id, _RESULT.dump_python(result, mode="json"))
+        self._open.close(opened, result)
         why = result.detail or "; ".join(f"{item.id}: {item.detail}" for item in result.items if not item.done)
-        logger.info("operation %s on %s: %s %s", opened.operation.id, opened.node, result.status, why)
-        self._on_closed(opened.operation, result)
-        if opened.result is not None and not opened.result.done():
-            opened.result.set_result(result)
+        logger.info("operation %s on %s: %s %s", opened.order.id, opened.destination, result.status, why)
+        self._on_closed(opened.order, result)
 
 
 def _written(intent: JournalEntry) -> tuple[Operation, NodeId]:

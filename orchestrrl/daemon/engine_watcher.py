@@ -12,12 +12,11 @@ from typing import Protocol
 
 from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.watch import EngineWatch, Observation
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.nodes import NodeKind, NodeRegistry
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.fleet.reports import EngineReport, ReportAck
 from orchestrrl.fleet.state import STAND_IN
-from orchestrrl.rpc.channel import stop
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)

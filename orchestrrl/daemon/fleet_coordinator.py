@@ -238,7 +238,7 @@ class FleetCoordinator:
     @property
     def moves_open(self) -> int:
         """Operations that move requests and have no result yet."""
-        return sum(isinstance(opened.operation.action, MoveRequests) for opened in self.runner.open)
+        return sum(isinstance(opened.order.action, MoveRequests) for opened in self.runner.open)
 
     @property
     def moves_beginning(self) -> int:

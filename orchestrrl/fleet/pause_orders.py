@@ -53,16 +53,16 @@ class PauseOrders:
     def withdraw_closes(self, node: NodeId, *, but: PauseLease | None) -> list[str]:
         """Leases for which it was to close and has not answered, other than this one. It is not told so again."""
         leases = []
-        for each in self._runner.open:
-            action = each.operation.action
-            if each.node == node and isinstance(action, CloseBarrier) and (but is None or action.lease != but.id):
-                self._runner.withdraw(each.operation.id, f"lease {action.lease} is over")
+        for each in self._runner.open_on(node):
+            action = each.order.action
+            if isinstance(action, CloseBarrier) and (but is None or action.lease != but.id):
+                self._runner.withdraw(each, f"lease {action.lease} is over")
                 leases.append(action.lease)
         return leases
 
     def opening(self, node: NodeId) -> bool:
         """Whether an order to open has no answer yet."""
-        return any(o.node == node and isinstance(o.operation.action, OpenBarrier) for o in self._runner.open)
+        return any(isinstance(each.order.action, OpenBarrier) for each in self._runner.open_on(node))
 
     async def answers(self, orders: Mapping[NodeId, Order]) -> Answers:
         """Within ANSWER_S. The orders stand."""

@@ -27,10 +27,10 @@ from orchestrrl.core.operations import (
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
-from orchestrrl.rpc.codecs.node import HELLO, OPERATION, RESULT
+from orchestrrl.rpc.codecs.node import HELLO
 from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_ENGINE, GATEWAY_REPORT
 from orchestrrl.rpc.node import NodeLink, ReportStream
-from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, telemetry_pb2
 from planner.model import EngineId, RequestId
 
 # Which servers are behind the engines' ids is read this often; at first sooner, since engines may still be starting.
@@ -60,7 +60,7 @@ class GatewayLink:
                 host=host_id(),
             )
         )
-        self._node = NodeLink(target, self._hello, self._handle, clock=clock)
+        self._node = NodeLink(target, self._hello, self.perform, clock=clock)
         self._reports = ReportStream(
             target,
             "ReportRequests",
@@ -73,13 +73,6 @@ class GatewayLink:
 
     async def run(self) -> None:
         await asyncio.gather(self._node.run(), self._reports.run(), self._identify())
-
-    async def _handle(self, message: agent_pb2.Operation) -> agent_pb2.OperationResult:
-        try:
-            operation = OPERATION.from_pb(message)
-        except ValueError as error:
-            return agent_pb2.OperationResult(status=agent_pb2.OPERATION_STATUS_FAILED, detail=str(error))
-        return RESULT.to_pb(await self.perform(operation))
 
     async def perform(self, operation: Operation) -> OperationResult:
         """Carry out one operation of the daemon."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +134,3 @@ async def first_of(*sides: Awaitable[None]) -> None:
         await stop(*tasks)
     for task in done:
         task.result()
-
-
-async def stop(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks and wait until they are over."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
-from orchestrrl.rpc.channel import stop
 from orchestrrl.rpc.codecs.fabric import (
     CONTROL,
     PERIOD,

@@ -5,131 +5,39 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import grpc
 
-from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
-from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
-from orchestrrl.rpc.codecs.telemetry import outside_text
+from orchestrrl.core.clock import Clock, stop
+from orchestrrl.core.delivery import NotDone, ReceivedOrders
+from orchestrrl.core.operations import Operation, OperationId, OperationResult, OperationStatus
+from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
+from orchestrrl.rpc.codecs.node import OPERATION, RESULT
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
+from planner.model import NodeId
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[pb.Operation], Awaitable[pb.OperationResult]]
+Perform = Callable[[Operation], Awaitable[OperationResult]]
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    task: asyncio.Task[pb.OperationResult]
-    valid_until_s: float
-
-
-class OperationLog:
-    """Carries out each operation once per id, however often it is delivered.
-
-    A result is kept at least until its operation has expired, so a late repetition is either answered with it or
-    refused as expired, never carried out again. With `capacity` unexpired operations remembered, new ones are refused.
-    An operation without an expiry has expired.
-    """
-
-    def __init__(self, node_id: str, handler: Handler, *, clock: Clock, capacity: int = 4096) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity must be >= 1, got {capacity}")
-        self._node_id = node_id
-        self._handler = handler
-        self._clock = clock
-        self._capacity = capacity
-        self._newest_generation = 0
-        self._entries: dict[str, _Entry] = {}  # in order of arrival
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    async def run(self, operation: pb.Operation) -> pb.OperationResult:
-        """The operation's result: stored, joined, refused with its reason, or obtained from the handler now."""
-        entry = self._entries.get(operation.operation_id)
-        if entry is None:
-            refusal = self._refusal(operation)
-            if refusal:
-                return self._result(operation, pb.OPERATION_STATUS_REFUSED, refusal)
-            entry = _Entry(asyncio.create_task(self._perform(operation)), operation.valid_until_unix_s)
-            self._entries[operation.operation_id] = entry
-        await asyncio.wait({entry.task})
-        return self._outcome(operation, entry.task)
-
-    async def close(self) -> None:
-        """Cancel what still runs."""
-        await stop(*(entry.task for entry in self._entries.values()))
-
-    def _refusal(self, operation: pb.Operation) -> str:
-        """Why the operation must not be carried out; empty when it may."""
-        newest = self._newest_generation = max(self._newest_generation, operation.generation)
-        if operation.generation < newest:
-            return f"generation {operation.generation} is superseded: generation {newest} has given orders since"
-        now_s = self._clock.now_s()
-        late_s = now_s - operation.valid_until_unix_s
-        if late_s > 0:
-            return f"expired {late_s:.3g} s ago" if operation.valid_until_unix_s else "carries no expiry"
-        self._forget(now_s)
-        if len(self._entries) >= self._capacity:
-            return f"{len(self._entries)} unexpired operations are remembered already, the limit is {self._capacity}"
-        return ""
-
-    def _forget(self, now_s: float) -> None:
-        """Make room for one more: drop finished and expired entries, oldest first, and no more than needed."""
-        for operation_id in list(self._entries):
-            if len(self._entries) < self._capacity:
-                return
-            entry = self._entries[operation_id]
-            if entry.task.done() and entry.valid_until_s < now_s:
-                del self._entries[operation_id]
-
-    async def _perform(self, operation: pb.Operation) -> pb.OperationResult:
-        started_s = self._clock.now_s()
-        try:
-            result = await self._handler(operation)
-        except OutcomeUnknown as error:
-            result = self._result(operation, pb.OPERATION_STATUS_UNKNOWN, str(error))
-        except OrchestrRLError as error:
-            result = self._result(operation, pb.OPERATION_STATUS_FAILED, str(error))
-        result.operation_id = operation.operation_id
-        result.node_id = self._node_id
-        result.duration_s = self._clock.now_s() - started_s
-        return result
-
-    def _outcome(self, operation: pb.Operation, task: asyncio.Task[pb.OperationResult]) -> pb.OperationResult:
-        if task.cancelled():
-            return self._result(operation, pb.OPERATION_STATUS_UNKNOWN, "the node was shutting down")
-        defect = task.exception()
-        if defect is None:
-            return task.result()
-        logger.error("operation %s ended in a defect", operation.operation_id, exc_info=defect)
-        return self._result(operation, pb.OPERATION_STATUS_UNKNOWN, f"a defect ended it: {defect!r}")
-
-    def _result(
-        self, operation: pb.Operation, status: "pb.OperationStatus.ValueType", detail: str
-    ) -> pb.OperationResult:
-        return pb.OperationResult(
-            operation_id=operation.operation_id, node_id=self._node_id, status=status, detail=outside_text(detail)
-        )
+REMEMBERED = 4096  # operations and their results
 
 
 class NodeLink:
     """A node's attachment to the daemon: `run()` receives operations and returns results until cancelled.
 
     Operations run concurrently and outlive a broken stream; results that could not be sent go out after re-attaching.
-    The handler may raise our errors; they become FAILED or UNKNOWN results.
+    Errors of ours that `perform` raises become FAILED or UNKNOWN results.
     """
 
     def __init__(
         self,
         target: str,
         hello: pb.NodeHello,
-        handler: Handler,
+        perform: Perform,
         *,
         clock: Clock,
         rng: random.Random | None = None,
@@ -137,10 +45,12 @@ class NodeLink:
     ) -> None:
         self._target = target
         self._hello = hello
+        self._node = NodeId(hello.node_id)
         self._clock = clock
         self._rng = rng or random.Random()
         self._backoff = backoff or Backoff()
-        self._operations = OperationLog(hello.node_id, handler, clock=clock)
+        self._perform = perform
+        self._operations = ReceivedOrders(self._carry_out, self._not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
         self._outbox: deque[pb.OperationResult] = deque()
         self._outbox_filled = asyncio.Event()
@@ -180,13 +90,30 @@ class NodeLink:
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.Operation]) -> None:
         async for operation in call:
-            task = asyncio.create_task(self._carry_out(operation))
+            task = asyncio.create_task(self._answer(operation))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _carry_out(self, operation: pb.Operation) -> None:
-        self._outbox.append(await self._operations.run(operation))
+    async def _answer(self, message: pb.Operation) -> None:
+        try:
+            operation = OPERATION.from_pb(message)
+        except ValueError as error:
+            detail = f"not an operation: {error}"
+            result = OperationResult(OperationId(message.operation_id), self._node, OperationStatus.FAILED, detail)
+        else:
+            result = await self._operations.result(operation)
+        self._outbox.append(RESULT.to_pb(result))
         self._outbox_filled.set()
+
+    async def _carry_out(self, operation: Operation) -> OperationResult:
+        began_s = self._clock.now_s()
+        result = await self._perform(operation)
+        return replace(result, duration_s=self._clock.now_s() - began_s)
+
+    def _not_done(self, operation: Operation, why: NotDone, detail: str, began_s: float) -> OperationResult:
+        return OperationResult(
+            operation.id, self._node, OperationStatus(why), detail, duration_s=self._clock.now_s() - began_s
+        )
 
     async def _send(self, call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.Operation]) -> None:
         while True:

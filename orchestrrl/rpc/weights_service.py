@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
-from orchestrrl.rpc.channel import MESSAGE_BYTES, stop
+from orchestrrl.rpc.channel import MESSAGE_BYTES
 from orchestrrl.rpc.codec import optional
 from orchestrrl.rpc.codecs.weights import STATUS, report_to_pb
 from orchestrrl.rpc.order_pieces import pieces_of

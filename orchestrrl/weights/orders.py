@@ -194,6 +194,10 @@ class PeerOrder:
     # By its kind alone: a large one is not tried as each of them.
     order: Annotated[Order, Field(discriminator="kind")] = field()
 
+    @property
+    def valid_until_s(self) -> None:
+        """No deadline of the delivery's: where an order has one, it is in the order."""
+
 
 def by_clock(order: PeerOrder, ahead_s: float) -> PeerOrder:
     """The same for whoever has a clock that is so much ahead."""

@@ -17,11 +17,17 @@ from builders import GATEWAY, engine_report, gateway_hello, gateway_report, requ
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.journal.store import EntryKind, JournalReader
-from orchestrrl.core.operations import OperationId, OperationItemResult, OperationResult, OperationStatus
+from orchestrrl.core.operations import (
+    MoveRequests,
+    Operation,
+    OperationItemResult,
+    OperationResult,
+    OperationStatus,
+)
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.node import NodeLink, ReportStream
-from orchestrrl.rpc.pb import agent_pb2, control_pb2, control_pb2_grpc, telemetry_pb2_grpc
+from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc, telemetry_pb2_grpc
 
 DEADLINE_S = 120.0
 
@@ -134,13 +140,13 @@ async def test_a_killed_daemon_finds_its_node_and_its_open_operation_again(start
     daemon = start("--mode", "act")
     carrying_out, killed = asyncio.Event(), asyncio.Event()
 
-    async def handle(operation: agent_pb2.Operation) -> agent_pb2.OperationResult:
-        if operation.HasField("move_requests"):
+    async def handle(operation: Operation) -> OperationResult:
+        moves = operation.action.moves if isinstance(operation.action, MoveRequests) else ()
+        if moves:
             carrying_out.set()
             await killed.wait()
-        items = tuple(OperationItemResult(move.request_id, True) for move in operation.move_requests.moves)
-        id = OperationId(operation.operation_id)
-        return node_codec.RESULT.to_pb(OperationResult(id, GATEWAY, OperationStatus.DONE, items=items))
+        items = tuple(OperationItemResult(move.request, True) for move in moves)
+        return OperationResult(operation.id, GATEWAY, OperationStatus.DONE, items=items)
 
     sequence = 0
 

@@ -8,12 +8,12 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.delivery import OpenOrder, OpenOrders, OrderStream
 from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import (
     EngineAt,
@@ -32,6 +32,7 @@ REATTACH_S = 1.0  # how soon a peer that went away is expected back
 # What a listener hears of a peer; None: it has gone away.
 Heard = Peer | EdgeEvent | ArrivedBytes | None
 Listener = Callable[[PeerId, Heard], None]
+_Asked = OpenOrder[PeerId, PeerOrder, PeerResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +44,22 @@ class PeerState:
     last_report_s: float  # last; of one that has gone: when it went
 
 
-@dataclass(slots=True)
-class _Asked:
-    order: PeerOrder
-    answer: asyncio.Future[PeerResult]
-    sent: bool = False
-
-
 class PeerStream:
     """One peer's stream of orders, from its introduction to its end."""
 
-    def __init__(self, hub: "PeerHub", peer: PeerId, waiting: Mapping[str, _Asked]) -> None:
+    def __init__(self, hub: "PeerHub", peer: PeerId, waiting: Iterable[_Asked]) -> None:
         self.peer = peer
         self._hub = hub
-        self._waiting = waiting  # what is yet to be answered, by order; the hub's own
-        self._queue = deque(waiting)
-        self._news = asyncio.Event()
-        self._news.set()
-        self.ended = False
+        self.waiting = OrderStream(waiting)
         self.ahead_s = 0.0  # the peer's clock, of ours: at least so much; as long as it has not said the time, none
 
     async def orders(self) -> AsyncIterator[PeerOrder]:
         """Each as it comes, until `end`, or until the peer has attached anew. What nobody waits for any more is left
         out."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while not self.ended and self._queue:
-                asked = self._waiting.get(self._queue.popleft())
-                if asked is not None:
-                    asked.sent = True
-                    yield by_clock(asked.order, self.ahead_s)
-            if self.ended:
-                return
+        async for asked in self.waiting.orders():
+            if asked.is_awaited:
+                asked.sends += 1
+                yield by_clock(asked.order, self.ahead_s)
 
     def stamped(self, sent_s: float) -> None:
         """The peer's clock when it sent what has come now. By now it is past that, if anything: a deadline moved by the
@@ -86,31 +70,20 @@ class PeerStream:
 
     def on_news(self, news: PeerNews) -> None:
         """What the peer says. Of a stream that has ended nothing counts: it will say it again."""
-        if not self.ended:
+        if not self.waiting.ended:
             self._hub.on_news(self.peer, news)
 
     def end(self) -> None:
         """Harmless when it has ended."""
-        if not self.ended:
-            self.close()
+        if not self.waiting.ended:
+            self.waiting.end()
             self._hub.ended(self)
-
-    # The rest is the hub's to call.
-
-    def put(self, order_id: str) -> None:
-        self._queue.append(order_id)
-        self._news.set()
-
-    def close(self) -> None:
-        self.ended = True
-        self._news.set()
 
 
 @dataclass(slots=True)
 class _Known:
     state: PeerState
     stream: PeerStream | None = None
-    waiting: dict[str, _Asked] = field(default_factory=dict)
 
 
 class _Peers(Mapping[PeerId, PeerState]):
@@ -138,6 +111,7 @@ class PeerHub:
         self._generation = generation
         self._patience_s = patience_s
         self._numbers = itertools.count(1)
+        self._open: OpenOrders[PeerId, PeerOrder, PeerResult] = OpenOrders()
         self._known: dict[PeerId, _Known] = {}
         self._peers = _Peers(self._known)
         self._by_engine: dict[EngineId, PeerId] | None = None  # who is attached; None: to be found again
@@ -182,9 +156,9 @@ class PeerHub:
         state = PeerState(peer, True, self._clock.now_s())
         known = self._known.setdefault(peer.id, _Known(state))
         if known.stream is not None:
-            known.stream.close()
+            known.stream.waiting.end()
         known.state = state
-        known.stream = PeerStream(self, peer.id, known.waiting)
+        known.stream = PeerStream(self, peer.id, self._open.to(peer.id))
         self._make_way(peer)
         self._notify(peer.id, peer)
         return known.stream
@@ -198,29 +172,29 @@ class PeerHub:
         if known is None:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"
-        asked = _Asked(PeerOrder(id, self._generation, order), asyncio.get_running_loop().create_future())
-        known.waiting[id] = asked
+        result: asyncio.Future[PeerResult] = asyncio.get_running_loop().create_future()
+        asked = _Asked(peer, PeerOrder(id, self._generation, order), self._clock.now_s() + within_s, result)
+        self._open.add(asked)
         if known.stream is not None:
-            known.stream.put(id)
-        watch = asyncio.ensure_future(
-            self._until_hopeless(peer, within_s, self._patience_s if patience_s is None else patience_s)
-        )
+            known.stream.waiting.put(asked)
+        patience_s = self._patience_s if patience_s is None else patience_s
+        watch = asyncio.ensure_future(self._until_hopeless(asked, within_s, patience_s))
         try:
-            either: set[asyncio.Future[Any]] = {asked.answer, watch}
+            either: set[asyncio.Future[Any]] = {result, watch}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if asked.answer.done():
-                return asked.answer.result()
+            if result.done():
+                return result.result()
             why = f"peer {peer}: {order.kind}: {watch.result()}"
-            raise OutcomeUnknown(why) if asked.sent else Retryable(why, REATTACH_S)
+            raise OutcomeUnknown(why) if asked.sends else Retryable(why, REATTACH_S)
         finally:
             watch.cancel()
-            known.waiting.pop(id, None)
+            self._open.close(asked)
 
     def close(self) -> None:
         """End every stream, so that peers notice at once and attach to the next daemon."""
         for known in self._known.values():
             if known.stream is not None:
-                known.stream.close()
+                known.stream.waiting.end()
 
     # --- called by streams
 
@@ -229,9 +203,8 @@ class PeerHub:
         now_s = self._clock.now_s()
         if isinstance(news, PeerResult):
             known.state = PeerState(known.state.peer, known.state.attached, now_s)
-            asked = known.waiting.get(news.id)
-            if asked is not None and not asked.answer.done():
-                asked.answer.set_result(news)
+            if asked := self._open.find(peer, news.id):
+                self._open.close(asked, news)
             return
         if isinstance(news, Peer):
             if faults := self._faults(news) + ([] if news.id == peer else [f"id: must stay {peer}, got {news.id!r}"]):
@@ -253,11 +226,11 @@ class PeerHub:
 
     # --- inside
 
-    async def _until_hopeless(self, peer: PeerId, within_s: float, patience_s: float) -> str:
+    async def _until_hopeless(self, asked: _Asked, within_s: float, patience_s: float) -> str:
         """Returns when no answer is to be expected any more, with why."""
-        by_s = self._clock.now_s() + within_s
+        by_s = asked.over_s
         while True:
-            state, now_s = self._known[peer].state, self._clock.now_s()
+            state, now_s = self._known[asked.destination].state, self._clock.now_s()
             gone_until_s = state.last_report_s + patience_s
             if now_s >= by_s:
                 return f"has not answered within {within_s:g} s"
@@ -293,7 +266,7 @@ class PeerHub:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S
         for id, known in list(self._known.items()):
-            if not known.state.attached and not known.waiting and known.state.last_report_s < gone_s:
+            if not known.state.attached and not self._open.to(id) and known.state.last_report_s < gone_s:
                 del self._known[id]
         if len(self._known) >= self._most_peers:
             limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"

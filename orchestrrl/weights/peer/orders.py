@@ -1,15 +1,15 @@
-"""Carries the daemon's orders out on one host: each once, whatever is delivered twice; those that take long beside the
-others."""
+"""Carries the daemon's orders out on one host; those that take long beside the others."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFaults
+from orchestrrl.core.delivery import NotDone
+from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.base import LoadedWeights
-from orchestrrl.rpc.channel import stop
 from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.orders import (
     BackendAct,
@@ -35,59 +35,6 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 512  # results of orders that are over
-FAULTS_TOLD = 20
-
-
-class OrderBook:
-    """One result for each order's id. Those of an older generation than the newest are refused: a daemon that is no
-    more has no say."""
-
-    def __init__(
-        self, perform: Callable[[PeerOrder], Awaitable[PeerResult]], clock: Clock, remembered: int = REMEMBERED
-    ) -> None:
-        self._perform = perform
-        self._clock = clock
-        self._remembered = remembered
-        self._newest = 0
-        self._tasks: dict[str, asyncio.Task[PeerResult]] = {}  # in order of arrival
-
-    async def result(self, order: PeerOrder) -> PeerResult:
-        """Stored, joined, refused, or obtained now."""
-        task = self._tasks.get(order.id)
-        if task is None:
-            newest = self._newest = max(self._newest, order.generation)
-            if order.generation < newest:
-                now_s = self._clock.now_s()
-                words = f"generation {order.generation} is over: generation {newest} has given orders since"
-                return PeerResult(order.id, OrderOutcome.FAILED, words, now_s, now_s)
-            self._forget()
-            task = self._tasks[order.id] = asyncio.create_task(self._carry_out(order))
-        return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        await stop(*self._tasks.values())
-
-    async def _carry_out(self, order: PeerOrder) -> PeerResult:
-        try:
-            return await self._perform(order)
-        except ProblemFaults as error:
-            more = [f"and {len(error.faults) - FAULTS_TOLD} more"] if len(error.faults) > FAULTS_TOLD else []
-            outcome, words = OrderOutcome.FAILED, "; ".join([*error.faults[:FAULTS_TOLD], *more])
-        except OutcomeUnknown as error:
-            outcome, words = OrderOutcome.UNKNOWN, str(error)
-        except OrchestrRLError as error:
-            outcome, words = OrderOutcome.FAILED, str(error)
-        except Exception as error:
-            logger.error("order %s (%s) ended in a defect", order.id, order.order.kind, exc_info=error)
-            outcome, words = OrderOutcome.UNKNOWN, f"a defect ended it: {error!r}"
-        logger.warning("order %s (%s): %s: %s", order.id, order.order.kind, outcome, words)
-        return PeerResult(order.id, outcome, words)
-
-    def _forget(self) -> None:
-        for name in [name for name, task in self._tasks.items() if task.done()][: -self._remembered or None]:
-            del self._tasks[name]
-
 
 class PeerOrders:
     """`changed` is called when what the peer holds has changed."""
@@ -108,19 +55,12 @@ class PeerOrders:
         began_s = self._clock.now_s()
         result = await self._act(order.id, order)
         self._changed()
-        return PeerResult(
-            order.id,
-            result.outcome,
-            result.detail,
-            began_s,
-            self._clock.now_s(),
-            result.sums,
-            result.missing,
-            result.loaded_sum,
-            result.is_read_back,
-            result.tokens,
-            result.result_json,
-        )
+        return replace(result, began_s=began_s, ended_s=self._clock.now_s())
+
+    def not_done(self, order: PeerOrder, why: NotDone, detail: str, began_s: float) -> PeerResult:
+        outcome = OrderOutcome.UNKNOWN if why is NotDone.UNKNOWN else OrderOutcome.FAILED
+        logger.warning("order %s (%s): %s: %s", order.id, order.order.kind, outcome, detail)
+        return PeerResult(order.id, outcome, detail, began_s, self._clock.now_s())
 
     async def _act(self, id: str, order: PeerOrder) -> PeerResult:
         match order.order:

@@ -13,9 +13,10 @@ from dataclasses import replace
 import grpc
 from pydantic import ValidationError
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
+from orchestrrl.core.delivery import ReceivedOrders
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected, stop
+from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.order_pieces import OrderAssembler
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
@@ -24,7 +25,7 @@ from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, EdgeEvent, PeerNews, PeerOrder, PeerResult
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
-from orchestrrl.weights.peer.orders import OrderBook, PeerOrders
+from orchestrrl.weights.peer.orders import PeerOrders
 from orchestrrl.weights.peer.settings import PeerSettings
 from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.transports.base import Transport, TransportOptions, make_transport
@@ -32,6 +33,7 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 512  # results of orders that are over
 MOST_UNSENT = 65536  # news that wait for a daemon; older ones are dropped, since it is told everything anew
 LOOK_S = 0.5  # how often it is seen whether edges have completed a version
 STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift apart by less than a millisecond in it
@@ -96,7 +98,8 @@ class PeerLink:
         given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
         self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._on_news, clock.now_s)
-        self._orders = OrderBook(PeerOrders(store, self._carrier, self._engines, clock, self._poll).perform, clock)
+        orders = PeerOrders(store, self._carrier, self._engines, clock, self._poll)
+        self._orders = ReceivedOrders(orders.perform, orders.not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:

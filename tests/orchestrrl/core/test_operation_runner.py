@@ -255,12 +255,13 @@ async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harnes
 async def test_what_is_withdrawn_is_not_sent_again_and_its_result_changes_nothing(harness: Harness) -> None:
     task = await begin(harness)
     (operation,) = harness.gateway.delivered
-    harness.runner.withdraw(operation.id, "its lease is over")
+    (opened,) = harness.runner.open
+    harness.runner.withdraw(opened, "its lease is over")
     result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (OperationStatus.UNKNOWN, "withdrawn: its lease is over")
     harness.runner.attached(GATEWAY)
     harness.runner.receive(harness.gateway.perform(operation))
-    harness.runner.withdraw(operation.id, "once more")
+    harness.runner.withdraw(opened, "once more")
     assert harness.gateway.delivered == [operation]
     assert harness.closed == [result]
     assert harness.runner.open == ()

@@ -168,11 +168,10 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(har
     await harness.clock.advance(0.1)
     assert "b" not in moved(seen["aaaa"])
     assert moved(seen["bbbb"]) == ["b"]
-    (opened,) = [each for each in plane.fleet.runner.open if each.node == "gw~312a5e8c"]
+    (opened,) = [each for each in plane.fleet.runner.open if each.destination == "gw~312a5e8c"]
     items = (OperationItemResult("b", True),)
-    plane.fleet.result_received(
-        OperationResult(opened.operation.id, NodeId("gw~312a5e8c"), status_of(items), items=items)
-    )
+    result = OperationResult(opened.order.id, NodeId("gw~312a5e8c"), status_of(items), items=items)
+    plane.fleet.result_received(result)
     assert (await move).items == items
     # The first comes again after a break, as itself, and when the second has gone nothing is left of it.
     plane.fleet.detach(first)

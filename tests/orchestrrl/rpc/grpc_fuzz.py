@@ -42,8 +42,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from orchestrrl.core.clock import WallClock
+from orchestrrl.core.operations import Operation, OperationResult, OperationStatus
 from orchestrrl.rpc.node import NodeLink
 from orchestrrl.rpc.pb import agent_pb2
+from planner.model import NodeId
 
 SITE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 STARTS_WITHIN_S = 120.0
@@ -615,8 +617,8 @@ async def _one_by_one(raws: list[bytes], lasts_s: float) -> AsyncIterator[bytes]
 async def _obeying_gateway(address: str) -> None:
     """A gateway that does whatever it is told, so that operations have results."""
 
-    async def done(operation: agent_pb2.Operation) -> agent_pb2.OperationResult:
-        return agent_pb2.OperationResult(status=agent_pb2.OPERATION_STATUS_DONE)
+    async def done(operation: Operation) -> OperationResult:
+        return OperationResult(operation.id, NodeId("gw"), OperationStatus.DONE)
 
     hello = agent_pb2.NodeHello(node_id="gw", kind=agent_pb2.NODE_KIND_GATEWAY, engine_ids=["e0", "e1"])
     await NodeLink(address, hello, done, clock=WallClock()).run()

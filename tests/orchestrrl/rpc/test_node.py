@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 
-from orchestrrl.core.clock import VirtualClock, WallClock
+from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
+from orchestrrl.core.operations import Operation, OperationResult, OperationStatus
 from orchestrrl.rpc.channel import SERVER_OPTIONS, Backoff
-from orchestrrl.rpc.node import NodeLink, OperationLog, ReportStream
+from orchestrrl.rpc.node import NodeLink, ReportStream
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
+from planner.model import NodeId
 from tests.orchestrrl.gateway.processes import free_port
 
 DONE = pb.OPERATION_STATUS_DONE
@@ -46,104 +48,12 @@ class Handler:
         self.release.set()
         self.error: Exception | None = None
 
-    async def __call__(self, operation: pb.Operation) -> pb.OperationResult:
-        self.calls.append(operation.operation_id)
+    async def __call__(self, operation: Operation) -> OperationResult:
+        self.calls.append(operation.id)
         await self.release.wait()
         if self.error:
             raise self.error
-        return pb.OperationResult(status=DONE, detail=f"call {len(self.calls)}")
-
-
-class TestOperationLog:
-    async def test_a_repeated_delivery_gets_the_stored_result(self) -> None:
-        handler, clock = Handler(), VirtualClock(100.0)
-        log = OperationLog("n0", handler, clock=clock)
-        first = await log.run(operation("a"))
-        again = await log.run(operation("a"))
-        assert first == again
-        assert (first.status, first.operation_id, first.node_id) == (DONE, "a", "n0")
-        assert handler.calls == ["a"]
-
-    async def test_a_running_one_is_joined(self) -> None:
-        handler, clock = Handler(), VirtualClock()
-        handler.release.clear()
-        log = OperationLog("n0", handler, clock=clock)
-        deliveries = [asyncio.create_task(log.run(operation("a"))) for _ in range(3)]
-        await asyncio.sleep(0)
-        deliveries[0].cancel()  # one waiter gone: neither the operation nor the other waiters notice
-        await clock.advance(2.5)
-        handler.release.set()
-        second, third = await asyncio.gather(*deliveries[1:])
-        assert second == third
-        assert second.duration_s == 2.5
-        assert handler.calls == ["a"]
-
-    async def test_past_its_expiry_it_is_refused_but_a_stored_result_still_answers(self) -> None:
-        handler, clock = Handler(), VirtualClock(100.0)
-        log = OperationLog("n0", handler, clock=clock)
-        done = await log.run(operation("a", valid_until_unix_s=101.0))
-        await clock.advance(5.0)
-        assert await log.run(operation("a", valid_until_unix_s=101.0)) == done
-        late = await log.run(operation("b", valid_until_unix_s=101.0))
-        assert (late.status, late.detail) == (REFUSED, "expired 4 s ago")
-        never = await log.run(operation("c", valid_until_unix_s=0.0))
-        assert (never.status, never.detail) == (REFUSED, "carries no expiry")
-        assert handler.calls == ["a"]
-
-    async def test_an_older_generation_is_refused(self) -> None:
-        handler = Handler()
-        log = OperationLog("n0", handler, clock=VirtualClock())
-        assert (await log.run(operation("a", generation=3))).status == DONE
-        stale = await log.run(operation("b", generation=2))
-        assert stale.status == REFUSED
-        assert "generation 2 is superseded" in stale.detail
-        assert (await log.run(operation("c", generation=3))).status == DONE
-        assert (await log.run(operation("a", generation=2))).status == DONE  # known: its result, whoever asks
-
-    @pytest.mark.parametrize("seed", range(20))
-    async def test_never_twice_and_never_unbounded(self, seed: int) -> None:
-        rng, handler, clock = random.Random(seed), Handler(), VirtualClock(100.0)
-        log = OperationLog("n0", handler, clock=clock, capacity=5)
-        sent: list[pb.Operation] = []
-        for number in range(300):
-            if sent and rng.random() < 0.5:
-                delivered = rng.choice(sent[-30:])
-            else:
-                delivered = operation(f"op{number}", rng.randint(1, 3), clock.now_s() + rng.uniform(-1.0, 4.0))
-                sent.append(delivered)
-            result = await log.run(delivered)
-            assert result.status in (DONE, REFUSED)
-            assert (result.status == DONE) <= (delivered.operation_id in handler.calls)
-            assert len(log) <= 5
-            await clock.advance(rng.choice([0.0, 0.0, 0.5]))
-        assert len(handler.calls) == len(set(handler.calls))
-        assert handler.calls
-
-    async def test_a_full_log_refuses_until_something_expires(self) -> None:
-        handler, clock = Handler(), VirtualClock(100.0)
-        log = OperationLog("n0", handler, clock=clock, capacity=2)
-        for name in "ab":
-            assert (await log.run(operation(name, valid_until_unix_s=110.0))).status == DONE
-        assert (await log.run(operation("c", valid_until_unix_s=130.0))).status == REFUSED
-        await clock.advance(11.0)
-        assert (await log.run(operation("c", valid_until_unix_s=130.0))).status == DONE
-
-    @pytest.mark.parametrize(
-        ("error", "status", "detail"),
-        [
-            (Permanent("no engine e9 here"), FAILED, "no engine e9 here"),
-            (OutcomeUnknown("connection broke"), UNKNOWN, "connection broke"),
-            (KeyError("defect"), UNKNOWN, "a defect ended it: KeyError('defect')"),
-        ],
-    )
-    async def test_errors_become_results(self, error: Exception, status: int, detail: str) -> None:
-        handler = Handler()
-        handler.error = error
-        log = OperationLog("n0", handler, clock=VirtualClock())
-        result = await log.run(operation("a"))
-        assert (result.status, result.detail) == (status, detail)
-        assert await log.run(operation("a")) == result
-        assert handler.calls == ["a"]
+        return OperationResult(operation.id, NodeId("n0"), OperationStatus.DONE, f"call {len(self.calls)}")
 
 
 class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
@@ -255,15 +165,31 @@ class TestNodeLink:
             await second.die()
         assert first.results == []
 
-    async def test_a_failing_handler_leaves_the_link_up(self, port: int) -> None:
+    @pytest.mark.parametrize(
+        ("error", "status", "detail"),
+        [
+            (Permanent("no engine e9 here"), FAILED, "no engine e9 here"),
+            (OutcomeUnknown("connection broke"), UNKNOWN, "connection broke"),
+            (KeyError("defect"), UNKNOWN, "a defect ended it: KeyError('defect')"),
+        ],
+    )
+    async def test_errors_become_results_and_the_link_stays_up(
+        self, port: int, error: Exception, status: int, detail: str
+    ) -> None:
         handler = Handler()
-        handler.error = KeyError("defect")
+        handler.error = error
         node = link(port, handler)
-        daemon = Daemon(port, [operation("a"), operation("b")])
+        expired, no_operation = operation("c", valid_until_unix_s=1.0), pb.Operation(operation_id="d")
+        daemon = Daemon(port, [operation("a"), operation("b"), expired, no_operation])
         await daemon.start()
         async with running(node.run):
-            await eventually(lambda: len(daemon.results) == 2)
-            assert {result.status for result in daemon.results} == {UNKNOWN}
+            await eventually(lambda: len(daemon.results) == 4)
+            results = {result.operation_id: (result.status, result.detail) for result in daemon.results}
+            assert results["a"] == results["b"] == (status, detail)
+            assert results["c"][0] == REFUSED
+            assert results["d"][0] == FAILED
+            assert results["d"][1].startswith("not an operation")
+            assert {result.node_id for result in daemon.results} == {"n0"}
             assert len(daemon.hellos) == 1
         await daemon.die()
 

@@ -368,12 +368,12 @@ def _operations(shelf: Shelf, draw: Drawn) -> None:
         task.cancel()
 
     asyncio.run(ask())
-    sent = [opened.operation for opened in runner.open]
+    sent = [opened.order for opened in runner.open]
     again = OperationRunner(shelf.again(), _Silent(), shelf.clock, lambda *_: None)
     assert again.recover() == len(sent)
-    assert [opened.operation for opened in again.open] == sent
+    assert [opened.order for opened in again.open] == sent
     for opened in again.open:
-        again._close(opened, dataclasses.replace(result, operation=opened.operation.id))
+        again._close(opened, dataclasses.replace(result, operation=opened.order.id))
     assert shelf.journal.open_operations() == []
 
 

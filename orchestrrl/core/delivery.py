@@ -1,0 +1,215 @@
+"""Delivery of orders: each has an effect at most once and one result, whatever is lost, doubled, late or reordered.
+
+The sender keeps an order until its first result, and sends it again when its destination attaches again. The receiver
+carries an order out once per id, and answers a repeated one with the stored result.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+from orchestrrl.core.clock import Clock, stop
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFaults, few
+
+logger = logging.getLogger(__name__)
+
+FAULTS_TOLD = 20  # of an order that is malformed
+
+
+class DatedOrder(Protocol):
+    """What delivery reads of an order. `valid_until_s` None: it does not expire."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def valid_until_s(self) -> float | None: ...
+
+
+Destination = TypeVar("Destination")
+Item = TypeVar("Item")
+Given = TypeVar("Given", bound=DatedOrder)
+Result = TypeVar("Result")
+
+
+class OrderStream(Generic[Item]):
+    """The orders to a destination, from when it attaches until it attaches anew or has gone."""
+
+    def __init__(self, waiting: Iterable[Item] = ()) -> None:
+        self._waiting = deque(waiting)
+        self._changed = asyncio.Event()
+        self._changed.set()
+        self.ended = False
+
+    def put(self, order: Item) -> None:
+        self._waiting.append(order)
+        self._changed.set()
+
+    def end(self) -> None:
+        """Let the stream end; what waits in it is not sent."""
+        self.ended = True
+        self._changed.set()
+
+    async def orders(self) -> AsyncIterator[Item]:
+        """Each order as it comes, until the stream ends."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._waiting and not self.ended:
+                yield self._waiting.popleft()
+            if self.ended:
+                return
+
+
+@dataclass(slots=True, eq=False)
+class OpenOrder(Generic[Destination, Given, Result]):
+    """An order without a result. `over_s`: from then on, no effect of it is to be expected that there is not yet."""
+
+    destination: Destination
+    order: Given
+    over_s: float
+    result: "asyncio.Future[Result] | None"  # None: given by an earlier daemon, and awaited by nothing here
+    sends: int = 0  # 0: it has certainly had no effect
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.result is not None and not self.result.done()
+
+
+class OpenOrders(Generic[Destination, Given, Result]):
+    """The orders that have no result yet, by destination and id."""
+
+    def __init__(self) -> None:
+        self._to: dict[Destination, dict[str, OpenOrder[Destination, Given, Result]]] = {}
+
+    def __iter__(self) -> Iterator[OpenOrder[Destination, Given, Result]]:
+        return (opened for there in tuple(self._to.values()) for opened in tuple(there.values()))
+
+    def to(self, destination: Destination) -> tuple[OpenOrder[Destination, Given, Result], ...]:
+        """Return those to send again when the destination attaches again, in order of creation."""
+        return tuple(self._to.get(destination, {}).values())
+
+    def find(self, destination: Destination, id: str) -> OpenOrder[Destination, Given, Result] | None:
+        return self._to.get(destination, {}).get(id)
+
+    def add(self, opened: OpenOrder[Destination, Given, Result]) -> None:
+        self._to.setdefault(opened.destination, {})[opened.order.id] = opened
+
+    def close(self, opened: OpenOrder[Destination, Given, Result], result: Result | None = None) -> None:
+        """End it by its first result, or by None where it is withdrawn; later ones change nothing."""
+        there = self._to.get(opened.destination, {})
+        if there.pop(opened.order.id, None) is None:
+            return
+        if not there:
+            del self._to[opened.destination]
+        if opened.result is None or opened.result.done():
+            return
+        if result is None:
+            opened.result.cancel()
+        else:
+            opened.result.set_result(result)
+
+
+class NotDone(StrEnum):
+    """Why an order has no result of its own."""
+
+    REFUSED = "refused"  # nothing was begun
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # it may have had an effect
+
+
+@dataclass(frozen=True, slots=True)
+class _Received(Generic[Result]):
+    task: "asyncio.Task[Result]"
+    valid_until_s: float | None
+
+
+class ReceivedOrders(Generic[Given, Result]):
+    """Carries each order out once per id, and returns its one result however often it is delivered.
+
+    A result is kept at least until its order has expired, so a late repetition is either answered with it or refused as
+    expired. With `capacity` unexpired orders remembered, further ones that expire are refused. Orders of an older
+    generation than the newest are refused: a daemon that has been replaced commands nothing. `not_done` makes the
+    result of an order that was refused or raised an error, from the reason and the time of its arrival.
+    """
+
+    def __init__(
+        self,
+        perform: Callable[[Given], Awaitable[Result]],
+        not_done: Callable[[Given, NotDone, str, float], Result],
+        clock: Clock,
+        capacity: int,
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be >= 1, got {capacity}")
+        self._perform = perform
+        self._not_done = not_done
+        self._clock = clock
+        self._capacity = capacity
+        self._newest = 0  # generation
+        self._received: dict[str, _Received[Result]] = {}  # in order of arrival
+
+    def __len__(self) -> int:
+        return len(self._received)
+
+    async def result(self, order: Given) -> Result:
+        """Return the stored result, that of the delivery under way, a refusal, or what `perform` returns now."""
+        received = self._received.get(order.id)
+        now_s = self._clock.now_s()
+        if received is None:
+            if refusal := self._refusal(order, now_s):
+                return self._not_done(order, NotDone.REFUSED, refusal, now_s)
+            received = _Received(asyncio.create_task(self._carry_out(order)), order.valid_until_s)
+            self._received[order.id] = received
+        await asyncio.wait({received.task})
+        if received.task.cancelled():
+            return self._not_done(order, NotDone.UNKNOWN, "the process was shutting down", now_s)
+        return received.task.result()
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        await stop(*(received.task for received in self._received.values()))
+
+    def _refusal(self, order: Given, now_s: float) -> str:
+        """Return why the order must not be carried out; empty where it may be."""
+        newest = self._newest = max(self._newest, order.generation)
+        if order.generation < newest:
+            return f"generation {order.generation} is over: generation {newest} has given orders since"
+        if order.valid_until_s is not None and now_s > order.valid_until_s:
+            return f"expired {now_s - order.valid_until_s:.3g} s ago" if order.valid_until_s else "carries no expiry"
+        self._make_room(now_s)
+        if order.valid_until_s is not None and len(self) >= self._capacity:
+            return f"{len(self)} unexpired orders are remembered already, the limit is {self._capacity}"
+        return ""
+
+    def _make_room(self, now_s: float) -> None:
+        """Forget finished and expired orders, oldest first, and no more than needed for one more."""
+        if len(self) < self._capacity:
+            return
+        for id, received in list(self._received.items()):
+            expired = received.valid_until_s is None or received.valid_until_s < now_s
+            if received.task.done() and expired:
+                del self._received[id]
+                if len(self) < self._capacity:
+                    return
+
+    async def _carry_out(self, order: Given) -> Result:
+        began_s = self._clock.now_s()
+        try:
+            return await self._perform(order)
+        except ProblemFaults as error:
+            return self._not_done(order, NotDone.FAILED, few(error.faults, FAULTS_TOLD), began_s)
+        except OutcomeUnknown as error:
+            return self._not_done(order, NotDone.UNKNOWN, str(error), began_s)
+        except OrchestrRLError as error:
+            return self._not_done(order, NotDone.FAILED, str(error), began_s)
+        except Exception as error:
+            logger.error("order %s ended in a defect", order.id, exc_info=error)
+            return self._not_done(order, NotDone.UNKNOWN, f"a defect ended it: {error!r}", began_s)

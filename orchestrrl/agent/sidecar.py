@@ -4,11 +4,12 @@ import asyncio
 import random
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from orchestrrl import __version__
 from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.operations import EngineOperations
-from orchestrrl.agent.watch import Describe, EngineWatch, Observation
+from orchestrrl.agent.watch import Describe, EngineWatch
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.nodes import NodeHello, NodeKind
@@ -22,20 +23,19 @@ from orchestrrl.rpc.pb import telemetry_pb2
 from planner.model import EngineId, NodeId
 
 
-class UnsentObservations:
-    """The newest observation of each engine that is still to be sent. An unsent older one is dropped: late, it lies."""
+class UnsentReports:
+    """The newest report of each engine that is still to be sent. An unsent older one is dropped: late, it lies."""
 
-    def __init__(self, agent_id: NodeId, incarnation: str = "") -> None:
-        self._agent_id = agent_id
+    def __init__(self, incarnation: str = "") -> None:
         self._incarnation = incarnation
-        self._pending: dict[EngineId, Observation] = {}
+        self._pending: dict[EngineId, EngineReport] = {}
         self._filled = asyncio.Event()
         self._sequence = 0
         self._sent_capabilities: dict[EngineId, object] = {}  # capabilities, as last sent on this stream
 
-    def put(self, observation: Observation) -> None:
-        self._pending.pop(observation.engine, None)
-        self._pending[observation.engine] = observation
+    def put(self, report: EngineReport) -> None:
+        self._pending.pop(report.engine, None)
+        self._pending[report.engine] = report
         self._filled.set()
 
     def start_stream(self) -> None:
@@ -46,22 +46,15 @@ class UnsentObservations:
         while not self._pending:
             self._filled.clear()
             await self._filled.wait()
-        engine_id = next(iter(self._pending))
-        observation = self._pending.pop(engine_id)
+        report = self._pending.pop(next(iter(self._pending)))
         self._sequence += 1
-        told = self._sent_capabilities.get(engine_id) == observation.capabilities
-        self._sent_capabilities[engine_id] = observation.capabilities
-        return EngineReport(
-            agent=self._agent_id,
+        told = self._sent_capabilities.get(report.engine) == report.capabilities
+        self._sent_capabilities[report.engine] = report.capabilities
+        return replace(
+            report,
             sequence=self._sequence,
-            engine=engine_id,
-            url=observation.url,
-            health=observation.health,
-            health_detail=observation.health_detail,
-            sample=observation.sample,
-            capabilities=None if told else observation.capabilities,
+            capabilities=None if told else report.capabilities,
             incarnation=self._incarnation,
-            server=observation.server,
         )
 
 
@@ -83,12 +76,13 @@ class Agent:
         if not engines:
             raise ValueError("an agent needs at least one engine")
         incarnation = uuid.uuid4().hex
-        self._outgoing = UnsentObservations(agent_id, incarnation)
+        self._outgoing = UnsentReports(incarnation)
         self._watches = [
             EngineWatch(
                 engine_id,
                 engine,
                 self._outgoing.put,
+                agent=agent_id,
                 clock=clock,
                 interval_s=interval_s,
                 limits=limits,

@@ -3,15 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.engines.base import Engine, EngineCapabilities, EngineMetrics, EngineReading
-from orchestrrl.fleet.reports import EngineSample
-from planner.model import EngineHealth, EngineId
+from orchestrrl.fleet.reports import EngineReport, EngineSample
+from planner.model import EngineHealth, EngineId, NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -23,28 +22,17 @@ Describe = Callable[[EngineCapabilities, str], Awaitable[EngineCapabilities]]
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The newest word on one engine."""
-
-    engine: EngineId
-    url: str
-    health: EngineHealth
-    health_detail: str
-    sample: EngineSample | None
-    capabilities: EngineCapabilities | None  # None: not found out yet, or the engine has been away since
-    server: str = ""  # identifies the process that answers; empty: it could not be read, or has nothing that does
-
-
 class EngineWatch:
-    """Watches one engine; `publish` is called with each observation. Whatever the engine does, watching goes on."""
+    """Watches one engine for `agent`; `publish` is called with each report, which is numbered when it is sent. Whatever
+    the engine does, watching goes on."""
 
     def __init__(
         self,
         engine_id: EngineId,
         engine: Engine,
-        publish: Callable[[Observation], None],
+        publish: Callable[[EngineReport], None],
         *,
+        agent: NodeId,
         clock: Clock,
         interval_s: float = 0.25,
         limits: HealthLimits | None = None,
@@ -53,6 +41,7 @@ class EngineWatch:
         """`describe` adds what the engine's host tells of it, from its capabilities and URL."""
         if not interval_s > 0:
             raise ValueError(f"interval_s must be > 0, got {interval_s}")
+        self._agent = agent
         self._engine_id = engine_id
         self._engine = engine
         self._publish = publish
@@ -139,14 +128,16 @@ class EngineWatch:
             logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
             self._health = reading.health
         self._publish(
-            Observation(
+            EngineReport(
+                self._agent,
+                0,
                 self._engine_id,
                 self._engine.url,
                 reading.health,
                 reading.detail,
                 sample,
                 self._capabilities,
-                self._server,
+                server=self._server,
             )
         )
 

@@ -6,12 +6,12 @@ Where an agent speaks for such an engine, it has the word; it is stood in for ag
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import EngineWatch, Observation
+from orchestrrl.agent.watch import EngineWatch
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.nodes import NodeKind, NodeRegistry
 from orchestrrl.engines.base import Engine, connect
@@ -108,6 +108,7 @@ class DeployedEngineWatcher:
             engine,
             client,
             partial(self._publish, client),
+            agent=WATCHER,
             clock=self._control_plane.clock,
             interval_s=self._interval_s,
             limits=self._limits,
@@ -118,23 +119,12 @@ class DeployedEngineWatcher:
         if not watch.cancelled() and watch.exception() is not None:
             logger.error("%s: a defect ended its watch, which begins anew", engine, exc_info=watch.exception())
 
-    def _publish(self, client: Engine, observation: Observation) -> None:
-        watched = self._watched.get(observation.engine)
-        if watched is None or watched.client is not client or self._spoken_for(observation.engine):
+    def _publish(self, client: Engine, report: EngineReport) -> None:
+        watched = self._watched.get(report.engine)
+        if watched is None or watched.client is not client or self._spoken_for(report.engine):
             return
         self._sequence += 1
-        report = EngineReport(
-            agent=WATCHER,
-            sequence=self._sequence,
-            engine=observation.engine,
-            url=observation.url,
-            health=observation.health,
-            health_detail=observation.health_detail,
-            sample=observation.sample,
-            capabilities=observation.capabilities,
-            server=observation.server,
-        )
-        self._control_plane.engine_reported(report, STAND_IN)
+        self._control_plane.engine_reported(replace(report, sequence=self._sequence), STAND_IN)
 
     def _spoken_for(self, engine: EngineId) -> bool:
         """By an agent that has been heard of late."""

@@ -36,7 +36,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """An agent's word on one engine. `sequence` grows within a stream."""
+    """An agent's word on one engine. `sequence` grows within a stream; 0: it has not been sent."""
 
     agent: NodeId
     sequence: int

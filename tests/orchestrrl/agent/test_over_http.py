@@ -7,19 +7,22 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import EngineWatch, Observation
+from orchestrrl.agent.watch import EngineWatch
 from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import connect
-from planner.model import EngineHealth, EngineId
+from orchestrrl.fleet.reports import EngineReport
+from planner.model import EngineHealth, EngineId, NodeId
 
 DEADLINE_S = 120.0
 
 
 @contextlib.asynccontextmanager
-async def watching(url: str, limits: HealthLimits | None = None) -> AsyncIterator[list[Observation]]:
-    seen: list[Observation] = []
+async def watching(url: str, limits: HealthLimits | None = None) -> AsyncIterator[list[EngineReport]]:
+    seen: list[EngineReport] = []
     engine = connect("vllm", url)
-    watch = EngineWatch(EngineId("e0"), engine, seen.append, clock=WallClock(), interval_s=0.05, limits=limits)
+    watch = EngineWatch(
+        EngineId("e0"), engine, seen.append, agent=NodeId("a"), clock=WallClock(), interval_s=0.05, limits=limits
+    )
     task = asyncio.create_task(watch.run())
     try:
         yield seen
@@ -30,7 +33,7 @@ async def watching(url: str, limits: HealthLimits | None = None) -> AsyncIterato
         await engine.close()
 
 
-async def until(seen: list[Observation], condition: Callable[[Observation], bool]) -> Observation:
+async def until(seen: list[EngineReport], condition: Callable[[EngineReport], bool]) -> EngineReport:
     async with asyncio.timeout(DEADLINE_S):
         while not (seen and condition(seen[-1])):
             await asyncio.sleep(0.01)

@@ -11,8 +11,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from orchestrrl.agent.operations import EngineOperations
-from orchestrrl.agent.sidecar import Agent, UnsentObservations
-from orchestrrl.agent.watch import Observation
+from orchestrrl.agent.sidecar import Agent, UnsentReports
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.operations import (
@@ -29,6 +28,7 @@ from orchestrrl.core.operations import (
     SetRoutes,
 )
 from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
@@ -37,29 +37,29 @@ from planner.model import EngineHealth, EngineId, NodeId, RequestId
 E0, E1 = EngineId("e0"), EngineId("e1")
 
 
-def observation(engine: EngineId, detail: str = "", version: str | None = "1") -> Observation:
+def report(engine: EngineId, detail: str = "", version: str | None = "1") -> EngineReport:
     capabilities = None if version is None else EngineCapabilities("fake", version, ())
-    return Observation(engine, "http://x:1", EngineHealth.OK, detail, None, capabilities)
+    return EngineReport(NodeId("a"), 0, engine, "http://x:1", EngineHealth.OK, detail, None, capabilities)
 
 
 class TestOutgoing:
     async def test_only_the_newest_of_each_engine_goes_out(self) -> None:
-        outgoing = UnsentObservations(NodeId("a"))
+        outgoing = UnsentReports()
         for engine, detail in ((E0, "old"), (E1, "only"), (E0, "new")):
-            outgoing.put(observation(engine, detail))
+            outgoing.put(report(engine, detail))
         reports = [await outgoing.next_report() for _ in range(2)]
         assert [(r.engine, r.health_detail, r.sequence) for r in reports] == [(E1, "only", 1), (E0, "new", 2)]
         waiting = asyncio.create_task(outgoing.next_report())
         await asyncio.sleep(0)
         assert not waiting.done()
-        outgoing.put(observation(E0, "newer"))
+        outgoing.put(report(E0, "newer"))
         assert (await waiting).health_detail == "newer"
 
     async def test_features_are_told_once_per_stream_and_when_they_change(self) -> None:
-        outgoing = UnsentObservations(NodeId("a"))
+        outgoing = UnsentReports()
 
         async def told(version: str | None) -> str | None:
-            outgoing.put(observation(E0, version=version))
+            outgoing.put(report(E0, version=version))
             capabilities = (await outgoing.next_report()).capabilities
             return capabilities.version if capabilities else None
 

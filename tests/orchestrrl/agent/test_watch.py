@@ -9,22 +9,24 @@ import pytest
 from fake_engine import FakeEngine
 
 from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch, Observation
+from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
-from planner.model import EngineHealth, EngineId
+from orchestrrl.fleet.reports import EngineReport
+from planner.model import EngineHealth, EngineId, NodeId
 
 
 class Scene:
     def __init__(self) -> None:
         self.clock = VirtualClock(1000.0)
         self.engine = FakeEngine(self.clock)
-        self.seen: list[Observation] = []
+        self.seen: list[EngineReport] = []
         self.watch = EngineWatch(
             EngineId("e0"),
             self.engine,
             self.seen.append,
+            agent=NodeId("a"),
             clock=self.clock,
             interval_s=0.25,
             limits=HealthLimits(slow_after_s=1.0, gone_after_s=3.0),
@@ -41,7 +43,7 @@ class Scene:
         return replace(offered, serving=serving) if self.describing_s else offered
 
     @property
-    def last(self) -> Observation:
+    def last(self) -> EngineReport:
         return self.seen[-1]
 
     async def pass_time(self, duration_s: float, tokens_per_s: int = 0) -> None:

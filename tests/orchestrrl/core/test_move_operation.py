@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from builders import GATEWAY, gateway_hello, gateway_report, request
+from operation_world import KilledJournal
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.delivery import NotDone, ReceivedOrders
@@ -28,7 +29,6 @@ from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.fleet.move_orders import MovesOutcome, run_moves
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId, RequestMove
-from tests.orchestrrl.core.operation_world import KilledJournal
 
 E0, E1 = EngineId("e0"), EngineId("e1")
 MOVES = [RequestMove(RequestId(name), E0, E1) for name in "ab"]

@@ -678,7 +678,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
     raw(path, kind, *BODIES_OF_OTHERS)
     with Journal(path, NOW_S) as journal:
         clock = VirtualClock(NOW_S)
-        parts = build_daemon(parse_config("mode: act\\n"), journal, clock)
+        parts = build_daemon(parse_config("mode: act\n"), journal, clock)
         asyncio.run(parts.fleet.barrier.settle())
         book = WeightBook(journal, clock)
         book.recover()

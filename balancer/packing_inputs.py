@@ -59,17 +59,9 @@ def packing_configurations(
     for engine in engines:
         kind = engine.configuration, engine.kv_capacity_tokens, engine.max_sequences
         if engine.configuration is not None and kind not in alike:
-            alike[kind] = _with_own_limits(known[engine.configuration], engine)
+            alike[kind] = known[engine.configuration].limited_as(engine)
         own[engine.id] = alike[kind]
     return own | {engine: _slowed(own[engine], times) for engine, times in _slowdowns(problem.workers, own).items()}
-
-
-def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
-    return replace(
-        configuration,
-        kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
-        max_sequences=engine.max_sequences or configuration.max_sequences,
-    )
 
 
 def _slowed(configuration: Configuration, times: float) -> Configuration:

@@ -1,7 +1,7 @@
 """The vocabulary of the whole house: ids, engines, requests, snapshots, decisions. Frozen, self-checking values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
@@ -105,6 +105,14 @@ class Configuration:
     def step_s(self, sequences: int, kv_tokens: int) -> float:
         """Seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
+
+    def limited_as(self, engine: "EngineView") -> "Configuration":
+        """Return it with the KV capacity and slots that an engine reports of itself."""
+        return replace(
+            self,
+            kv_capacity_tokens=engine.kv_capacity_tokens or self.kv_capacity_tokens,
+            max_sequences=engine.max_sequences or self.max_sequences,
+        )
 
 
 @dataclass(frozen=True, slots=True)

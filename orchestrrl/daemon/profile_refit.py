@@ -307,11 +307,6 @@ class ProfileRefitter:
             provenance=self._telemetry(worst, moves.provenance),
         )
 
-    def current(self) -> Profile:
-        """The whole profile as it is now believed to be."""
-        engines = tuple(self.profile(engine.id) for engine in self._profile.configurations)
-        return replace(self._profile, configurations=engines, moves=self.moves())
-
     def _refitted(self, prior: Curve, window: "_Window", units_per_token: float) -> CurveFit | None:
         if len(window) < LEAST_SAMPLES:
             return None

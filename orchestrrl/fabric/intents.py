@@ -63,18 +63,7 @@ def parse_intent(period: str, text: str, job: str = "") -> Intent:
 
 
 def intent_to_json(intent: Intent) -> str:
-    traffic = tuple(
-        _TrafficPart(
-            operation=each.operation,
-            primitive=each.primitive,
-            groups=each.groups,
-            bytes_per_rank=each.bytes_per_rank,
-            times=each.times,
-            receivers=each.receivers,
-            both_ways=each.both_ways,
-        )
-        for each in intent.traffic
-    )
+    traffic = tuple(_TrafficPart.model_validate(each, from_attributes=True) for each in intent.traffic)
     gpus = {str(rank): int(gpu) for rank, gpu in sorted(intent.gpus.items())}
     part = _IntentPart(stage=intent.stage, traffic=traffic, gpus=gpus, job=intent.job)
     return part.model_dump_json(exclude_defaults=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,17 @@ from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.site_checks import faults_between
 from orchestrrl.fabric.site_parts import SitePart, numbers_text, read_parts
-from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.topology import (
     DEVICES,
     Pod,
     Reservation,
     Server,
-    ServerId,
     Site,
     Switch,
     SwitchModel,
     Tor,
     Uplink,
 )
-from planner.model import GpuId
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _OTHER_THAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
@@ -55,31 +53,12 @@ def _site(part: SitePart) -> Site:
     return Site(
         link_gbps=part.link_gbps,
         nic_gbps=part.nic_gbps,
-        pods=tuple(Pod(EndpointId(each.id), each.role) for each in part.pods),
-        tors=tuple(Tor(EndpointId(each.id), EndpointId(each.pod), each.rail) for each in part.tors),
-        uplinks=tuple(Uplink(EndpointId(each.id), EndpointId(each.pod)) for each in part.uplinks),
-        servers=tuple(
-            Server(
-                ServerId(each.id),
-                EndpointId(each.pod),
-                tuple(map(GpuId, each.gpus)),
-                tuple(map(EndpointId, each.tors)),
-            )
-            for each in part.servers
-        ),
-        switches=tuple(
-            Switch(
-                OcsId(each.id),
-                each.tier,
-                None if each.pod is None else EndpointId(each.pod),
-                devices[each.device],
-                {EndpointId(endpoint): ports for endpoint, ports in each.ports.items()},
-            )
-            for each in part.switches
-        ),
-        reservations=tuple(
-            Reservation(each.purpose, OcsId(each.switch), frozenset(each.ports)) for each in part.reserved
-        ),
+        pods=tuple(Pod(**dict(each)) for each in part.pods),
+        tors=tuple(Tor(**dict(each)) for each in part.tors),
+        uplinks=tuple(Uplink(**dict(each)) for each in part.uplinks),
+        servers=tuple(Server(**dict(each)) for each in part.servers),
+        switches=tuple(Switch(**{**dict(each), "device": devices[each.device]}) for each in part.switches),
+        reservations=tuple(Reservation(**{**dict(each), "ports": frozenset(each.ports)}) for each in part.reserved),
     )
 
 
@@ -89,34 +68,32 @@ def site_document(site: Site) -> dict[str, Any]:
     document: dict[str, Any] = {
         "link_gbps": _number(site.link_gbps),
         "nic_gbps": _number(site.nic_gbps),
-        "pods": [{"id": pod.id, "role": str(pod.role)} for pod in site.pods],
-        "tors": [
-            {"id": tor.id, "pod": tor.pod} | ({} if tor.rail is None else {"rail": tor.rail}) for tor in site.tors
-        ],
-        "uplinks": [{"id": uplink.id, "pod": uplink.pod} for uplink in site.uplinks],
-        "servers": [
-            {"id": server.id, "pod": server.pod, "gpus": numbers_text(server.gpus), "tors": list(server.tors)}
-            for server in site.servers
-        ],
+        "pods": [_part(pod, role=str(pod.role)) for pod in site.pods],
+        "tors": list(map(_part, site.tors)),
+        "uplinks": list(map(_part, site.uplinks)),
+        "servers": [_part(server, gpus=numbers_text(server.gpus), tors=list(server.tors)) for server in site.servers],
         "devices": {
             name: {"reconfiguration_s": _number(device.reconfiguration_s), "ports": device.ports}
             for name, device in sorted(own.items())
         },
         "switches": [
-            {"id": switch.id, "tier": str(switch.tier)}
-            | ({} if switch.pod is None else {"pod": switch.pod})
-            | {
-                "device": switch.device.name,
-                "ports": {endpoint: numbers_text(numbers) for endpoint, numbers in switch.ports.items()},
-            }
+            _part(
+                switch,
+                tier=str(switch.tier),
+                device=switch.device.name,
+                ports={endpoint: numbers_text(numbers) for endpoint, numbers in switch.ports.items()},
+            )
             for switch in site.switches
         ],
-        "reserved": [
-            {"purpose": each.purpose, "switch": each.switch, "ports": numbers_text(sorted(each.ports))}
-            for each in site.reservations
-        ],
+        "reserved": [_part(each, ports=numbers_text(sorted(each.ports))) for each in site.reservations],
     }
     return {field: value for field, value in document.items() if value not in ({}, []) or field in _NEEDED}
+
+
+def _part(value: Pod | Tor | Uplink | Server | Switch | Reservation, **plain: object) -> dict[str, Any]:
+    """The fields of a part that are given, some of them as the document has them."""
+    own = {field.name: getattr(value, field.name) for field in fields(value)} | plain
+    return {name: each for name, each in own.items() if each is not None}
 
 
 def site_text(site: Site) -> str:

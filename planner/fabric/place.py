@@ -114,18 +114,13 @@ def _lay_out(counting: Counting, work: float) -> tuple[CircuitLayout, int, int]:
         layout = max(layout, _chained(counting, gently=False), key=lambda each: (each.total, each.kept))
     if (layout.total, layout.kept) == (most_placed, most_kept):
         return layout, most_placed, most_kept
-    if layout.total == most_placed and not small(counting):
+    if not small(counting):
         ruin_and_recreate(layout, most_placed, most_kept, work)
         return layout, most_placed, most_kept
     # Imported here since most problems need none of it, and it takes longer to load than they to solve.
-    from planner.fabric.place_exact import Bounds, exchange, settle
+    from planner.fabric.place_exact import Bounds, settle
 
-    bounds = Bounds(most_placed, most_kept)
-    if small(counting):
-        bounds = settle(layout, bounds)
-    else:
-        ruin_and_recreate(layout, most_placed, most_kept, work / 2)
-        exchange(layout, bounds, work / 2)
+    bounds = settle(layout, Bounds(most_placed, most_kept))
     return layout, bounds.placed, bounds.kept
 
 

@@ -21,10 +21,6 @@ class Counting:
     def switches(self) -> int:
         return len(self.ports[0]) if self.ports else 0
 
-    @property
-    def circuits_up(self) -> int:
-        return sum(map(sum, self.up))
-
     def most_placed(self) -> int:
         """No more circuits than this can be placed: by pair, by endpoint, and by switch."""
         sums = [sum(row) for row in self.ports]

@@ -10,8 +10,10 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, PlanId, PlannedMove
+from planner.model import Configuration, ConfigurationId, EngineId, PlanId, PlannedMove
+from planner.solver.columns import SEVERAL, node_of
 from planner.solver.from_snapshot import LiveFleet
+from planner.solver.layout import free_groups
 from planner.solver.problem import NOWHERE, RUNNING, CurrentInstance, MakespanProblem, Solution
 
 Indices = NDArray[np.int64]
@@ -201,20 +203,8 @@ def homogeneous(problem: MakespanProblem, configuration: Configuration) -> tuple
     """As many instances of one configuration as fit, around those that run already."""
     kept = [instance for instance in problem.current if instance.configuration == configuration.id]
     used = {gpu for instance in kept for gpu in instance.gpus}
-    per_node, need = problem.per_node, configuration.gpus
-    groups: list[tuple[GpuId, ...]] = []
-    row: list[GpuId] = []  # whole nodes in a row, for instances larger than one
-    for first in range(0, problem.gpus_count, per_node):
-        last = min(first + per_node, problem.gpus_count)
-        free = [GpuId(gpu) for gpu in range(first, last) if gpu not in used]
-        if need <= per_node:
-            groups += [tuple(free[i : i + need]) for i in range(0, len(free) - need + 1, need)]
-        elif need % per_node == 0 and len(free) == per_node:
-            row += free
-            if len(row) == need:
-                groups.append(tuple(row))
-                row = []
     names = _fresh_names({instance.id for instance in problem.current}, configuration.id)
+    groups = free_groups(problem.gpus_count, problem.per_node, used, configuration.gpus)
     new = [CurrentInstance(next(names), configuration.id, gpus) for gpus in groups]
     return (*kept, *new)
 
@@ -308,21 +298,16 @@ def _move_s(
     prefill = np.array([known[instance.configuration] for instance in instances])
     links, homes = _shape(problem.current, problem.per_node), _shape(instances, problem.per_node)
     gpus = np.minimum(links[source, 0], homes[to, 0])
-    inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] >= 0)
+    inside = (links[source, 1] == homes[to, 1]) & (links[source, 1] != SEVERAL)
     transfer = problem.transfer
     transfer_s = transfer.transfer_s(context, problem.kv_bytes_per_token, gpus, inside)
     return transfer_s, transfer.recompute_s(context, prefill[to])
 
 
 def _shape(instances: Sequence[CurrentInstance], per_node: int) -> Indices:
-    """[instance, 2]: GPUs, and the node, or -1 where there are several."""
-    return np.array(
-        [
-            (len(i.gpus), i.gpus[0] // per_node if i.gpus[0] // per_node == i.gpus[-1] // per_node else -1)
-            for i in instances
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 2)
+    """[instance, 2]: GPUs, and the node, or SEVERAL."""
+    shapes = [(len(each.gpus), node_of(each.gpus, per_node)) for each in instances]
+    return np.array(shapes, dtype=np.int64).reshape(-1, 2)
 
 
 def _why_none_fits(configuration: Configuration, problem: MakespanProblem) -> str:

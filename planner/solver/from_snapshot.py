@@ -85,7 +85,7 @@ def live_fleet(
     place = {engine.id: index for index, engine in enumerate(engines)}
     return LiveFleet(
         instances=tuple(CurrentInstance(e.id, _id_of(e), gpus.of[e.id]) for e in engines),
-        limits=tuple(_with_own_limits(known[_id_of(engine)], engine) for engine in engines),
+        limits=tuple(known[_id_of(engine)].limited_as(engine) for engine in engines),
         configurations=tuple(_as_reported(configuration, engines) for configuration in configurations),
         gpus_count=gpus.count,
         requests=requests,
@@ -155,17 +155,9 @@ def _id_of(engine: EngineView) -> ConfigurationId:
     return engine.configuration
 
 
-def _with_own_limits(configuration: Configuration, engine: EngineView) -> Configuration:
-    return replace(
-        configuration,
-        kv_capacity_tokens=engine.kv_capacity_tokens or configuration.kv_capacity_tokens,
-        max_sequences=engine.max_sequences or configuration.max_sequences,
-    )
-
-
 def _as_reported(configuration: Configuration, engines: Sequence[EngineView]) -> Configuration:
     """What a new engine of this configuration will have: what those that run have, half of them at least."""
-    alike = [_with_own_limits(configuration, e) for e in engines if e.configuration == configuration.id]
+    alike = [configuration.limited_as(e) for e in engines if e.configuration == configuration.id]
     if not alike:
         return configuration
     return replace(

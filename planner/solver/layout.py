@@ -1,6 +1,8 @@
 """Which GPUs each new instance takes: inside one node, or whole nodes; current instances that are kept stay."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import islice
 
 from planner.model import GpuId
 from planner.solver.columns import ProblemColumns
@@ -38,21 +40,22 @@ def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, m
     """`kept` are current instances; beside them at most that many new ones of one configuration, on the lowest GPUs."""
     problem = columns.problem
     kept = sorted(kept)
-    per_node, size = problem.per_node, int(columns.gpus[configuration])
     taken = {gpu for index in kept for gpu in problem.current[index].gpus}
-    fresh: list[tuple[GpuId, ...]] = []
+    fresh = free_groups(problem.gpus_count, problem.per_node, taken, int(columns.gpus[configuration]))
+    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
+    return SolverFleet.of(columns, parts + [(configuration, -1, gpus) for gpus in islice(fresh, max(0, most))])
+
+
+def free_groups(gpus_count: int, per_node: int, taken: AbstractSet[GpuId], size: int) -> Iterator[tuple[GpuId, ...]]:
+    """Groups of `size` GPUs that are not taken, the lowest first: each inside one node, or of free nodes in a row."""
     whole: list[int] = []  # free nodes, until they are enough for a wide one
-    for first in range(0, problem.gpus_count, per_node):
-        if len(fresh) >= most:
-            break
-        node = range(first, min(first + per_node, problem.gpus_count))
-        free = [gpu for gpu in node if gpu not in taken] if taken else list(node)
+    for first in range(0, gpus_count, per_node):
+        free = [gpu for gpu in range(first, min(first + per_node, gpus_count)) if gpu not in taken]
         if size > per_node:
             whole += free if len(free) == per_node else []
             free, whole = (whole, []) if len(whole) == size else ([], whole)
-        fresh += [tuple(map(GpuId, free[at : at + size])) for at in range(0, len(free) - size + 1, size)]
-    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
-    return SolverFleet.of(columns, parts + [(configuration, -1, gpus) for gpus in fresh[: max(0, most)]])
+        for at in range(0, len(free) - size + 1, size):
+            yield tuple(map(GpuId, free[at : at + size]))
 
 
 def _take(free: list[list[int]], rooms: list[list[int]], gpus: int, per_node: int) -> tuple[GpuId, ...] | None:

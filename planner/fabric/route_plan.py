@@ -243,11 +243,6 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
     return ReroutingPlan(tables, tuple(unreachable), tuple(on_packet_side))
 
 
-def drain(domain: RoutingDomain, links: Collection[RoutedLink], going: Collection[RoutedLink]) -> ReroutingPlan:
-    """Routes without the circuits that are about to go, to be in place before they do."""
-    return reroute(domain, [link for link in links if link not in set(going)])
-
-
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
     """The nearest that a router can hold. Rounding goes on from one next hop to the next, so that a neighbour that
     is to get half as much over two interfaces keeps one of them."""

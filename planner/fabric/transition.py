@@ -2,7 +2,7 @@
 
 A stage's removals come down before its additions go up. Cross-connects of both sets are never touched, and none that is
 in neither is used. What is least, in this order: pairs that go dark, endpoints that grow thin, stages. Carrying a stage
-out, drained and verified, is for others; `check` tells them that it is safe to.
+out, drained and verified, is `orchestrrl/fabric/stage_commit.py`.
 """
 
 from collections import Counter
@@ -62,23 +62,6 @@ class Transition:
     thin_endpoints: tuple[EndpointId, ...]
     stages_at_least: int
     fewest_suffer: bool
-
-
-class TransitionFault(ValueError):
-    """A transition that must not be carried out; all that is wrong with it."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-
-
-@dataclass(frozen=True, slots=True)
-class TransitionPoint:
-    """What is up before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
-
-    stage: int
-    kind: PointKind
-    up: frozenset[PortPair]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +130,6 @@ def _transition(
     return Transition(stages, dark, thin, at_least, proven)
 
 
-def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[TransitionPoint]:
-    """What is up at each point, in turn. Between two points there is never less than at the one with less."""
-    up = problem.current
-    yield TransitionPoint(0, "start", up)
-    for number, stage in enumerate(stages, start=1):
-        up = up - set(stage.remove)
-        yield TransitionPoint(number, "removed", up)
-        up = up | set(stage.add)
-        yield TransitionPoint(number, "added", up)
-
-
 def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[CircuitsUp, ...]:
     """The circuits that pairs and endpoints have at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
@@ -183,57 +155,9 @@ def _counted(
         yield number, "added", up, ()
 
 
-def check(problem: TransitionProblem, planned: Transition) -> None:
-    """Raises TransitionFault unless the stages lead from current to target, every point of them is safe, and all that
-    suffers is told. It knows nothing of how they were found."""
-    faults = list(_wrong_moves(problem, planned)) or list(_wrong_points(problem, planned))
-    if faults:
-        raise TransitionFault(faults)
-
-
-def floors(problem: TransitionProblem) -> dict[Subject, int]:
-    """The fewest circuits that each pair and each endpoint is to keep; those without a floor are left out."""
-    return lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
-
-
-def _wrong_moves(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
-    for what, moved, due in (
-        ("removed", [each for stage in planned.stages for each in stage.remove], problem.current - problem.target),
-        ("added", [each for stage in planned.stages for each in stage.add], problem.target - problem.current),
-    ):
-        times = Counter(moved)
-        for each in sorted(times.keys() | due):
-            if each not in due:
-                yield f"{each} must not be {what}"
-            elif times[each] != 1:
-                yield f"{each} must be {what} once, got {times[each]} times"
-    for number, stage in enumerate(planned.stages, start=1):
-        if not 1 <= len(stage.remove) + len(stage.add) <= problem.max_moves_per_stage:
-            yield (
-                f"stage {number} must have 1 to {problem.max_moves_per_stage} moves,"
-                f" got {len(stage.remove) + len(stage.add)}"
-            )
-
-
-def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
-    used = {(each.switch, port) for each in problem.current for port in each.ports}
-    for number, moved in enumerate(planned.stages, start=1):
-        used.difference_update((each.switch, port) for each in moved.remove for port in each.ports)
-        for each in moved.add:
-            for port in each.ports:
-                if (each.switch, port) in used:
-                    yield f"stage {number}, added: port {port} of {each.switch} is used twice"
-                used.add((each.switch, port))
-    told: set[Subject] = {*planned.dark_pairs, *planned.thin_endpoints}
-    for subject, (stage, kind) in _suffer(problem, planned.stages).items():
-        if subject not in told:
-            name = "-".join(subject) if isinstance(subject, tuple) else subject
-            yield f"stage {stage}, {kind}: {name} has fewer circuits than its floor, and is not said to"
-
-
 def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, tuple[int, PointKind]]:
     """Those that are below their floors at some point, with the first such point."""
-    fewest = floors(problem)
+    fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
     suffer: dict[Subject, tuple[int, PointKind]] = {}
     for number, kind, up, lost in _counted(problem, stages):
         for subject in lost:

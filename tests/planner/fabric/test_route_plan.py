@@ -14,6 +14,7 @@ from planner.fabric.route_plan import (
     NextHop,
     PacketRoute,
     PacketSide,
+    ReroutingPlan,
     RouteChange,
     RoutedLink,
     RouteStage,
@@ -21,13 +22,17 @@ from planner.fabric.route_plan import (
     RoutingDomain,
     TorRouter,
     changes,
-    drain,
     fit,
     reroute,
     update,
 )
 
 Tables = Mapping[EndpointId, RouteTable]
+
+
+def drain(domain: RoutingDomain, links: Collection[RoutedLink], going: Collection[RoutedLink]) -> ReroutingPlan:
+    """Routes without the circuits that are about to go."""
+    return reroute(domain, [link for link in links if link not in going])
 
 
 def tor(number: int) -> EndpointId:

@@ -6,17 +6,25 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transition_oracle import cost, counts, draw_problem, floors, followed, least, suffering
+from transition_oracle import (
+    TransitionFault,
+    check,
+    cost,
+    counts,
+    draw_problem,
+    floors,
+    followed,
+    least,
+    points,
+    suffering,
+)
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, port_pair
 from planner.fabric.transition import (
     Transition,
-    TransitionFault,
     TransitionProblem,
     TransitionStage,
-    check,
     circuits_up,
-    points,
     transition,
 )
 

@@ -4,11 +4,12 @@ how the planner goes about it."""
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from random import Random
 
 from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, port_pair
-from planner.fabric.transition import Transition, TransitionProblem
+from planner.fabric.transition import PointKind, Transition, TransitionProblem, TransitionStage
 
 Up = frozenset[PortPair]
 Sufferers = frozenset[tuple[str, ...]]  # ("a", "b") is a pair, ("a",) an endpoint
@@ -165,3 +166,84 @@ def _stages_from(problem: TransitionProblem, state: Up) -> Iterator[tuple[Up, Su
                 for new in combinations(up, added):
                     if (gone or new) and not ports_clash(between | set(new)):
                         yield between | set(new), suffer
+
+
+class TransitionFault(ValueError):
+    """A transition that must not be carried out; all that is wrong with it."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionPoint:
+    """What is up before the first stage, and after the removals and the additions of each; `stage` counts from 1."""
+
+    stage: int
+    kind: PointKind
+    up: frozenset[PortPair]
+
+
+def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> Iterator[TransitionPoint]:
+    """What is up at each point, in turn. Between two points there is never less than at the one with less."""
+    up = problem.current
+    yield TransitionPoint(0, "start", up)
+    for number, stage in enumerate(stages, start=1):
+        up = up - set(stage.remove)
+        yield TransitionPoint(number, "removed", up)
+        up = up | set(stage.add)
+        yield TransitionPoint(number, "added", up)
+
+
+def check(problem: TransitionProblem, planned: Transition) -> None:
+    """Raises TransitionFault unless the stages lead from current to target, every point of them is safe, and all that
+    suffers is told."""
+    faults = list(_wrong_moves(problem, planned)) or list(_wrong_points(problem, planned))
+    if faults:
+        raise TransitionFault(faults)
+
+
+def _wrong_moves(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
+    for what, moved, due in (
+        ("removed", [each for stage in planned.stages for each in stage.remove], problem.current - problem.target),
+        ("added", [each for stage in planned.stages for each in stage.add], problem.target - problem.current),
+    ):
+        times = Counter(moved)
+        for each in sorted(times.keys() | due):
+            if each not in due:
+                yield f"{each} must not be {what}"
+            elif times[each] != 1:
+                yield f"{each} must be {what} once, got {times[each]} times"
+    for number, stage in enumerate(planned.stages, start=1):
+        if not 1 <= len(stage.remove) + len(stage.add) <= problem.max_moves_per_stage:
+            yield (
+                f"stage {number} must have 1 to {problem.max_moves_per_stage} moves,"
+                f" got {len(stage.remove) + len(stage.add)}"
+            )
+
+
+def _wrong_points(problem: TransitionProblem, planned: Transition) -> Iterator[str]:
+    used = {(each.switch, port) for each in problem.current for port in each.ports}
+    for number, moved in enumerate(planned.stages, start=1):
+        used.difference_update((each.switch, port) for each in moved.remove for port in each.ports)
+        for each in moved.add:
+            for port in each.ports:
+                if (each.switch, port) in used:
+                    yield f"stage {number}, added: port {port} of {each.switch} is used twice"
+                used.add((each.switch, port))
+    told = {*planned.dark_pairs, *((endpoint,) for endpoint in planned.thin_endpoints)}
+    for subject, (stage, kind) in _below(problem, planned.stages).items():
+        if subject not in told:
+            yield f"stage {stage}, {kind}: {'-'.join(subject)} has fewer circuits than its floor, and is not said to"
+
+
+def _below(
+    problem: TransitionProblem, stages: tuple[TransitionStage, ...]
+) -> dict[tuple[str, ...], tuple[int, PointKind]]:
+    """Those that are below their floors at some point, with the first such point."""
+    found: dict[tuple[str, ...], tuple[int, PointKind]] = {}
+    for point in points(problem, stages):
+        for subject in sorted(suffering(problem, point.up)):
+            found.setdefault(subject, (point.stage, point.kind))
+    return found

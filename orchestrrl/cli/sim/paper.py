@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, View, table
+from orchestrrl.cli.output import Output, View, table
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.sim.generation import make_folder, parts_of
 from orchestrrl.core.errors import ProblemFaults
@@ -56,17 +56,9 @@ def _write(path: Path, text: str) -> None:
 
 def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> View:
     from orchestrrl.lab.scoreboard.kept import all_rows
-    from orchestrrl.lab.scoreboard.page import counted, difference, number, shown
+    from orchestrrl.lab.scoreboard.page import COLUMNS, counted
 
-    columns: Columns = {
-        "figure": "figure",
-        "what": "what",
-        "paper": lambda row: shown(row.paper, row.unit),
-        "ours": lambda row: number(row.ours, row.unit),
-        "difference": difference,
-        "why": "why",
-    }
-    yield table("The paper's figures, and ours", columns, all_rows(made))
+    yield table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
     yield counted(all_rows(made))
     yield from (f"figure {each.id} quickly: {each.quick}" for each in made if each.quick)
     yield from wrote

@@ -15,7 +15,7 @@ from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
-from orchestrrl.lab.sim.rl.stages import TUNED, ArmTimes, FabricStages
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob
 
 FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
@@ -145,15 +145,6 @@ class Case:
 TRAIN_CONSTANTS = replace(MEGATRON, tp_hidden_share=given.TP_HIDDEN.value)
 
 
-@dataclass
-class BoardStages(FabricStages):
-    """A case on one fabric."""
-
-    def gen_of_tuned(self, seed: int) -> GenStage:
-        """The last step of the static baseline."""
-        return self.gen(SimulatedFailures(), TUNED, seed)[-1]
-
-
 @dataclass(frozen=True, slots=True)
 class SteadyStep:
     """Of a steady step: its stages, and what comes of them one step asynchronous."""
@@ -166,11 +157,11 @@ class SteadyStep:
     network_usd: float
 
 
-def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> BoardStages:
-    return BoardStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
+def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> FabricStages:
+    return FabricStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
 
 
-def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
+def measured(stages: FabricStages, arm: str = "verl_to", seed: int = 1) -> SteadyStep:
     """The scenario's last generation step, over and over: as many samples are begun as end, also where the step itself
     ended more than it began (partial rollout, which finishes what the one before cut)."""
     times = ArmTimes(stages, arm, seed)
@@ -181,7 +172,7 @@ def measured(stages: BoardStages, arm: str = "verl_to", seed: int = 1) -> Steady
     return SteadyStep(gen, train, sync, job, rate, network_usd(stages))
 
 
-def retrained(found: SteadyStep, stages: BoardStages) -> SteadyStep:
+def retrained(found: SteadyStep, stages: FabricStages) -> SteadyStep:
     """With the training of `stages`, on other GPUs or in other steps; generation and sync as they were found, and the
     sync alone on the network."""
     job = replace(found.job, layout=stages.scenario.train_layout)
@@ -213,7 +204,7 @@ def _samples_per_s(
     return run_loop(scenario.rules(), batches, steady, warmup_steps=LOOPED // 2).samples_per_s
 
 
-def network_usd(stages: BoardStages) -> float:
+def network_usd(stages: FabricStages) -> float:
     return network_cost_usd(stages.fabric.inventory(), stages.scenario.servers.nic_gbps).total_usd
 
 

@@ -14,7 +14,7 @@ from orchestrrl.lab.scoreboard.cases import (
     retrained,
     stages_of,
 )
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -35,14 +35,10 @@ NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers ke
 LONE = "when engines change, and how many requests there are, is ours"
 
 
-def two_by_two(quick: bool, report: Report) -> list[ScoreboardRow]:
+def two_by_two(quick: bool) -> list[ScoreboardRow]:
     case = _case(QUICK if quick else 1)
     wanted = [(kind, arm) for arm in ("verl_to", "both") for kind in (BASE, OURS, *(() if quick else (REFERENCE,)))]
-    found: dict[tuple[str, str], SteadyStep] = {}
-    for place, (kind, arm) in enumerate(wanted):
-        report(f"{kind}, {arm}", place, len(wanted))
-        found[kind, arm] = measured(stages_of(case.scenario([kind]), kind), arm)
-    report("each server alone behind its uplinks", len(wanted), len(wanted) + 1)
+    found = {(kind, arm): measured(stages_of(case.scenario([kind]), kind), arm) for kind, arm in wanted}
     found["lone", "verl_to"] = measured(stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX))
     alone = [row for some in dict.fromkeys((case, _fewer_train(case, found))) for row in _lone_rows(some, found)]
     return [*_rows(case, found), *alone, *_reference(found)]
@@ -110,7 +106,7 @@ def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRo
 # --- figure 18
 
 
-def change_of_engines(quick: bool, report: Report) -> list[ScoreboardRow]:
+def change_of_engines(quick: bool) -> list[ScoreboardRow]:
     fewer = QUICK if quick else 1
     train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
     afd = layout_named(given.AFD.value)
@@ -132,12 +128,8 @@ def change_of_engines(quick: bool, report: Report) -> list[ScoreboardRow]:
         )
 
     shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
-    tried = {}
-    for place, share in enumerate(shares):
-        report(f"{share:.0%} left", place, len(shares) + 2)
-        tried[share] = run(fabrics[BASE], share)
+    tried = {share: run(fabrics[BASE], share) for share in shares}
     best = min(tried, key=lambda share: tried[share].seconds)
-    report("RFabric", len(shares), len(shares) + 2)
     return _redeployment_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.scoreboard.cases import FABRICS, NAMES, TITLES, Case, SteadyStep, balanced, measured, stages_of
 from orchestrrl.lab.scoreboard.fabrics import MODELS
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -26,7 +26,7 @@ MIXNET = (
 GPU_PRICE = "an H800 is taken at an H100's 27,500 USD; the paper's figures come to one of 23,500"
 
 
-def costs(quick: bool, report: Report) -> list[ScoreboardRow]:
+def costs(quick: bool) -> list[ScoreboardRow]:
     rows = []
     for gbps in given.COST_RATES_GBPS.value:
         servers = Servers(count=GPUS // 8, nic_gbps=float(gbps))
@@ -53,17 +53,16 @@ def _lanes(servers: Servers) -> int:
     return len(rfabric(servers).site.lanes)
 
 
-def frontier(quick: bool, report: Report) -> list[ScoreboardRow]:
+def frontier(quick: bool) -> list[ScoreboardRow]:
     """Both models at the smallest scale: what each fabric brings for its price."""
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
     rows = []
-    for place, model in enumerate(models):
+    for model in models:
         case = balanced(model, given.SCALES.value[0], MODELS[model])
         found: dict[tuple[str, float], SteadyStep] = {}
-        for number, gbps in enumerate(rates):
+        for gbps in rates:
             scenario = replace(case, nic_gbps=gbps).scenario()
-            report(f"{TITLES[model]}, {gbps:g} Gbps", place * len(rates) + number, len(models) * len(rates))
             for kind in FABRICS:
                 found[kind, gbps] = measured(stages_of(scenario, kind))
             rows += _efficiency_rows(case, gbps, {kind: found[kind, gbps] for kind in FABRICS})

@@ -5,7 +5,7 @@ import time
 from orchestrrl.lab.bench.forecast import BIN_TOKENS, client_shares, drifting, measure
 from orchestrrl.lab.bench.solve import step
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from planner.solver.makespan import solve
 
@@ -13,13 +13,12 @@ GPUS, SEED = 1024, 1
 FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
-def solver(quick: bool, report: Report) -> list[ScoreboardRow]:
+def solver(quick: bool) -> list[ScoreboardRow]:
     """In this process, on this machine: the only figure here that depends on where it is made."""
     solve(step(GPUS // 16, SEED))  # compiled code is loaded
     rows = []
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         problem = step(gpus, SEED)
-        report(f"{gpus:,} GPUs", 0, 1)
         started_s = time.perf_counter()
         solution = solve(problem)
         elapsed_s = time.perf_counter() - started_s
@@ -33,13 +32,12 @@ def solver(quick: bool, report: Report) -> list[ScoreboardRow]:
     return rows
 
 
-def forecast(quick: bool, report: Report) -> list[ScoreboardRow]:
+def forecast(quick: bool) -> list[ScoreboardRow]:
     """With both readings of section 2.1's batch: so many answers, or so many prompts."""
     clients, source = client_shares()
     batch, rows = given.BATCH.value, []
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}
-    for place, (requests, seeds) in enumerate(answers.items()):
-        report(f"forecast, {requests:,} requests", place, len(answers))
+    for requests, seeds in answers.items():
         errors = measure(clients, drifting, requests, seeds).errors
         why = (
             f"a sample of {requests:,} is {errors['truth']:.1%} from the very distribution that it is of, in bins of"

@@ -16,7 +16,7 @@ from orchestrrl.lab.scoreboard.cases import (
     retrained,
     stages_of,
 )
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -28,26 +28,19 @@ ONCE = "gradients are exchanged once for all samples here, further below after e
 CLAIMED = ("topoopt", "mixnet", "rfabric")
 
 
-def throughput(model: str, quick: bool, report: Report) -> list[ScoreboardRow]:
+def throughput(model: str, quick: bool) -> list[ScoreboardRow]:
     scales = given.SCALES.value[:1] if quick else given.SCALES.value
     rows = []
-    for place, gpus in enumerate(scales):
+    for gpus in scales:
         case = balanced(model, gpus, MODELS[model])
-
-        def on_progress(what: str, done: int, total: int, place: int = place, gpus: int = gpus) -> None:
-            report(f"{gpus} GPUs, {what}", place * total + done, len(scales) * total)
-
-        found = on_fabrics(case, on_progress)
+        found = on_fabrics(case)
         rows += [*_throughput_rows(case, found), *_divided_rows(case, found)]
     return rows
 
 
-def on_fabrics(case: Case, report: Report) -> dict[str, SteadyStep]:
-    scenario, found = case.scenario(), dict[str, SteadyStep]()
-    for place, kind in enumerate(FABRICS):
-        report(NAMES[kind], place, len(FABRICS) + 1)
-        found[kind] = measured(stages_of(scenario, kind))
-    report(NAMES["lone"], len(FABRICS), len(FABRICS) + 1)
+def on_fabrics(case: Case) -> dict[str, SteadyStep]:
+    scenario = case.scenario()
+    found = {kind: measured(stages_of(scenario, kind)) for kind in FABRICS}
     found["lone"] = measured(stages_of(scenario, "oversubscribed", radix=LONE_RADIX))
     return found
 
@@ -101,9 +94,9 @@ def _parts(first: SteadyStep, other: SteadyStep) -> str:
     return ", ".join(told)
 
 
-def stage_times(quick: bool, report: Report) -> list[ScoreboardRow]:
+def stage_times(quick: bool) -> list[ScoreboardRow]:
     case = balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
-    found = on_fabrics(case, report)
+    found = on_fabrics(case)
     first, rows = found["fat_tree"], []
     for kind in (*FABRICS[1:], "lone"):
         other = found[kind]

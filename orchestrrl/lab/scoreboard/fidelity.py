@@ -1,7 +1,7 @@
 """Figure 12: how far simulators are from what they stand for; the paper's, and ours (docs/fidelity.md)."""
 
 from orchestrrl.lab.scoreboard.cases import TRAIN_CONSTANTS
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import compared, put_in
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
@@ -18,13 +18,15 @@ PUBLISHED = (
 )
 # Held by tests, which need engines, namespaces and files of measurements: docs/fidelity.md says how each was made.
 HELD = {
-    "generation_tp": (0.038, "step times of 720 measured deployments, in the mean: test_fidelity_step_times.py"),
-    "network": (0.018, "transfers of real TCP in network namespaces, at most: test_sim_fidelity_box.py"),
+    "fidelity.generation_tp": (
+        0.038,
+        "step times of 720 measured deployments, in the mean: test_fidelity_step_times.py",
+    ),
+    "fidelity.network": (0.018, "transfers of real TCP in network namespaces, at most: test_sim_fidelity_box.py"),
 }
 
 
-def fidelity(quick: bool, report: Report) -> list[ScoreboardRow]:
-    report("training", 0, 1)
+def fidelity(quick: bool) -> list[ScoreboardRow]:
     errors = [_error(*each) for each in PUBLISHED]
     why = (
         f"others' cluster, others' code, nothing calibrated (the paper's is calibrated to its own testbed): published"
@@ -34,8 +36,9 @@ def fidelity(quick: bool, report: Report) -> list[ScoreboardRow]:
     worst = max(abs(error) for error in errors)
     what = "training's share of the peak, Llama 3.1 405B on 8,192 and 16,384 H100, at most"
     rows = [compared("Figure 12", what, "fidelity.training_mfu", worst, why, "share")]
-    for name, (ours, words) in HELD.items():
-        rows.append(put_in("Figure 12", f"{name.split('_')[0]}, off by", f"fidelity.{name}", ours, words, "share"))
+    for claim, (ours, words) in HELD.items():
+        what = claim.removeprefix("fidelity.").split("_")[0]
+        rows.append(put_in("Figure 12", f"{what}, off by", claim, ours, words, "share"))
     return rows
 
 

@@ -4,10 +4,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import TITLES, BoardStages, Case, measured, stages_of
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.cases import TITLES, Case, measured, stages_of
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
-from orchestrrl.lab.sim.rl.stages import TUNED
+from orchestrrl.lab.sim.engines import EngineKind, homogeneous
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.rl.stages import TUNED, FabricStages
+from orchestrrl.lab.sim.run import steps_of
+from orchestrrl.lab.sim.static import dealt, run_static
 
 TESTBED = "rail_optimized"  # section 6
 MODELS = dict(zip(("qwen2.5-14b", "qwen2.5-32b"), given.PHASE_GPUS.value, strict=True))
@@ -26,7 +30,7 @@ def on_testbed(
     max_tokens: int,
     layouts: tuple[str, ...] = given.TESTBED_LAYOUTS.value,
     requests: int = given.BATCH.value,
-) -> BoardStages:
+) -> FabricStages:
     """Two steps: what forecasts is measured in the second."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
@@ -37,13 +41,8 @@ def on_testbed(
 Rates = Mapping[str, Sequence[float]]  # [arm][seed], samples per second
 
 
-def rates(stages: BoardStages, arms: Sequence[str], seeds: Sequence[int], report: Report) -> Rates:
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
-    for number, seed in enumerate(seeds):
-        for place, arm in enumerate(arms):
-            report(f"{stages.scenario.name}, {arm}", number * len(arms) + place, len(seeds) * len(arms))
-            found[arm].append(measured(stages, arm, seed).samples_per_s)
-    return found
+def rates(stages: FabricStages, arms: Sequence[str], seeds: Sequence[int]) -> Rates:
+    return {arm: [measured(stages, arm, seed).samples_per_s for seed in seeds] for arm in arms}
 
 
 def gain(found: Sequence[float], base: Sequence[float]) -> float:
@@ -51,21 +50,21 @@ def gain(found: Sequence[float], base: Sequence[float]) -> float:
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
-def headline(quick: bool, report: Report) -> list[ScoreboardRow]:
+def headline(quick: bool) -> list[ScoreboardRow]:
     rows = []
     for model in list(MODELS)[: 1 if quick else None]:
         for max_tokens in given.MAX_TOKENS.value[: 1 if quick else None]:
-            rows += _headline(model, max_tokens, quick, report)
+            rows += _headline(model, max_tokens, quick)
     return rows
 
 
-def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[ScoreboardRow]:
+def _headline(model: str, max_tokens: int, quick: bool) -> list[ScoreboardRow]:
     stages, narrow = on_testbed(model, max_tokens), on_testbed(model, max_tokens, (given.PAPERS_STATIC.value,))
     seeds = given.SEEDS.value[: 1 if quick else None]
-    found = rates(stages, (TUNED, "both") if quick else (TUNED, "both", "partial_rollout"), seeds, report)
+    found = rates(stages, (TUNED, "both") if quick else (TUNED, "both", "partial_rollout"), seeds)
     of = f"{TITLES[model]}, {MODELS[model]} GPUs generate, {max_tokens:,} tokens"
     claim = f"headline.throughput.{model}.{max_tokens}"
-    as_theirs = gain(found["both"], rates(narrow, (TUNED,), seeds, report)[TUNED])
+    as_theirs = gain(found["both"], rates(narrow, (TUNED,), seeds)[TUNED])
     engines = f"static {given.PAPERS_STATIC.value.upper()} engines, what veRL-TO is in the paper's figure 11"
     rows = [
         compared("Figure 9", f"OrchestrRL over veRL-TO, {of}", claim, gain(found["both"], found[TUNED]), _why(stages)),
@@ -77,12 +76,12 @@ def _headline(model: str, max_tokens: int, quick: bool, report: Report) -> list[
     return rows
 
 
-def ablation(quick: bool, report: Report) -> list[ScoreboardRow]:
+def ablation(quick: bool) -> list[ScoreboardRow]:
     rows = []
     for model in list(MODELS)[: 1 if quick else None]:
         stages = on_testbed(model, given.MAX_TOKENS.value[-1])
         arms = ("planning", "balancing") if quick else ("planning", "balancing", "both")
-        found = rates(stages, (TUNED, *arms), given.SEEDS.value[:1], report)
+        found = rates(stages, (TUNED, *arms), given.SEEDS.value[:1])
         for arm in arms:
             what = f"{arm} over veRL-TO, {TITLES[model]}, {given.MAX_TOKENS.value[-1]:,} tokens"
             ours = gain(found[arm], found[TUNED])
@@ -90,18 +89,17 @@ def ablation(quick: bool, report: Report) -> list[ScoreboardRow]:
     return rows
 
 
-def _why(stages: BoardStages) -> str:
-    gen = stages.gen_of_tuned(1)
+def _why(stages: FabricStages) -> str:
+    gen = stages.gen(SimulatedFailures(), TUNED, 1)[-1]
     return LITTLE_TO_SWITCH_FOR.format(tuned=f"{next(iter(gen.phases_s))}, {gen.seconds:.0f} s")
 
 
-def workload(quick: bool, report: Report) -> list[ScoreboardRow]:
+def workload(quick: bool) -> list[ScoreboardRow]:
     """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn. The paper tells neither whether its batch of 512 is
     of prompts or of answers, nor where answers are cut."""
     batch, each = given.BATCH.value, given.SAMPLES.value
     rows = []
-    for place, (prompts, of) in enumerate(((batch // each, f"{batch} answers"), (batch, f"{batch} prompts"))):
-        report(of, place, 2)
+    for prompts, of in ((batch // each, f"{batch} answers"), (batch, f"{batch} prompts")):
         found = measured(section_2(prompts, given.MAX_TOKENS.value[0]))
         why = (
             f"training takes {found.train.seconds:.0f} s here, two passes for log-probabilities among them, at"
@@ -117,19 +115,14 @@ def workload(quick: bool, report: Report) -> list[ScoreboardRow]:
     return rows
 
 
-def section_2(prompts: int, max_tokens: int) -> BoardStages:
+def section_2(prompts: int, max_tokens: int) -> FabricStages:
     train_gpus, gen_gpus = given.WORKLOAD_GPUS.value
     case = Case("qwen2.5-14b", train_gpus, gen_gpus, prompts, max_tokens, ("tp8",))
     return stages_of(case.scenario([TESTBED]), TESTBED)
 
 
-def worker_skew(stages: BoardStages) -> float:
+def worker_skew(stages: FabricStages) -> float:
     """Of static engines, when each has answered its last."""
-    from orchestrrl.lab.sim.engines import EngineKind, homogeneous
-    from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
-    from orchestrrl.lab.sim.run import steps_of
-    from orchestrrl.lab.sim.static import dealt, run_static
-
     ready = stages.ready(SimulatedFailures())
     scenario = ready.scenario(1)
     (kind,) = (EngineKind(each) for each in ready.profile.configurations)

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator
 FAR = 0.15
 
 Value = TypeVar("Value")
-Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,10 @@ class Constant(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class ScoreboardPart:
-    """One part of the scoreboard. `make(quick, report)` gives its rows; quick: fewer seeds, sizes and steps, and the
-    table says so. `claims`: that the whole figure answers, by the beginnings of their names; `quick`: what is less."""
+    """One part of the scoreboard. `make(quick)` gives its rows; quick: fewer seeds, sizes and steps, and the table says
+    so. `quick`: what is less."""
 
     id: str
     title: str
-    make: Callable[[bool, Report], list[ScoreboardRow]]
-    claims: tuple[str, ...] = ()
+    make: Callable[[bool], list[ScoreboardRow]]
     quick: str = ""

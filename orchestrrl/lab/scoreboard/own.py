@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from orchestrrl.lab.bench.solve import step
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import NAMES, TITLES, BoardStages, Case, at_scale, measured, stages_of
+from orchestrrl.lab.scoreboard.cases import NAMES, TITLES, Case, at_scale, measured, stages_of
 from orchestrrl.lab.scoreboard.fabrics import MODELS
 from orchestrrl.lab.scoreboard.generation import MODELS as TESTBED_GPUS
 from orchestrrl.lab.scoreboard.generation import TESTBED
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
-from orchestrrl.lab.sim.rl.stages import ArmTimes
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from planner.model import ConfigurationId
 from planner.solver.makespan import solve
@@ -22,11 +22,10 @@ KEPT = ConfigurationId("tp2")  # of the engines that are there when it is solved
 SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
-def mixed_fleets(quick: bool, report: Report) -> list[ScoreboardRow]:
+def mixed_fleets(quick: bool) -> list[ScoreboardRow]:
     """Makespans that the solver finds, lengths known, redeployments and moves included."""
     rows = []
-    for place, gpus in enumerate(MIXED_GPUS[quick]):
-        report(f"{gpus:,} GPUs", place, len(MIXED_GPUS[quick]))
+    for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
         alone = {str(each.id): solve(_alone(problem, each.id)).makespan_s for each in problem.configurations}
@@ -41,12 +40,11 @@ def _alone(problem: MakespanProblem, wanted: ConfigurationId) -> MakespanProblem
     return replace(problem, configurations=tuple(each for each in problem.configurations if each.id in (wanted, KEPT)))
 
 
-def weight_sync(quick: bool, report: Report) -> list[ScoreboardRow]:
+def weight_sync(quick: bool) -> list[ScoreboardRow]:
     model = "qwen2-57b-a14b"
     case = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
     rows = []
-    for place, kind in enumerate(SYNC_FABRICS):
-        report(NAMES[kind], place, len(SYNC_FABRICS))
+    for kind in SYNC_FABRICS:
         stages = stages_of(case.scenario([kind]), kind)
         times = ArmTimes(stages, "verl_to", 1)
         job, fleet = times.job(stages.scenario.samples), times.fleet
@@ -60,7 +58,7 @@ def weight_sync(quick: bool, report: Report) -> list[ScoreboardRow]:
     return rows
 
 
-def additions(quick: bool, report: Report) -> list[ScoreboardRow]:
+def additions(quick: bool) -> list[ScoreboardRow]:
     """Samples per second with an addition over those without it, on the testbed."""
     model, max_tokens = "qwen2.5-14b", given.MAX_TOKENS.value[0]
     prompts = given.BATCH.value // given.SAMPLES.value
@@ -69,7 +67,7 @@ def additions(quick: bool, report: Report) -> list[ScoreboardRow]:
     usual, no_kv = _stages(case), _stages(replace(case, kv_transfer=False))
     unadmitted = _stages(replace(case, admission=False))
     wide = _stages(replace(case, initial="tp2"))
-    wanted: tuple[tuple[str, BoardStages, str, BoardStages, str], ...] = (
+    wanted: tuple[tuple[str, FabricStages, str, FabricStages, str], ...] = (
         ("packing balancer over the paper's rule, balancing alone", usual, "balancing", usual, "balancing_paper"),
         ("packing balancer over the paper's rule, with planning", usual, "both", usual, "both_paper"),
         ("forecast of the distribution over its mean alone", usual, "both", usual, "mean_only"),
@@ -84,27 +82,18 @@ def additions(quick: bool, report: Report) -> list[ScoreboardRow]:
         ("KV handed over, over computed again", usual, "both", no_kv, "both"),
         ("beginning with the tuned fleet over the paper's eight of TP=2", usual, "both", wide, "both"),
     )
-    known: dict[tuple[int, str], float] = {}
     rows = []
-    for place, (what, there, arm, here, other) in enumerate(wanted[:1] if quick else wanted):
-        report(what, place, len(wanted))
-        with_it, without = (_rate(known, stages, name) for stages, name in ((there, arm), (here, other)))
+    for what, there, arm, here, other in wanted[:1] if quick else wanted:
+        with_it, without = (measured(stages, name).samples_per_s for stages, name in ((there, arm), (here, other)))
         rows.append(beyond(f"{what}, {TITLES[model]}, {max_tokens:,} tokens", with_it / without))
     return rows
 
 
-def _stages(case: Case) -> BoardStages:
+def _stages(case: Case) -> FabricStages:
     return stages_of(case.scenario([TESTBED]), TESTBED)
 
 
-def _rate(known: dict[tuple[int, str], float], stages: BoardStages, arm: str) -> float:
-    key = id(stages), arm
-    if key not in known:
-        known[key] = measured(stages, arm).samples_per_s
-    return known[key]
-
-
-def failures(quick: bool, report: Report) -> list[ScoreboardRow]:
+def failures(quick: bool) -> list[ScoreboardRow]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
@@ -117,10 +106,7 @@ def failures(quick: bool, report: Report) -> list[ScoreboardRow]:
         "half of a PoD's lanes to the core": SimulatedFailures(pod_uplinks={0: 0.5}),
     }
     rows = []
-    for place, (what, failed) in enumerate(lost.items()):
-        report(what, place, len(lost))
-        left = stages_of(scenario, "rfabric")
-        left.__dict__["fabric"] = stages.fabric.without(failed)
-        ratio = left.training(SimulatedFailures(), job).seconds / whole_s
+    for what, failed in lost.items():
+        ratio = stages.training(failed, job).seconds / whole_s
         rows.append(beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio))
     return rows

@@ -1,6 +1,6 @@
 """The scoreboard as a page of Markdown: every row with its reason, every constant with its source. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import isfinite
 
@@ -95,11 +95,17 @@ def difference(row: ScoreboardRow) -> str:
     return f"{row.difference:+.0%}" if abs(row.difference) < 9.995 else f"{row.difference + 1:.0f} x"
 
 
+COLUMNS: Mapping[str, Callable[[ScoreboardRow], str]] = {
+    "what": lambda row: row.what,
+    "paper": lambda row: shown(row.paper, row.unit),
+    "ours": lambda row: number(row.ours, row.unit),
+    "difference": difference,
+    "why": lambda row: row.why,
+}
+
+
 def table(rows: Sequence[ScoreboardRow]) -> str:
-    cells = (
-        (row.what, shown(row.paper, row.unit), number(row.ours, row.unit), difference(row), row.why) for row in rows
-    )
-    return _table(("what", "paper", "ours", "difference", "why"), cells)
+    return _table(tuple(COLUMNS), ([cell(row) for cell in COLUMNS.values()] for row in rows))
 
 
 def _constants(constants: "Iterable[Constant[object]]") -> str:

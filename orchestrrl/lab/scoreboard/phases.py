@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import BoardStages
 from orchestrrl.lab.scoreboard.generation import on_testbed
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import compared, put_in
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.rl.stages import FabricStages
 from orchestrrl.lab.sim.run import steps_of
 from orchestrrl.lab.sim.static import dealt
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
@@ -31,12 +31,11 @@ Floats = NDArray[np.float64]
 LEFT_OUT = "predicted by a fit of four numbers to the other five times; one more or less moves the others' fit far"
 
 
-def example(quick: bool, report: Report) -> list[ScoreboardRow]:
+def example(quick: bool) -> list[ScoreboardRow]:
     measured_s = [*EARLY_S.values(), *TAIL_S.values()]
     names = [f"{phase}.tp{tp}" for phase in ("early", "tail") for tp in EARLY_S]
     rows = []
     for place, name in enumerate(names):
-        report(name, place, len(names))
         ours = _seconds(_fitted_without(place, measured_s))[place]
         phase, tp = name.split(".")
         what = f"{phase} phase on 8 GPUs, {tp.upper()}, Qwen2.5-14B"
@@ -66,7 +65,7 @@ def _seconds(host: HostFit) -> Floats:
 GPUS = given.PHASE_GPUS.value[0]
 
 
-def case_study(quick: bool, report: Report) -> list[ScoreboardRow]:
+def case_study(quick: bool) -> list[ScoreboardRow]:
     asked = given.BATCH.value
     contexts, after, again_s = _change(asked)
     more, _, more_s = _change(2 * asked)
@@ -97,7 +96,7 @@ def _change(requests: int) -> tuple[list[int], EngineKind, float]:
     return contexts, after, _recompute_s(contexts, after, profile.moves)
 
 
-def _left(stages: BoardStages, kind: EngineKind) -> list[int]:
+def _left(stages: FabricStages, kind: EngineKind) -> list[int]:
     """Tokens that each request holds that still runs."""
     requests = steps_of(stages.ready(SimulatedFailures()).scenario(1), 1)[0]
     held = []

@@ -7,20 +7,19 @@ from orchestrrl.lab.scoreboard.cases import (
     TITLES,
     TRAIN_CONSTANTS,
     TRAINING,
-    BoardStages,
     at_scale,
     measured,
     stages_of,
 )
 from orchestrrl.lab.scoreboard.fabrics import MODELS
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond
 from orchestrrl.lab.sim.net.collectives import all_reduce
 from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import MessageTransfer, Servers
-from orchestrrl.lab.sim.rl.stages import ArmTimes
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.train.compute import stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, crosses, groups, periods_of, traffic
@@ -42,17 +41,13 @@ KINDS = {
 TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
 
 
-def delays(quick: bool, report: Report) -> list[ScoreboardRow]:
+def delays(quick: bool) -> list[ScoreboardRow]:
     """At the smallest scale."""
     rows = []
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
         scenario = at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
-        found = {}
-        for place, device in enumerate(given.DEVICES.value):
-            report(f"{TITLES[model]}, {device}", place, len(given.DEVICES.value))
-            stages = stages_of(scenario, "rfabric", device=device)
-            found[device] = _stage_s(stages)
+        found = {device: _stage_s(stages_of(scenario, "rfabric", device=device)) for device in given.DEVICES.value}
         first = found[given.DEVICES.value[0]]
         for device, (train_s, sync_s) in found.items():
             delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
@@ -62,26 +57,25 @@ def delays(quick: bool, report: Report) -> list[ScoreboardRow]:
     return rows
 
 
-def _stage_s(stages: BoardStages) -> tuple[float, float]:
+def _stage_s(stages: FabricStages) -> tuple[float, float]:
     times = ArmTimes(stages, "verl_to", 1)
     train = stages.training(SimulatedFailures(), times.job(stages.scenario.samples))
     return train.seconds, times.sync_stage(SimulatedFailures()).seconds
 
 
-def allocation(quick: bool, report: Report) -> list[ScoreboardRow]:
+def allocation(quick: bool) -> list[ScoreboardRow]:
     """Circuits evenly over all pairs of ToRs, as a fabric that never changes has them, and evenly over those pairs that
     send, against circuits by traffic."""
     rows = []
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
-            report(f"{TITLES[model]}, {tors}", 0, 1)
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
                 by_traffic_s, senders_s, all_s = times_s
                 what = f"{KINDS[kind]}, even over all pairs against by traffic, {TITLES[model]}, {tors}"
                 senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
                 why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
                 rows.append(beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why))
-    return rows if quick else [*rows, *_sync_rows(report)]
+    return rows if quick else [*rows, *_sync_rows()]
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
@@ -129,10 +123,9 @@ def _job(model: str) -> TrainJob:
     return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, *given.SHARED_OUT_STEP.value)
 
 
-def _sync_rows(report: Report) -> list[ScoreboardRow]:
+def _sync_rows() -> list[ScoreboardRow]:
     model = "qwen2-57b-a14b"
     scenario = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
-    report("weight sync", 0, 1)
     by_traffic, even = (
         measured(stages_of(scenario, "rfabric", allocation=each)).sync.seconds for each in ("traffic", "uniform")
     )

@@ -5,14 +5,14 @@ from statistics import median
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.scoreboard.cases import measured
 from orchestrrl.lab.scoreboard.generation import section_2
-from orchestrrl.lab.scoreboard.model import Report, ScoreboardRow
+from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 
 COLLECTIVES_OF_A_LAYER = 2  # of TP, in a decode iteration
 
 
-def slack(quick: bool, report: Report) -> list[ScoreboardRow]:
+def slack(quick: bool) -> list[ScoreboardRow]:
     """Section 2's job: Qwen2.5-14B on 72 GPUs."""
     _, gen_gpus = given.WORKLOAD_GPUS.value
     stages = section_2(given.BATCH.value // given.SAMPLES.value, given.MAX_TOKENS.value[0])

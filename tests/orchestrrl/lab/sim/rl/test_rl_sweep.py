@@ -1,7 +1,5 @@
 """Sweeps: points of a grid, results that stay, and runners that lose nothing."""
 
-import os
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.lab.sim.rl import sweep_workers
 from orchestrrl.lab.sim.rl.results import read
 from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint, load_sweep, put, sweep
-from orchestrrl.lab.sim.rl.sweep_workers import OnRay, Processes, run_point
+from orchestrrl.lab.sim.rl.sweep_workers import OnRay, run_point
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 GRID = {"cluster.nic_gbps": [100, 200], "training.tp": [2, 3, 4]}
@@ -109,18 +107,6 @@ def test_a_point_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path) -> None
     swept = sweep(load_sweep(written(tmp_path, grid)), tmp_path / "out", Here(), quiet)
     assert len(swept.done) == 1
     assert "never ends" in swept.failed[0].fault
-
-
-def _dies(point: SweepPoint, folder: Path) -> str:
-    if point.values["training.tp"] == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run_point(point, folder)
-
-
-def test_a_process_that_dies_takes_nobody_with_it(tmp_path: Path) -> None:
-    points = load_sweep(written(tmp_path, {"training.tp": [2, 4]}))
-    outcomes = {outcome.point.title: outcome.fault for outcome in Processes(1, _dies)(points, tmp_path)}
-    assert outcomes == {"training.tp=2": "its process ended with status -9", "training.tp=4": ""}
 
 
 def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""Run tasks side by side, each in a process of its own on this machine: a crash affects that task alone, and all
+processes end with their parent."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+GRACE_S = 5.0
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def run_tasks(
+    work: Callable[[Task], Result], tasks: Sequence[Task], at_once: int | None = None, preload: Sequence[str] = ()
+) -> Iterator[tuple[Task, Result | Exception]]:
+    """Yield each task with its result as it comes: what `work` returns or raises, ChildProcessError where the process
+    died. `at_once`: processes; None: as many as there are cores for us. `preload`: modules that `work` imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    most = at_once or len(os.sched_getaffinity(0))
+    waiting, running = list(reversed(tasks)), dict[BaseProcess, tuple[Task, Connection]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                task = waiting.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(target=_run, args=(work, task, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[process] = task, ours
+            # A pipe is readable when its process has sent its result, or is gone.
+            readable = wait([pipe for _, pipe in running.values()])
+            for process in [each for each, (_, pipe) in running.items() if pipe in readable]:
+                task, pipe = running.pop(process)
+                yield task, _result(process, pipe)
+    finally:
+        _end(list(running))
+
+
+def _run(work: Callable[[Any], Any], task: object, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pipe.send(work(task))
+    except Exception as error:  # noqa: BLE001  the parent raises it, or goes on with the other tasks
+        pipe.send(error)
+
+
+def _end_with_parent() -> None:
+    """Also where the parent was killed, or interrupted before it had stored this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _result(process: BaseProcess, pipe: Connection) -> Any:
+    try:
+        result = pipe.recv()
+    except EOFError:
+        process.join()
+        result = ChildProcessError(f"its process ended with status {process.exitcode}")
+    pipe.close()
+    process.join()
+    return result
+
+
+def _end(running: Sequence[BaseProcess]) -> None:
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.join(GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -112,7 +112,7 @@ def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
         initial = ConfigurationId(ready.job.section.initial or _tuned(scenario, kinds, asked))
-        network = OverFabric(ready.fabric, ready.job.where, scenario.engines.moved_bytes_per_token)
+        network = OverFabric(ready.fabric, ready.job.where.first, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
         found = run_fast(run, network if ready.job.section.kv_transfer else None)
         stages = [_ours(step, requests, scenario.gpus) for step, requests in zip(found, asked, strict=True)]

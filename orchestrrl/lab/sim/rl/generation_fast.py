@@ -17,15 +17,8 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
-from orchestrrl.lab.sim.rl.generation_records import (
-    KvOutcome,
-    Leaving,
-    LiveEngine,
-    LiveRequest,
-    leaving_of,
-    snapshot_of,
-)
-from orchestrrl.lab.sim.rl.kv_moves import OverFabric
+from orchestrrl.lab.sim.rl.generation_records import LiveEngine, LiveRequest, leaving_of, snapshot_of
+from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.admission import FREE, ControlState, OperatorControl
 from planner.model import (

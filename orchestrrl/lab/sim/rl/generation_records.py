@@ -1,13 +1,13 @@
-"""What the quick generation loop keeps of requests and engines, what it asks of a network for KV that leaves them, and
-the snapshot that planner and balancer get.
+"""What the quick generation loop keeps of requests and engines, and the snapshot that planner and balancer get.
 
 What agents and a gateway would tell, without their delays: every age is 0.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from orchestrrl.lab.sim.engines import EngineKind
+from orchestrrl.lab.sim.rl.kv_moves import Leaving
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.model import (
@@ -16,7 +16,6 @@ from planner.model import (
     EngineView,
     FinishedLength,
     GpuId,
-    Parallelism,
     RequestId,
     RequestState,
     RequestView,
@@ -63,28 +62,6 @@ class LiveEngine:
             made = self.scheduler.generated_tokens_total
             self.decode_tokens_per_s = (made - tokens) / (now_s - since_s) if self.scheduler.running else None
             self.seen = now_s, made
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A running request whose engine changes."""
-
-    request: RequestId
-    source: tuple[Parallelism, tuple[GpuId, ...]]
-    destination: tuple[Parallelism, tuple[GpuId, ...]]
-    prefill_tokens_per_s: float  # of the destination
-    context_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class KvOutcome:
-    """`ready_s` after the redeployment, by destination's GPUs: its KV is there. Those not in `transferred` compute
-    again."""
-
-    ready_s: Mapping[tuple[GpuId, ...], float]
-    transferred: frozenset[RequestId]
-    bytes: float
-    tier_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 def leaving_of(live: LiveRequest, source: LiveEngine, kind: EngineKind, gpus: tuple[GpuId, ...]) -> Leaving:

@@ -6,7 +6,7 @@ is decoded there. Requests are dealt evenly by what they hold, since lengths are
 GPUs that they were on, so that KV has a short way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +14,14 @@ import numpy as np
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed, on_fabric
-from orchestrrl.lab.sim.rl.kv_moves import Home, KvMoved, KvWish, move_kv
+from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric, Place
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.static import countdown
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
 from planner.cost.profile import Parallelism
-from planner.model import RequestId
+from planner.model import GpuId, RequestId
 
 NEVER_S = 1e12
 
@@ -66,9 +66,8 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
     first_s, finish_s, left = _until_redeployment(case, one, len(before))
     targets = _dealt(left, before, after)
     moved = _moved(case, left, targets, before, after, other, fabric)
-    comes = dict(zip([each.request.id for each in left if each.runs], moved.transferred, strict=True))
-    rest = _decoded(left, targets, comes, other, len(after))
-    switch_s, kv_s = other.profile.switch_s, moved.seconds if any(moved.transferred) else 0.0
+    rest = _decoded(left, targets, moved.transferred, other, len(after))
+    switch_s, kv_s = other.profile.switch_s, moved.seconds if moved.transferred else 0.0
     begin_s = first_s + switch_s + kv_s
     ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in rest)])
     return GenStage(
@@ -142,26 +141,30 @@ def _moved(
     after: UniformFleet,
     kind: EngineKind,
     fabric: SimulatedFabric,
-) -> KvMoved:
-    hardware = case.hardware
-    kv_bits = published_precision(hardware.model).kv_bits
-    homes = [Home(fleet.parallelism, gpus) for fleet in (before, after) for gpus in fleet.gpus]
-    wishes = [
-        KvWish(each.instance, len(before) + target, each.context_tokens)
+) -> KvOutcome:
+    model, prefill_tokens_per_s = case.hardware.model, kind.profile.prefill_tokens_per_s
+    sources, destinations = _places(before), _places(after)
+    leaving = [
+        Leaving(
+            each.request.id, sources[each.instance], destinations[target], prefill_tokens_per_s, each.context_tokens
+        )
         for each, target in zip(left, targets, strict=True)
         if each.runs
     ]
-    rates = np.full(len(homes), kind.profile.prefill_tokens_per_s)
-    return move_kv(homes, wishes, hardware.model.kv_bytes_per_token(kv_bits), rates, fabric)
+    return OverFabric(fabric, 0, model.kv_bytes_per_token(published_precision(model).kv_bits))(leaving)
+
+
+def _places(fleet: UniformFleet) -> list[Place]:
+    return [(fleet.parallelism, tuple(map(GpuId, gpus))) for gpus in fleet.gpus.tolist()]
 
 
 def _decoded(
-    left: Sequence[_Left], targets: Sequence[int], comes: dict[RequestId, bool], kind: EngineKind, instances: int
+    left: Sequence[_Left], targets: Sequence[int], comes: Collection[RequestId], kind: EngineKind, instances: int
 ) -> list[float]:
     """When each of them ends, from when all KV is there."""
     engines = [Scheduler(kind.shape) for _ in range(instances)]
     for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
-        each.request.submit(engines[target], 0.0, each.generated, prefilled=comes.get(each.request.id, False))
+        each.request.submit(engines[target], 0.0, each.generated, prefilled=each.request.id in comes)
     return [
         progress.finished_s
         for engine in engines

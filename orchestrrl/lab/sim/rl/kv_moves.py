@@ -6,8 +6,9 @@ to nothing beside the network. All KV sets out at once; what an instance compute
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,147 +17,126 @@ from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFa
 from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
-from orchestrrl.lab.sim.rl.generation_records import KvOutcome, Leaving
-from planner.model import GpuId, Parallelism
+from planner.model import GpuId, Parallelism, RequestId
 
 # In which instances may leave the network to the others: each works out circuits and times. After the last, those that
 # stay have what they got beside the others.
 MOST_ROUNDS = 3
+Place = tuple[Parallelism, tuple[GpuId, ...]]  # of an instance; under AFD GPUs for attention before those for FFN
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """The GPUs of an instance, and how it uses them."""
+class Leaving:
+    """A running request whose engine changes."""
 
-    parallelism: Parallelism
-    gpus: Ints  # [rank]; under AFD attention before FFN
-
-    @property
-    def replicas(self) -> Ints:
-        """[attention replica, rank]"""
-        p = self.parallelism
-        held = self.gpus[: p.attention_gpus] if p.afd else self.gpus
-        return held.reshape(-1, p.tp)
-
-
-@dataclass(frozen=True, slots=True)
-class KvWish:
-    """A request that is to go on elsewhere: places in the list of homes."""
-
-    source: int
-    destination: int
+    request: RequestId
+    source: Place
+    destination: Place
+    prefill_tokens_per_s: float  # of the destination
     context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class KvMoved:
-    """What became of them."""
+class KvOutcome:
+    """`ready_s` by destination's GPUs, of those that get KV over the network: its last KV is there. Requests that are
+    not in `transferred` are computed again. `seconds`: until both is done everywhere."""
 
-    ready_s: Floats  # [home]: its last KV is there, over the network or computed again
-    transferred: tuple[bool, ...]  # [wish]; else computed again
+    ready_s: Mapping[tuple[GpuId, ...], float]
+    transferred: frozenset[RequestId]
+    seconds: float
     bytes: float  # over GPUs' links
-    recomputed_tokens: int
     tier_bytes: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        return float(self.ready_s.max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """Of all wishes: bytes from GPU to GPU, and whose they are."""
+class KvShares:
+    """Of all requests: bytes from GPU to GPU, and whose they are."""
 
     src: Ints
     dst: Ints
     bytes: Floats
-    wish: Ints
+    request: Ints  # its number among those that leave
+
+    def only(self, these: NDArray[np.bool_]) -> "KvShares":
+        return KvShares(self.src[these], self.dst[these], self.bytes[these], self.request[these])
 
 
-def move_kv(
-    homes: Sequence[Home],
-    wishes: Sequence[KvWish],
-    kv_bytes_per_token: float,
-    prefill_tokens_per_s: Floats,  # [home]
-    fabric: SimulatedFabric,
-) -> KvMoved:
-    """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves the
-    network to the others."""
-    again_s = _recompute_s(len(homes), wishes, prefill_tokens_per_s)
-    by_network = np.ones(len(homes), dtype=np.bool_)
-    shares = _shares(homes, wishes, kv_bytes_per_token)
-    destination = np.array([wish.destination for wish in wishes], np.int64)
-    ready_s, sent_bytes, tiers = again_s, 0.0, dict[str, float]()
-    for _ in range(MOST_ROUNDS):
-        sent = by_network[destination][shares.wish]
-        some = _only(shares, sent)
-        flows, of = _merged(some)
-        if not len(flows):
-            ready_s, sent_bytes, tiers = np.where(by_network, 0.0, again_s), 0.0, {}
-            break
-        network = fabric.network(Period.of("KV", FabricStage.GEN, flows))
-        arrived_s = _arrived_s(network, flows, of, destination[some.wish], len(homes))
-        later = by_network & (arrived_s > again_s)
-        by_network = by_network & ~later
-        ready_s = np.where(by_network, arrived_s, again_s)
-        kept = by_network[destination[some.wish]]
-        sent_bytes, tiers = float(some.bytes[kept].sum()), _tier_bytes(network, _only(some, kept))
-        if not later.any():
-            break
-    transferred = tuple(bool(each) for each in by_network[destination])
-    again = sum(wish.context_tokens for wish, sent in zip(wishes, transferred, strict=True) if not sent)
-    return KvMoved(ready_s, transferred, sent_bytes, again, tiers)
+@dataclass(frozen=True)
+class OverFabric:
+    """Engines' GPUs are numbered from `first_gpu` on. Circuits are set for it where the fabric has any, while the new
+    engines start."""
+
+    fabric: SimulatedFabric
+    first_gpu: int
+    kv_bytes_per_token: float
+
+    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
+        """Whoever would have its instance's KV sooner by computing it again does so, instance by instance, and leaves
+        the network to the others."""
+        places = list(dict.fromkeys(each.destination for each in leaving))
+        at = np.array([places.index(each.destination) for each in leaving], np.int64)
+        again_s = np.bincount(
+            at, [each.context_tokens / each.prefill_tokens_per_s for each in leaving], len(places)
+        ).astype(np.float64)
+        by_network, shares = np.ones(len(places), np.bool_), self.shares(leaving)
+        ready_s, sent_bytes, tiers = again_s, 0.0, dict[str, float]()
+        for _ in range(MOST_ROUNDS):
+            some = shares.only(by_network[at][shares.request])
+            flows, of = _merged(some)
+            if not len(flows):
+                ready_s, sent_bytes, tiers = np.where(by_network, 0.0, again_s), 0.0, {}
+                break
+            network = self.fabric.network(Period.of("KV", FabricStage.GEN, flows))
+            arrived_s = _arrived_s(network, flows, of, at[some.request], len(places))
+            later = by_network & (arrived_s > again_s)
+            by_network = by_network & ~later
+            ready_s = np.where(by_network, arrived_s, again_s)
+            kept = some.only(by_network[at[some.request]])
+            sent_bytes, tiers = float(kept.bytes.sum()), _tier_bytes(network, kept)
+            if not later.any():
+                break
+        return KvOutcome(
+            {gpus: float(ready_s[number]) for number, (_, gpus) in enumerate(places) if by_network[number]},
+            frozenset(each.request for each, place in zip(leaving, at, strict=True) if by_network[place]),
+            float(ready_s.max(initial=0.0)),
+            sent_bytes,
+            tiers,
+        )
+
+    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
+        """Return bytes by tier of KV that nothing waits for, over the fabric as it is at rest."""
+        shares = self.shares(leaving)
+        return _tier_bytes(self.fabric.network(None), shares) if len(shares.src) else {}
+
+    def shares(self, leaving: Sequence[Leaving]) -> KvShares:
+        """Replicas of either side take the requests in turn."""
+        gone, come = Counter[Place](), Counter[Place]()
+        rows: list[tuple[int, int, float, int]] = []
+        for number, each in enumerate(leaving):
+            source = self._replica(each.source, gone[each.source])
+            destination = self._replica(each.destination, come[each.destination])
+            gone[each.source] += 1
+            come[each.destination] += 1
+            kv_bytes = each.context_tokens * self.kv_bytes_per_token
+            for src, dst, share in _overlaps(source, destination):
+                if src != dst:
+                    rows.append((src, dst, share * kv_bytes, number))
+        if not rows:
+            none = GpuFlows.none()
+            return KvShares(none.src, none.dst, none.bytes, none.src)
+        from_gpu, to_gpu, size, request = (np.array(each) for each in zip(*rows, strict=True))
+        return KvShares(from_gpu, to_gpu, size, request)
+
+    def _replica(self, place: Place, turn: int) -> Ints:
+        """[rank], GPUs of the attention replica whose turn it is."""
+        parallelism, gpus = place
+        held = gpus[: parallelism.attention_gpus] if parallelism.afd else gpus
+        replicas = np.array(held).reshape(-1, parallelism.tp) + self.first_gpu
+        return np.asarray(replicas[turn % len(replicas)])
 
 
-def kv_flows(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> GpuFlows:
-    """One flow for each two GPUs."""
-    return _merged(_shares(homes, wishes, kv_bytes_per_token))[0]
-
-
-def _only(shares: _Shares, these: NDArray[np.bool_]) -> _Shares:
-    return _Shares(shares.src[these], shares.dst[these], shares.bytes[these], shares.wish[these])
-
-
-def _tier_bytes(network: LinkNetwork, shares: _Shares) -> dict[str, float]:
+def _tier_bytes(network: LinkNetwork, shares: KvShares) -> dict[str, float]:
     return {tier.value: size for tier, size in tier_bytes(network, _merged(shares)[0]).items()}
-
-
-def kv_tier_bytes(
-    homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float, fabric: SimulatedFabric
-) -> dict[str, float]:
-    """Of KV that goes when it likes, over the fabric as it is at rest."""
-    shares = _shares(homes, wishes, kv_bytes_per_token)
-    return _tier_bytes(fabric.network(None), shares) if len(shares.src) else {}
-
-
-def _recompute_s(homes: int, wishes: Sequence[KvWish], prefill_tokens_per_s: Floats) -> Floats:
-    """[home]"""
-    at = np.array([wish.destination for wish in wishes], np.int64)
-    tokens = np.array([wish.context_tokens for wish in wishes], np.float64)
-    return np.bincount(at, tokens / prefill_tokens_per_s[at], homes).astype(np.float64)
-
-
-def _shares(homes: Sequence[Home], wishes: Sequence[KvWish], kv_bytes_per_token: float) -> _Shares:
-    """Replicas of either side take the requests in turn."""
-    replicas = [home.replicas for home in homes]
-    gone, come = np.zeros(len(homes), np.int64), np.zeros(len(homes), np.int64)
-    rows: list[tuple[int, int, float, int]] = []
-    for number, wish in enumerate(wishes):
-        a, b = wish.source, wish.destination
-        source = replicas[a][gone[a] % len(replicas[a])]
-        destination = replicas[b][come[b] % len(replicas[b])]
-        gone[a] += 1
-        come[b] += 1
-        kv_bytes = wish.context_tokens * kv_bytes_per_token
-        for src, dst, share in _overlaps(source, destination):
-            if src != dst:
-                rows.append((src, dst, share * kv_bytes, number))
-    if not rows:
-        none = GpuFlows.none()
-        return _Shares(none.src, none.dst, none.bytes, none.src)
-    from_gpu, to_gpu, size, wish_of = (np.array(each) for each in zip(*rows, strict=True))
-    return _Shares(from_gpu, to_gpu, size, wish_of)
 
 
 def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
@@ -169,7 +149,7 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
     ]
 
 
-def _merged(shares: _Shares) -> tuple[GpuFlows, Ints]:
+def _merged(shares: KvShares) -> tuple[GpuFlows, Ints]:
     """And which flow each share goes with."""
     if not len(shares.src):
         return GpuFlows.none(), np.empty(0, np.int64)
@@ -179,57 +159,9 @@ def _merged(shares: _Shares) -> tuple[GpuFlows, Ints]:
     return GpuFlows(pairs[0], pairs[1], np.bincount(of, shares.bytes).astype(np.float64)), of
 
 
-def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, homes: int) -> Floats:
-    """[home]"""
-    arrived_s = np.zeros(homes)
-    if len(flows):
-        routes = routes_of(network, flows)
-        ends_s = finish_routed_s(network, flows, routes) + routes.latency_s
-        np.maximum.at(arrived_s, destination, ends_s[of])
+def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
+    """[place]"""
+    arrived_s, routes = np.zeros(places), routes_of(network, flows)
+    ends_s = finish_routed_s(network, flows, routes) + routes.latency_s
+    np.maximum.at(arrived_s, destination, ends_s[of])
     return arrived_s
-
-
-Place = tuple[Parallelism, tuple[GpuId, ...]]
-
-
-@dataclass(frozen=True)
-class OverFabric:
-    """Engines' GPUs are numbered from `where.first` on. Circuits are set for it where the fabric has any, while the new
-    engines start."""
-
-    fabric: SimulatedFabric
-    where: GenGpus
-    kv_bytes_per_token: float
-
-    def __call__(self, leaving: Sequence[Leaving]) -> KvOutcome:
-        place, homes, wishes = self._wishes_of(leaving)
-        rates = np.ones(len(homes))
-        for each in leaving:
-            rates[place[each.destination]] = each.prefill_tokens_per_s
-        moved = move_kv(homes, wishes, self.kv_bytes_per_token, rates, self.fabric)
-        by_network = frozenset(each.request for each, sent in zip(leaving, moved.transferred, strict=True) if sent)
-        # What is computed again, the engines' own prefill takes.
-        ready_s = {
-            each.destination[1]: float(moved.ready_s[place[each.destination]])
-            for each in leaving
-            if each.request in by_network
-        }
-        return KvOutcome(ready_s, by_network, moved.bytes, moved.tier_bytes)
-
-    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
-        """Return bytes by tier of KV that nothing waits for."""
-        _, homes, wishes = self._wishes_of(leaving)
-        return kv_tier_bytes(homes, wishes, self.kv_bytes_per_token, self.fabric)
-
-    def _wishes_of(self, leaving: Sequence[Leaving]) -> tuple[dict[Place, int], list[Home], list[KvWish]]:
-        """Engines by their place in the list of homes."""
-        engines = sorted({each.source for each in leaving} | {each.destination for each in leaving}, key=_key)
-        place = {engine: number for number, engine in enumerate(engines)}
-        homes = [Home(layout, np.array(gpus) + self.where.first) for layout, gpus in engines]
-        wishes = [KvWish(place[each.source], place[each.destination], each.context_tokens) for each in leaving]
-        return place, homes, wishes
-
-
-def _key(engine: Place) -> tuple[object, ...]:
-    """Of engines one after another on the same GPUs, too."""
-    return engine[1], astuple(engine[0])

@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
 from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, deployed, summed, token_flows
-from orchestrrl.lab.sim.rl.kv_moves import Home, KvWish, kv_tier_bytes, move_kv
+from orchestrrl.lab.sim.rl.kv_moves import Leaving, OverFabric
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
@@ -20,7 +20,7 @@ from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from planner.cost.profile import Parallelism
-from planner.model import ConfigurationId
+from planner.model import ConfigurationId, GpuId, RequestId
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 SERVERS = Servers(8)
@@ -85,15 +85,15 @@ def test_tiers_have_the_bytes_of_all_tokens() -> None:
 
 
 def test_kv_that_moves_is_on_the_tiers() -> None:
-    homes = [Home(Parallelism(tp=2), np.array([16, 17])), Home(Parallelism(tp=2), np.array([32, 33]))]
-    wishes = [KvWish(0, 1, 1000)]
-    moved = move_kv(homes, wishes, 1e5, np.ones(2), FABRIC)
-    assert moved.transferred == (True,)
+    source, destination = ((Parallelism(tp=2), (GpuId(first), GpuId(first + 1))) for first in (0, 16))
+    over, wish = OverFabric(FABRIC, 16, 1e5), Leaving(RequestId("r"), source, destination, 1.0, 1000)
+    moved = over([wish])
+    assert moved.transferred == {"r"}
     assert moved.tier_bytes["nic"] == pytest.approx(2 * moved.bytes) == pytest.approx(2e8)
-    assert kv_tier_bytes(homes, wishes, 1e5, FABRIC) == moved.tier_bytes
-    again = move_kv(homes, wishes, 1e5, np.full(2, 1e12), FABRIC)  # computing is quicker: nothing is sent
-    assert (again.transferred, again.bytes, again.tier_bytes) == ((False,), 0.0, {})
-    assert kv_tier_bytes(homes, [], 1e5, FABRIC) == {}
+    assert over.sent([wish]) == moved.tier_bytes
+    again = over([replace(wish, prefill_tokens_per_s=1e12)])  # computing is quicker: nothing is sent
+    assert (again.transferred, again.bytes, again.tier_bytes) == (frozenset(), 0.0, {})
+    assert over.sent([]) == {}
 
 
 @pytest.mark.parametrize("kind", ["fat_tree", "rfabric"])

@@ -18,11 +18,10 @@ from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, Lin
 from orchestrrl.lab.sim.net.problem import FlowProblem, problem_of, reduced, routes_of
 
 
-def rates(network: LinkNetwork, flows: GpuFlows, *, weight: Floats | None = None, cap: Floats | None = None) -> Floats:
-    """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `weight` [flow]:
-    rates are raised in proportion to it; `cap` [flow], bytes/s: no flow takes more."""
-    level = levels(problem_of(network, routes_of(network, flows), weight, cap))
-    return level if weight is None else level * weight
+def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -> Floats:
+    """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `cap` [flow],
+    bytes/s: no flow takes more."""
+    return levels(problem_of(network, routes_of(network, flows), cap))
 
 
 def levels(problem: FlowProblem) -> Floats:
@@ -123,7 +122,7 @@ def finish_beside(
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))
     alone = np.concatenate((np.zeros(count), rates(network, steady, cap=steady.bytes)))
-    small = reduced(problem_of(network, _joined(routes, routes_of(network, steady)), cap=cap), size)
+    small = reduced(problem_of(network, _joined(routes, routes_of(network, steady)), cap), size)
     each, of = small.problem, small.first
     end_s, missed = _finish(each, size[of], alone[of], tolerance)
     behind, alone = missed[small.of][count:], alone[count:]

@@ -52,15 +52,12 @@ def routes_of(network: LinkNetwork, flows: GpuFlows) -> FlowRoutes:
     return FlowRoutes(np.concatenate(([0], np.cumsum(length))), found.link, found.share, latency_s)
 
 
-def problem_of(
-    network: LinkNetwork, routes: FlowRoutes, weight: Floats | None = None, cap: Floats | None = None
-) -> FlowProblem:
-    """Rows are levels: a flow's rate is its level times its weight. A flow that wishes no more than `cap` bytes/s (inf:
-    as much as it gets) has a link of its own of that capacity."""
-    load = routes.share if weight is None else routes.share * np.repeat(weight, np.diff(routes.begin))
-    plain = FlowProblem(network.capacity_bytes_per_s, routes.begin, routes.link, load)
-    plain = _taken(plain, load > 0)  # of a link that is full they take nothing, and it shall not hold them up
-    return plain if cap is None else _capped(plain, cap, np.ones_like(cap) if weight is None else weight)
+def problem_of(network: LinkNetwork, routes: FlowRoutes, cap: Floats | None = None) -> FlowProblem:
+    """Rows are flows. One that may have `cap` bytes/s (inf: as much as it gets) has a link of its own, of that
+    capacity."""
+    plain = FlowProblem(network.capacity_bytes_per_s, routes.begin, routes.link, routes.share)
+    plain = _taken(plain, routes.share > 0)  # of a link that is full they take nothing, and it shall not hold them up
+    return plain if cap is None else _capped(plain, cap)
 
 
 def _taken(problem: FlowProblem, entries: NDArray[np.bool_]) -> FlowProblem:
@@ -70,14 +67,14 @@ def _taken(problem: FlowProblem, entries: NDArray[np.bool_]) -> FlowProblem:
     return FlowProblem(problem.capacity, begin, problem.link[entries], problem.load[entries])
 
 
-def _capped(problem: FlowProblem, cap: Floats, weight: Floats) -> FlowProblem:
+def _capped(problem: FlowProblem, cap: Floats) -> FlowProblem:
     capped = np.flatnonzero(np.isfinite(cap))
     ends = problem.begin[capped + 1]
     return FlowProblem(
         np.concatenate((problem.capacity, cap[capped])),
         problem.begin + np.concatenate(([0], np.cumsum(np.isfinite(cap)))),
         np.insert(problem.link, ends, len(problem.capacity) + np.arange(len(capped))),
-        np.insert(problem.load, ends, weight[capped]),
+        np.insert(problem.load, ends, 1.0),
     )
 
 

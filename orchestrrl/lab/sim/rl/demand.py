@@ -73,7 +73,7 @@ def _exchanges(scenario: ClusterScenario, fleet: UniformFleet) -> GpuFlows:
 
 
 def _weights(scenario: ClusterScenario, job: TrainJob, fleet: UniformFleet, plain: SimulatedFabric) -> GpuFlows:
-    part, servers = scenario.weight_sync, scenario.servers
-    shards = shards_of(job, [fleet], servers.gpus_per_server, part.bits)
-    steps = steps_of(part.scheme, shards, site_of(plain.network(None)), servers)
+    servers = scenario.servers
+    shards = shards_of(job, [fleet], servers.gpus_per_server)
+    steps = steps_of(scenario.weight_sync.scheme, shards, site_of(plain.network(None)), servers)
     return GpuFlows.joined([step.flows for step in steps])

@@ -95,7 +95,6 @@ class Prepared:
                 kv_transfer=part.kv_transfer,
             ),
             control=part.control,
-            gateway=part.gateway,
             daemon={"mode": "act", **job.daemon, "slow": slow},
         )
 

@@ -112,7 +112,6 @@ class TokenExchange:
     """In the mean over instances. `extra_hop_s`: beyond what two links and one switch take."""
 
     bytes_per_s: float  # of each GPU
-    slowest_bytes_per_s: float  # of the GPUs of the instance that gets least
     extra_hop_s: float
 
 
@@ -165,7 +164,6 @@ def exchange_on(network: LinkNetwork, fleet: UniformFleet) -> TokenExchange:
     nearest_s = 2 * servers.propagation_s + servers.processing_s
     return TokenExchange(
         SENT_BYTES / float(wire_s.mean()),
-        SENT_BYTES / float(wire_s.max()),
         max(0.0, float(latency_s.max()) - nearest_s),
     )
 

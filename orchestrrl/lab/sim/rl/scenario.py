@@ -5,8 +5,7 @@ simulated can be deployed, see deployable.py. GPUs are numbered through: those t
 """
 
 import re
-from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
@@ -20,7 +19,6 @@ from orchestrrl.lab.sim.rl.training import Recipe
 from orchestrrl.lab.sim.scenario import (
     Arm,
     Count,
-    GatewaySection,
     GenerationControlSection,
     Name,
     NotNegative,
@@ -74,7 +72,6 @@ class ClusterSection(ScenarioSection):
     gpus_per_server: Count = 8
     nics_per_server: Count = 8
     nic_gbps: Positive = 200.0
-    nvlink_gbytes_per_s: Positive | None = None  # one way, of each GPU; by default the GPU's
     servers_per_tor: Count | None = None  # of fabrics that say nothing else in their options
     servers_per_pod: Count | None = None
     gpu_usd: Positive | None = None  # price of one, for throughput per dollar of all
@@ -117,12 +114,11 @@ class ClusterFabricSection(ScenarioSection):
 
 
 class TrainingSection(ScenarioSection):
-    """What a training step does with its samples. dp follows from the GPUs, where it is left out."""
+    """What a training step does with its samples. dp follows from the GPUs."""
 
     tp: Count = 1
     cp: Count = 1
     pp: Count = 1
-    dp: Count | None = None
     ep: Count = 1
     vpp: Count = 1  # stages of each pipeline rank, interleaved
     micro_sequences: Count = 1
@@ -141,14 +137,12 @@ class GenerationSection(ScenarioSection):
     layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()
     profile: Name | None = None  # instead: a built-in one, or a file from the scenario's folder
     engine: Annotated[str, one_of([*ENGINES, PAPER_ENGINE])] = "vllm"
-    start_s: NotNegative | None = None  # of an engine, before its weights are loaded; by default the engine's
     initial: str | None = None  # layout that our arms begin with; by default the tuned static baseline's
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ("both",)
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
     prefix_caching: bool = False
     control: GenerationControlSection = GenerationControlSection()
-    gateway: GatewaySection = GatewaySection()
     _profile: Profile | None = PrivateAttr(None)
 
     @model_validator(mode="after")
@@ -170,7 +164,6 @@ class WeightSyncSection(ScenarioSection):
 
     scheme: Name = "tree"
     holds: Holds = Holds.ENGINES
-    bits: Literal[8, 16] = 16  # of a weight, on the way
 
 
 class LoopSection(ScenarioSection):
@@ -232,9 +225,8 @@ class ClusterScenario(ScenarioSection):
 
     @property
     def engine_value(self) -> EngineModel:
-        name, start_s = self.generation.engine, self.generation.start_s
-        engine = paper_engine(self.model_value) if name == PAPER_ENGINE else ENGINES[name]
-        return engine if start_s is None else replace(engine, start_s=start_s)
+        name = self.generation.engine
+        return paper_engine(self.model_value) if name == PAPER_ENGINE else ENGINES[name]
 
     @property
     def engine_layouts(self) -> tuple[Parallelism, ...]:
@@ -245,13 +237,12 @@ class ClusterScenario(ScenarioSection):
     @property
     def servers(self) -> Servers:
         cluster = self.cluster
-        nvlink = cluster.nvlink_gbytes_per_s
         return Servers(
             count=cluster.gpus // cluster.gpus_per_server,
             gpus_per_server=cluster.gpus_per_server,
             nics_per_server=cluster.nics_per_server,
             nic_gbps=cluster.nic_gbps,
-            nvlink_bytes_per_s=self.gpu_value.nvlink_bytes_per_s if nvlink is None else nvlink * 1e9,
+            nvlink_bytes_per_s=self.gpu_value.nvlink_bytes_per_s,
         )
 
     def fabric_options(self, section: ClusterFabricSection) -> dict[str, Any]:
@@ -272,7 +263,7 @@ class ClusterScenario(ScenarioSection):
     @property
     def train_layout(self) -> TrainLayout:
         part = self.training
-        dp = part.dp or self.cluster.train_gpus // (part.tp * part.cp * part.pp)
+        dp = self.cluster.train_gpus // (part.tp * part.cp * part.pp)
         return TrainLayout(tp=part.tp, cp=part.cp, dp=dp, pp=part.pp, ep=part.ep, vpp=part.vpp)
 
     @property

@@ -41,9 +41,8 @@ def faults_between_sections(scenario: ClusterScenario) -> list[str]:
 
 def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
     part, gpus = scenario.training, scenario.cluster.train_gpus
-    without_dp = part.tp * part.cp * part.pp
-    if gpus % without_dp or (part.dp is not None and part.dp * without_dp != gpus):
-        degrees = f"tp {part.tp}, cp {part.cp}, pp {part.pp}" + (f", dp {part.dp}" if part.dp else "")
+    if gpus % (part.tp * part.cp * part.pp):
+        degrees = f"tp {part.tp}, cp {part.cp}, pp {part.pp}"
         yield f"training: must take all of cluster.train_gpus ({gpus}), got {degrees}"
         return
     samples = scenario.loop.batch_samples or scenario.samples

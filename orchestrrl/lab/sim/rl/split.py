@@ -147,9 +147,4 @@ def _tried(
 def with_split(scenario: ClusterScenario, train_gpus: int) -> ClusterScenario:
     """The same cluster, with so many GPUs that train; dp follows from them."""
     sides = {"train_gpus": train_gpus, "gen_gpus": scenario.cluster.gpus - train_gpus}
-    return scenario.model_copy(
-        update={
-            "cluster": scenario.cluster.model_copy(update=sides),
-            "training": scenario.training.model_copy(update={"dp": None}),
-        }
-    )
+    return scenario.model_copy(update={"cluster": scenario.cluster.model_copy(update=sides)})

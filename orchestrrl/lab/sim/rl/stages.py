@@ -95,9 +95,7 @@ class FabricStages:
         self, failed: SimulatedFailures, fleet: UniformFleet, job: TrainJob, beside: tuple[Beside, ...] = ()
     ) -> SyncStage:
         part, key = self.scenario.weight_sync, ("sync", _key(failed), fleet.parallelism, job, beside)
-        return self._once(
-            key, lambda: sync_stage(job, [fleet], self.without(failed), part.scheme, bits=part.bits, beside=beside)
-        )
+        return self._once(key, lambda: sync_stage(job, [fleet], self.without(failed), part.scheme, beside=beside))
 
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
@@ -223,7 +221,6 @@ class ArmTimes:
 def _key(failed: SimulatedFailures) -> Hashable:
     return (
         tuple(sorted(failed.nics)),
-        tuple(sorted(failed.servers)),
         tuple(sorted((failed.tor_uplinks or {}).items())),
         tuple(sorted((failed.pod_uplinks or {}).items())),
     )

@@ -79,7 +79,6 @@ def sync_stage(
     fabric: SimulatedFabric,
     scheme: str = "tree",
     *,
-    bits: int = 16,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
     """To the engines of all `fleets`. `beside`: what others send all the while. Raises ValueError for a scheme that is
@@ -87,7 +86,7 @@ def sync_stage(
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     servers = fabric.servers
-    shards = shards_of(job, fleets, servers.gpus_per_server, bits)
+    shards = shards_of(job, fleets, servers.gpus_per_server)
     site = site_of(fabric.network(None))
     least_s = bound_s(shards, site)
     sending = [each for each in beside if len(each.flows)]

@@ -24,6 +24,7 @@ from planner.sync_tree.layout import EngineLayout, TrainerLayout, megatron_stage
 from planner.sync_tree.parameters import ROW, Parameter, TransformerParameters, gate_up
 from planner.sync_tree.reshard import ReshardedVersion, reshard
 
+WEIGHT_BYTES = 2  # on the way
 VOCAB_MULTIPLE = 128  # of Megatron, times TP (make_vocab_size_divisible_by)
 
 
@@ -38,11 +39,9 @@ class ServerShard:
     needs: Floats  # [receiver, GPU of the server]
 
 
-def shards_of(
-    job: TrainJob, fleets: Sequence[UniformFleet], gpus_per_server: int, bits: int = 16
-) -> tuple[ServerShard, ...]:
+def shards_of(job: TrainJob, fleets: Sequence[UniformFleet], gpus_per_server: int) -> tuple[ServerShard, ...]:
     """For engines of all `fleets`. Raises ValueError where a layout cannot divide the model."""
-    parameters = parameters_of(job.model, bits)
+    parameters = parameters_of(job.model)
     trainer = trainer_layout(job)
     dense = [each for each in parameters if not each.split.has_experts]
     expert = [each for each in parameters if each.split.has_experts]
@@ -54,7 +53,7 @@ def shards_of(
     return _by_servers(found, gpus_per_server)
 
 
-def parameters_of(model: Model, bits: int = 16) -> tuple[Parameter, ...]:
+def parameters_of(model: Model) -> tuple[Parameter, ...]:
     """A mixture with a part that every token visits has both."""
     transformer = TransformerParameters(
         layers=model.layers,
@@ -65,7 +64,7 @@ def parameters_of(model: Model, bits: int = 16) -> tuple[Parameter, ...]:
         intermediate=model.expert_ffn if model.moe else model.ffn,
         vocab=model.vocab,
         experts=model.experts,
-        dtype_bytes=bits // 8,
+        dtype_bytes=WEIGHT_BYTES,
         is_tied=model.tied_embeddings,
     )
     shared: list[Parameter] = []
@@ -73,8 +72,8 @@ def parameters_of(model: Model, bits: int = 16) -> tuple[Parameter, ...]:
         for layer in range(model.layers):
             name = f"model.layers.{layer}.mlp.shared_expert"
             up, down = (2 * model.ffn, model.hidden), (model.hidden, model.ffn)
-            shared.append(Parameter(f"{name}.gate_up_proj.weight", up, bits // 8, gate_up(model.ffn), layer))
-            shared.append(Parameter(f"{name}.down_proj.weight", down, bits // 8, ROW, layer))
+            shared.append(Parameter(f"{name}.gate_up_proj.weight", up, WEIGHT_BYTES, gate_up(model.ffn), layer))
+            shared.append(Parameter(f"{name}.down_proj.weight", down, WEIGHT_BYTES, ROW, layer))
     return (*transformer.parameters(), *shared)
 
 

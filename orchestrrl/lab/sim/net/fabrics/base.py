@@ -104,7 +104,6 @@ class SimulatedFailures:
     above it."""
 
     nics: frozenset[int] = frozenset()
-    servers: frozenset[int] = frozenset()
     tor_uplinks: Mapping[int, float] | None = None  # by ToR: the share of its uplinks, or of its OCS ports
     pod_uplinks: Mapping[int, float] | None = None  # by PoD: the share of what joins it to the core
 

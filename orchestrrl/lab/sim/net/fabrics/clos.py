@@ -5,9 +5,8 @@ joins a ToR to its PoD, and a PoD to the core, is one bundle each way.
 
 `fat_tree`: non-blocking, three tiers of equal switches (Al-Fares et al., SIGCOMM 2008). All NICs of a server are on one
 ToR, half of whose ports go down. PoDs have as many servers as a scalable unit of NVIDIA's DGX SuperPOD: 32. How many
-those are changes latency alone. `servers_per_tor`: at most so many; None: as many as its ports take. `tiers`: 3, as the
-ToR-Agg-Core of the OrchestrRL paper's table 1; 2 where ToRs are joined directly by one stage of spines, which reaches
-radix^2 / 2 NICs where ToRs are full; None: as few as the radix allows.
+those are changes latency alone. `servers_per_tor`: at most so many; None: as many as its ports take. There are three
+tiers, as the ToR-Agg-Core of the OrchestrRL paper's table 1.
 
 `oversubscribed`: `ratio` times as many ports of a ToR go down as up; above the ToRs nothing blocks. 3:1 as FT-OS in
 section 7.2 of the OrchestrRL paper, which does not say where: it is the ToRs' uplinks where it saves most.
@@ -190,9 +189,8 @@ def fat_tree(
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
-    tiers: int | None = 3,
 ) -> Clos:
-    return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor, tiers))
+    return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor))
 
 
 def blocked_tree(
@@ -200,50 +198,38 @@ def blocked_tree(
     radix: int,
     servers_per_pod: int,
     servers_per_tor: int | None,
-    tiers: int | None,
     ratio: float = 1.0,
 ) -> ClosCabling:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
-    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor, tiers), *number("ratio", ratio, 1.0))
+    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor), *number("ratio", ratio, 1.0))
     down = int(radix * ratio / (1 + ratio) + 1e-9)
-    refuse(*_too_many(servers, radix, down, servers_per_tor, tiers))
+    refuse(*_too_many(servers, radix, down, servers_per_tor))
     per_tor = servers_per_tor or down // nics
-    two = tiers == 2 or (tiers is None and servers.count <= radix * per_tor)
-    per_pod = servers.count if two else servers_per_pod
-    blocks = -(-per_pod // per_tor)
-    pods = -(-servers.count // per_pod)
+    blocks = -(-servers_per_pod // per_tor)
+    pods = -(-servers.count // servers_per_pod)
     server = np.arange(servers.count)
-    block = server // per_pod * blocks + server % per_pod * blocks // per_pod
+    block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod
     used, tor = np.unique(block, return_inverse=True)
     pod_of: Ints = used // blocks
     assert int(pod_of.max()) == pods - 1
     return ClosCabling(np.repeat(tor, nics), pod_of, ratio)
 
 
-def tree_faults(
-    radix: int, servers_per_pod: int, servers_per_tor: int | None, tiers: int | None
-) -> Iterator[ShapeFault]:
+def tree_faults(radix: int, servers_per_pod: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
     yield from at_least("servers_per_pod", servers_per_pod, 1)
     if servers_per_tor is not None:
         yield from at_least("servers_per_tor", servers_per_tor, 1)
     yield from at_least("radix", radix, 2)
-    if tiers not in (None, 2, 3):
-        yield ShapeFault("tiers", "must be 2, 3 or none", tiers)
 
 
-def _too_many(
-    servers: Servers, radix: int, down: int, servers_per_tor: int | None, tiers: int | None
-) -> Iterator[ShapeFault]:
+def _too_many(servers: Servers, radix: int, down: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
     nics = servers.nics_per_server
-    reach = radix * (servers_per_tor or down // nics) * nics
     if down < nics:
         yield ShapeFault("radix", f"a ToR must have ports for the {nics} NICs of a server", radix)
     elif servers_per_tor is not None and servers_per_tor * nics > down:
         message = f"a ToR of {radix} ports has {down} down, for {down // nics} servers of {nics} NICs"
         yield ShapeFault("servers_per_tor", message, servers_per_tor)
-    elif tiers == 2 and servers.nics > reach:
-        yield ShapeFault("tiers", f"2 tiers of {radix} ports reach {reach} NICs, and there are {servers.nics}", tiers)
 
 
 def oversubscribed(
@@ -253,9 +239,8 @@ def oversubscribed(
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
-    tiers: int | None = 3,
 ) -> Clos:
-    tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, tiers, ratio)
+    tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, ratio)
     return Clos("oversubscribed", servers, tree)
 
 
@@ -266,7 +251,7 @@ def rail_optimized(
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
 ) -> Clos:
-    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor, None))
+    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor))
     down = radix // 2
     if servers_per_tor is not None and servers_per_tor > down:
         refuse(

@@ -151,11 +151,10 @@ class HostNetwork:
 
     @cached_property
     def nic_works(self) -> Bools:
-        _check_ids("NICs", self.failed.nics, self.servers.nics)
-        _check_ids("servers", self.failed.servers, self.servers.count)
+        if unknown := sorted(each for each in self.failed.nics if not 0 <= each < self.servers.nics):
+            raise ValueError(f"there are NICs 0 to {self.servers.nics - 1}, got {unknown[0]} as failed")
         works = np.ones(self.servers.nics, np.bool_)
         works[list(self.failed.nics)] = False
-        works.reshape(self.servers.count, -1)[list(self.failed.servers)] = False
         return works
 
     @cached_property
@@ -190,15 +189,12 @@ class HostNetwork:
         return gpus // self.servers.gpus_per_server
 
     def check(self, src: Ints, dst: Ints) -> None:
-        """Raises ValueError where a flow begins or ends in a server that failed, or where it begins."""
+        """Raises ValueError where a flow begins or ends at no GPU, or ends where it begins."""
         if np.any(src == dst):
             raise ValueError(f"a flow goes from a GPU to another one, got {src[src == dst][0]} twice")
         for gpus in (src, dst):
             if len(gpus) and not (gpus.min() >= 0 and gpus.max() < self.servers.gpus):
                 raise ValueError(f"GPUs are numbered 0 to {self.servers.gpus - 1}, got {gpus.min()} to {gpus.max()}")
-            down = np.isin(self.server_of(gpus), list(self.failed.servers))
-            if down.any():
-                raise ValueError(f"GPU {gpus[down][0]} is in a server that failed")
 
     def legs(self, src: Ints, dst: Ints, direct: Bools | None = None) -> Legs:
         """`direct` [flow]: those that leave the server by a circuit of its own, as if they stayed inside."""
@@ -273,16 +269,10 @@ class HostNetwork:
         return latency_s
 
 
-def _check_ids(what: str, ids: frozenset[int], count: int) -> None:
-    if unknown := sorted(each for each in ids if not 0 <= each < count):
-        raise ValueError(f"there are {what} 0 to {count - 1}, got {unknown[0]} as failed")
-
-
 def joined(one: SimulatedFailures, other: SimulatedFailures) -> SimulatedFailures:
     """Of a bundle that both name the larger share is lost."""
     return SimulatedFailures(
         one.nics | other.nics,
-        one.servers | other.servers,
         _larger(one.tor_uplinks, other.tor_uplinks),
         _larger(one.pod_uplinks, other.pod_uplinks),
     )

@@ -57,14 +57,13 @@ def mixnet(
     radix: int = RADIX,
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
-    tiers: int | None = 3,
 ) -> "MixNet":
     """`eps_nics` of each server are on the tree, the others at the OCS of its region."""
     faults = [
         *at_least("eps_nics", eps_nics, 1),
         *at_least("servers_per_region", servers_per_region, 1),
         *one_of("device", device, tuple(DEVICES)),
-        *tree_faults(radix, servers_per_pod, servers_per_tor, tiers),
+        *tree_faults(radix, servers_per_pod, servers_per_tor),
     ]
     if not faults and eps_nics >= servers.nics_per_server:
         faults.append(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
@@ -74,7 +73,7 @@ def mixnet(
     if servers_per_region * optical > ports:
         message = f"{optical} NICs each need more than the {ports} ports of {device}"
         refuse(ShapeFault("servers_per_region", message, servers_per_region))
-    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor, tiers)
+    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor)
     tor_of = np.full((servers.count, servers.nics_per_server), -1)
     tor_of[:, optical:] = tree.tor_of.reshape(servers.count, eps_nics)
     return MixNet(servers, replace(tree, tor_of=tor_of.ravel()), optical, servers_per_region, device)

@@ -82,22 +82,18 @@ def rfabric(
     train_servers: int | None = None,
     servers_per_pod: int = SERVERS_PER_POD,
     servers_per_tor: int | None = None,
-    core_lanes: int | None = None,
-    tor_uplinks: int | None = None,
     device: str = "piezo_polatis",
     allocation: str = "traffic",
 ) -> "RFabric":
     """The first `train_servers` are in Train PoDs, evenly over as few as have room, the others in Gen PoDs, which are
     full but for the last; each stage touches those that its template names. None: PoDs have no roles, and a period
-    touches those that it has traffic in. `core_lanes` of a PoD and `tor_uplinks` of a ToR, both full: None for half as
-    many as its ToRs have, and for as many as it has NICs (see Shape). `allocation`: by the traffic of each period;
-    `uniform` over the pairs that have any; `fixed`: as at rest."""
+    touches those that it has traffic in. A full ToR has as many uplinks as NICs, and a PoD half as many lanes to the
+    core. `allocation`: by the traffic of each period; `uniform` over the pairs that have any; `fixed`: as at rest."""
     train = servers.count if train_servers is None else train_servers
-    counts = {"servers_per_tor": servers_per_tor, "core_lanes": core_lanes, "tor_uplinks": tor_uplinks}
     refuse(
         *at_least("servers_per_pod", servers_per_pod, 1),
         *at_least("train_servers", train, 0),
-        *(fault for name, value in counts.items() if value is not None for fault in at_least(name, value, 1)),
+        *(() if servers_per_tor is None else at_least("servers_per_tor", servers_per_tor, 1)),
         *one_of("device", device, tuple(DEVICES)),
         *one_of("allocation", allocation, ALLOCATIONS),
     )
@@ -113,8 +109,6 @@ def rfabric(
             gpus_per_server=servers.gpus_per_server,
             nics_per_server=servers.nics_per_server,
             servers_per_tor=servers_per_tor,
-            tor_uplinks=tor_uplinks,
-            core_lanes=core_lanes,
             link_gbps=servers.nic_gbps,
             nic_gbps=servers.nic_gbps,
             agg_device=DEVICES[device],

@@ -311,13 +311,6 @@ def test_topoopt_pays_for_each_hop() -> None:
     assert 2 < hops < 6
 
 
-def test_topoopt_goes_around_a_server_that_failed() -> None:
-    network = topoopt(Servers(16)).without(SimulatedFailures(servers=frozenset({1}))).network()
-    routes = network.router(np.array([0]), np.array([16]))
-    assert network.ends is not None
-    assert not (network.ends[routes.link] == 128 + 1).any()
-
-
 def test_rfabric_refuses_failures_of_what_there_is_not() -> None:
     for failed in (SimulatedFailures(tor_uplinks={8: 0.5}), SimulatedFailures(pod_uplinks={0: 1.5})):
         with pytest.raises(ValueError, match="there are bundles 0 to"):

@@ -152,9 +152,6 @@ def test_components_of_a_fat_tree() -> None:
     assert build("fat_tree", Servers(256)).inventory() == Inventory(
         transceivers=6 * 2048, nics=2048, electrical_ports=5 * 2048, fibers=3 * 2048
     )
-    assert build("fat_tree", Servers(256), tiers=2).inventory() == Inventory(
-        transceivers=4 * 2048, nics=2048, electrical_ports=3 * 2048, fibers=2 * 2048
-    )
     assert build("fat_tree", Servers(4)).inventory() == Inventory(  # one ToR takes them all
         transceivers=64, nics=32, electrical_ports=32, fibers=32
     )
@@ -162,11 +159,6 @@ def test_components_of_a_fat_tree() -> None:
     assert build("oversubscribed", Servers(48), servers_per_pod=24).inventory() == Inventory(
         transceivers=2 * 640, nics=384, electrical_ports=384 + 4 * 128, fibers=640
     )
-
-
-def test_tiers_as_the_radix_demands() -> None:
-    assert build("fat_tree", Servers(256), tiers=None).inventory().fibers == 2 * 2048
-    assert build("fat_tree", Servers(257), tiers=None).inventory().fibers == 3 * 2056
 
 
 def test_uneven_numbers_are_no_matter() -> None:

@@ -87,16 +87,13 @@ def test_incast_leaves_the_senders_what_the_receiver_cannot_take() -> None:
     assert rates(one_switch(servers), flows) == pytest.approx([rate / 4] * 4 + [rate * 3 / 4])
 
 
-def test_weights_and_caps() -> None:
+def test_caps() -> None:
     servers = Servers(3, gpus_per_server=1, nics_per_server=1)
     flows = GpuFlows.of([(0, 1, 1.0), (0, 2, 1.0)])
     rate = servers.nic_bytes_per_s
-    assert rates(one_switch(servers), flows, weight=np.array([3.0, 1.0])) == pytest.approx([rate * 3 / 4, rate / 4])
     assert rates(one_switch(servers), flows, cap=np.array([rate / 8, np.inf])) == pytest.approx(
         [rate / 8, rate * 7 / 8]
     )
-    both = rates(one_switch(servers), flows, weight=np.array([1.0, 3.0]), cap=np.array([np.inf, rate / 8]))
-    assert both == pytest.approx([rate * 7 / 8, rate / 8])
 
 
 def test_to_itself_a_gpu_sends_at_once_and_over_a_dead_link_never() -> None:

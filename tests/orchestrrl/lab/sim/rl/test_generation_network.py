@@ -89,7 +89,7 @@ def test_rfabric_and_mixnet_have_less_room_between_pods() -> None:
         wide = Parallelism(tp=1, dp=24, ep=24)
         inside, across = (exchange(deployed(wide, WHERE, SERVERS, pods), found, "ep24") for pods in (found.pods, None))
         assert found.pods.apart
-        assert inside.slowest_bytes_per_s > 1.2 * across.slowest_bytes_per_s
+        assert inside.bytes_per_s > 1.2 * across.bytes_per_s
     assert not any(build(kind, SERVERS).pods.apart for kind in ("fat_tree", "oversubscribed", "rail_optimized"))
 
 
@@ -123,7 +123,6 @@ def test_without_blocking_an_all_to_all_is_bound_by_nics() -> None:
     """8 of a GPU's 15 messages leave its server: the NIC carries 8/15 of its bytes."""
     got = exchange(deployed(EP16, WHERE, SERVERS), fabric(), "ep16")
     assert got.bytes_per_s == pytest.approx(SERVERS.nic_bytes_per_s * 15 / 8, rel=0.01)
-    assert got.slowest_bytes_per_s == pytest.approx(got.bytes_per_s, rel=0.01)
 
 
 def test_oversubscribed_uplinks_share_what_leaves_a_tor() -> None:

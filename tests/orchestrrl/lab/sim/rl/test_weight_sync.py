@@ -173,11 +173,6 @@ def test_the_tree_is_near_the_bound_where_nothing_blocks_and_the_naive_way_is_no
     assert naive.seconds >= 2 * tree.bound_s  # two copies into each server
 
 
-def test_half_the_bits_take_half_the_bytes() -> None:
-    whole, half = (sync_stage(DENSE, engines(Parallelism(tp=4)), fabric(), bits=bits) for bits in (16, 8))
-    assert half.bytes == pytest.approx(whole.bytes / 2)
-
-
 def test_pods_and_tors_are_read_off_the_links() -> None:
     site = site_of(fabric().network(None))
     assert site.pod.tolist() == [server // 4 for server in range(16)]

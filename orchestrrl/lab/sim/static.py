@@ -20,9 +20,13 @@ class StaticStep:
     finish_s_by_engine: list[list[float]]
     busy_s: list[float]
     preemptions: int
-    samples: int  # answers that the step delivered
     tokens: int = 0  # that passed the engines, generated and prefilled
     carried: list[tuple[SimRequest, int]] = field(default_factory=list)  # with the tokens they have: for the next step
+
+    @property
+    def samples(self) -> int:
+        """Answers that the step delivered."""
+        return len(self.finish_s)
 
 
 Steps = Sequence[Sequence[SimRequest]]
@@ -133,6 +137,5 @@ def _step(engines: Sequence[Scheduler], by_engine: list[list[float]]) -> StaticS
         by_engine,
         [engine.busy_s for engine in engines],
         sum(engine.preemptions_total for engine in engines),
-        len(finish_s),
         sum(engine.generated_tokens_total + engine.prefilled_tokens_total for engine in engines),
     )

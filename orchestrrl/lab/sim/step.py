@@ -41,7 +41,6 @@ Policy = Callable[[IntervalState], Sequence[StepMove]]
 class StepResult:
     makespan_s: float
     finish_s: dict[RequestId, float]
-    idle_s: tuple[float, ...]  # per engine, from its last busy moment to the makespan and any gap before
     moves: int
     tokens_recomputed: int
     preemptions: int
@@ -83,11 +82,9 @@ def run_step(
             for move in policy(state):
                 recomputed += _move(state, move)
                 moves += 1
-    makespan_s = max(finish_s.values())
     return StepResult(
-        makespan_s,
+        max(finish_s.values()),
         finish_s,
-        tuple(makespan_s - engine.busy_s for engine in engines),
         moves,
         recomputed,
         sum(engine.preemptions_total for engine in engines),

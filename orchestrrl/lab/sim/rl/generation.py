@@ -30,7 +30,7 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import Ran, StaticStep, Steps, countdown, dealt_steps, partial_steps, widest
+from orchestrrl.lab.sim.static import Ran, Steps, countdown, dealt_steps, partial_steps, widest
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.cost.profile import Parallelism, Profile
 from planner.model import ConfigurationId
@@ -114,15 +114,23 @@ def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple
         network = OverFabric(ready.fabric, ready.job.where.first, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
         found = run_fast(run, network if ready.job.section.kv_transfer else None)
-        stages = [_ours(step, requests, scenario.gpus) for step, requests in zip(found, asked, strict=True)]
-        sent = [_sent(ready, kinds, step.tokens, step.kv_tier_bytes) for step in found]
-    else:
-        ran = _static(scenario, kinds, arm, seed, asked)
-        stages = [
-            _theirs(kind, step, requests, scenario.gpus) for (kind, step), requests in zip(ran, asked, strict=True)
-        ]
-        sent = [_sent(ready, kinds, {kind.id: step.tokens}, {}) for kind, step in ran]
-    return tuple(replace(stage, tier_bytes=each) for stage, each in zip(stages, sent, strict=True))
+        for step, requests in zip(found, asked, strict=True):
+            check_answers(step.finish_s, step.output_tokens, requests)
+        return tuple(
+            stage_of(step.finish_s, requests, _phases_s(step), _sent(ready, kinds, step.tokens, step.kv_tier_bytes))
+            for step, requests in zip(found, asked, strict=True)
+        )
+    return tuple(
+        stage_of(
+            step.finish_s,
+            requests,
+            {str(kind.id): step.makespan_s},
+            _sent(ready, kinds, {kind.id: step.tokens}, {}),
+            seconds=step.makespan_s,
+            carried=len(step.carried),
+        )
+        for (kind, step), requests in zip(_static(scenario, kinds, arm, seed, asked), asked, strict=True)
+    )
 
 
 def _sent(
@@ -169,41 +177,27 @@ def _samples_per_s(ran: Sequence[Ran]) -> float:
 # --- as stages
 
 
-def _theirs(kind: EngineKind, step: StaticStep, requests: Sequence[SimRequest], gpus: int) -> GenStage:
-    busy_gpu_s = sum(step.busy_s) * kind.gpus
+def stage_of(
+    finish_s: Sequence[float],
+    requests: Sequence[SimRequest],
+    phases_s: Mapping[str, float],
+    tier_bytes: Mapping[str, float],
+    *,
+    seconds: float | None = None,
+    carried: int = 0,
+) -> GenStage:
+    """`finish_s` ascends. `seconds`: of the step, None: until the last answer. `carried`: requests that the next step
+    finishes."""
+    lengths = [float(request.prompt_tokens + request.output_tokens) for request in requests]
     return GenStage(
-        seconds=step.makespan_s,
-        samples=step.samples,
-        output_tokens=sum(request.output_tokens for request in requests),  # what is carried is balanced by what was
-        finish_s=tuple(step.finish_s),
-        remaining=tuple(countdown(step.finish_s, len(step.carried))),
-        phases_s={str(kind.id): step.makespan_s},
-        idle_fraction=max(0.0, 1 - busy_gpu_s / (gpus * step.makespan_s)),
-        sample_tokens=_mean_power(requests, 1),
-        sample_square_tokens=_mean_power(requests, 2),
+        seconds=finish_s[-1] if seconds is None else seconds,
+        finish_s=tuple(finish_s),
+        remaining=tuple(countdown(finish_s, carried)),
+        phases_s=phases_s,
+        sample_tokens=fmean(lengths),
+        sample_square_tokens=fmean(length**2 for length in lengths),
+        tier_bytes=tier_bytes,
     )
-
-
-def _ours(step: FastStep, requests: Sequence[SimRequest], gpus: int) -> GenStage:
-    check_answers(step.finish_s, step.output_tokens, requests)
-    return GenStage(
-        seconds=step.makespan_s,
-        samples=len(step.finish_s),
-        output_tokens=step.output_tokens,
-        finish_s=tuple(step.finish_s),
-        remaining=tuple(countdown(step.finish_s)),
-        phases_s=_phases_s(step),
-        moved_bytes=sum(redeployment.moved_bytes for redeployment in step.redeployments),
-        redeployments=len(step.redeployments),
-        idle_fraction=max(0.0, 1 - step.busy_gpu_s / (gpus * step.makespan_s)),
-        sample_tokens=_mean_power(requests, 1),
-        sample_square_tokens=_mean_power(requests, 2),
-    )
-
-
-def _mean_power(requests: Sequence[SimRequest], power: int) -> float:
-    """Of what a sample has, prompt and answer."""
-    return fmean(float(request.prompt_tokens + request.output_tokens) ** power for request in requests)
 
 
 def _phases_s(step: FastStep) -> dict[str, float]:

@@ -48,9 +48,7 @@ class FleetChange:
     switch_s: float  # until the last new engine is up
     kv_s: float  # and then until its KV is there
     before: str
-    after: str
     engines: int  # new ones
-    moved_bytes: float
 
 
 @dataclass(slots=True)
@@ -59,10 +57,7 @@ class FastStep:
 
     finish_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
-    moves: int = 0
     redeployments: list[FleetChange] = field(default_factory=list)
-    busy_gpu_s: float = 0.0
-    tokens_recomputed: int = 0
     fleet: str = ""  # at its end, in words
     tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # that passed engines, generated and prefilled
     kv_tier_bytes: dict[str, float] = field(default_factory=dict)
@@ -101,7 +96,7 @@ class _FastFleet:
         """From the first request to the last answer."""
         step, started_s = FastStep(), self._now_s
         self._finished = []
-        before = self._counts()
+        before = self._tokens()
         self._submit(requests)
         fast_s, slow_s = self._config.fast.interval_s, self._config.slow.interval_s
         next_fast_s, next_slow_s = started_s + fast_s, started_s + min(fast_s, slow_s)
@@ -114,21 +109,19 @@ class _FastFleet:
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
         step.fleet = _configurations_text(self._engines.values())
-        busy_gpu_s, tokens = self._counts()
-        step.busy_gpu_s = busy_gpu_s - before[0]
-        step.tokens = {name: count - before[1].get(name, 0) for name, count in tokens.items()}
+        step.tokens = {name: count - before.get(name, 0) for name, count in self._tokens().items()}
         if step.passed and self._kv_network is not None:
             _add(step.kv_tier_bytes, self._kv_network.sent(step.passed))
         self._planning.lengths.step_ended(tuple(self._finished))
         return step
 
-    def _counts(self) -> tuple[float, dict[ConfigurationId, int]]:
-        engines = [*self._engines.values(), *self._past]
+    def _tokens(self) -> dict[ConfigurationId, int]:
+        """That have passed engines of each configuration."""
         tokens: dict[ConfigurationId, int] = {}
-        for engine in engines:
+        for engine in (*self._engines.values(), *self._past):
             passed = engine.scheduler.generated_tokens_total + engine.scheduler.prefilled_tokens_total
             tokens[engine.kind.id] = tokens.get(engine.kind.id, 0) + passed
-        return sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines), tokens
+        return tokens
 
     def _submit(self, requests: Sequence[SimRequest]) -> None:
         """Dealt as the arm does, or by KV room: fewest first, as the gateway's load index has it of idle engines."""
@@ -225,10 +218,9 @@ class _FastFleet:
         if new:
             self._last_redeploy_s = self._now_s
             kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
-            after = _configurations_text(self._engines.values())
-            at_s, moved = self._now_s - started_s, kv.bytes if kv else 0.0
             _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
-            step.redeployments.append(FleetChange(at_s, up_s - self._now_s, kv_s, before, after, len(new), moved))
+            change = FleetChange(self._now_s - started_s, up_s - self._now_s, kv_s, before, len(new))
+            step.redeployments.append(change)
 
     def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
         assert self._kv_network is not None
@@ -257,11 +249,8 @@ class _FastFleet:
         ran = any(each.id == request for each in engine.scheduler.running)
         engine.scheduler.abort([request])
         live.engine, live.moves, live.moved_s = to, live.moves + ran, self._now_s
-        if ran:
-            step.moves += 1
-            step.tokens_recomputed += 0 if prefilled else live.context_tokens
-            if prefilled and source is None:
-                step.passed.append(leaving_of(live, engine, self._engines[to].kind, self._engines[to].gpus))
+        if ran and prefilled and source is None:
+            step.passed.append(leaving_of(live, engine, self._engines[to].kind, self._engines[to].gpus))
         self._engines[to].submit(live, self._now_s, prefilled=prefilled)
 
 

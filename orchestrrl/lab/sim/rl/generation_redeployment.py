@@ -13,10 +13,10 @@ import numpy as np
 
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
+from orchestrrl.lab.sim.rl.generation import stage_of
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed, on_fabric
 from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric, Place
 from orchestrrl.lab.sim.rl.model import GenStage
-from orchestrrl.lab.sim.static import countdown
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
@@ -70,21 +70,8 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
     switch_s, kv_s = other.profile.switch_s, moved.seconds if moved.transferred else 0.0
     begin_s = first_s + switch_s + kv_s
     ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in rest)])
-    return GenStage(
-        seconds=ends_s[-1],
-        samples=len(ends_s),
-        output_tokens=sum(request.output_tokens for request in case.requests),
-        finish_s=tuple(ends_s),
-        remaining=tuple(countdown(ends_s)),
-        phases_s={
-            str(one.id): first_s,
-            "redeploying": switch_s,
-            "moving KV": kv_s,
-            str(other.id): ends_s[-1] - begin_s,
-        },
-        moved_bytes=moved.bytes,
-        redeployments=1,
-    )
+    phases_s = {str(one.id): first_s, "redeploying": switch_s, "moving KV": kv_s, str(other.id): ends_s[-1] - begin_s}
+    return stage_of(ends_s, case.requests, phases_s, {})
 
 
 def _until_redeployment(

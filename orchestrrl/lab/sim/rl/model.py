@@ -30,19 +30,16 @@ class GenStage:
     """A generation step on a fabric."""
 
     seconds: float
-    samples: int
-    output_tokens: int
-    finish_s: tuple[float, ...] = ()  # [sample] ascending, from the step's beginning
-    remaining: tuple[tuple[float, int], ...] = ()  # (seconds from its beginning, requests in flight)
-    phases_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # e.g. seconds under AFD, redeploying, moving KV, under TP
-    moved_bytes: float = 0.0
-    redeployments: int = 0
-    idle_fraction: float = 0.0  # of GPU seconds
-    sample_tokens: float = 0.0  # of a sample that was begun, prompt and answer, in the mean
-    sample_square_tokens: float = 0.0  # mean of their squares
+    finish_s: tuple[float, ...]  # [sample] ascending, from the step's beginning
+    remaining: tuple[tuple[float, int], ...]  # (seconds from its beginning, requests in flight)
+    phases_s: Mapping[str, float]  # e.g. seconds under AFD, redeploying, moving KV, under TP
+    sample_tokens: float  # of a sample that was begun, prompt and answer, in the mean
+    sample_square_tokens: float  # mean of their squares
     tier_bytes: Mapping[str, float] = field(default_factory=dict)  # engines' exchanges, and KV that moves
+
+    @property
+    def samples(self) -> int:
+        return len(self.finish_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ def test_random_moves_lose_nothing(requests: list[SimRequest], seed: int):
     moved = run_step(SHAPE, requests, dealt(requests, 2), restless, interval_s=0.1)
     assert set(moved.finish_s) == set(still.finish_s) == {request.id for request in requests}
     assert moved.makespan_s >= lower_bound_s(SHAPE, requests) - 1e-9
-    assert all(idle_s >= -1e-9 for idle_s in moved.idle_s)
 
 
 @given(steps, st.integers(2, 4))

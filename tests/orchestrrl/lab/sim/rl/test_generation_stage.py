@@ -60,8 +60,8 @@ def check(stage: GenStage, samples: int) -> None:
 def test_every_request_is_answered(arm: str) -> None:
     for step, stage in enumerate(generation_stages(prepared(JOB, fabric()), arm, 1, 2)):
         check(stage, 128)
-        assert stage.output_tokens == sum(each.output_tokens for each in requests_of_step(WORKLOAD, 1, step))
-        assert 0 <= stage.idle_fraction < 1
+        lengths = [each.prompt_tokens + each.output_tokens for each in requests_of_step(WORKLOAD, 1, step)]
+        assert stage.sample_tokens == pytest.approx(sum(lengths) / 128)
 
 
 def test_partial_rollout_carries_the_rest_over() -> None:
@@ -74,9 +74,9 @@ def test_partial_rollout_carries_the_rest_over() -> None:
 def test_engines_that_change_take_their_kv_along() -> None:
     stage = generation_stage(replace(JOB, where=GenGpus(32, 32)), fabric(), "both")
     check(stage, 128)
-    if stage.redeployments:
+    if "redeploying" in stage.phases_s:
         assert stage.phases_s["redeploying"] > 0
-        assert stage.moved_bytes > 0
+        assert stage.phases_s["moving KV"] > 0
 
 
 def test_the_same_seed_is_the_same_stage() -> None:
@@ -103,7 +103,7 @@ def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> N
     for stage in (fast, slow):
         check(stage, 128)
         assert list(stage.phases_s) == ["afd8+8x2", "redeploying", "moving KV", "tp4"]
-        assert stage.moved_bytes > 0
+        assert stage.phases_s["moving KV"] > 0
     assert fast.phases_s["afd8+8x2"] <= slow.phases_s["afd8+8x2"]
     assert fast.phases_s["moving KV"] < slow.phases_s["moving KV"]
     assert fast.phases_s["redeploying"] == slow.phases_s["redeploying"]

@@ -1,12 +1,9 @@
-"""Prices of a network and its GPUs by component, and the power of its optics.
+"""Prices of a network and its GPUs by component.
 
 Prices of network components are those of table 4 (appendix G) of the OrchestrRL paper, arXiv 2601.01209, by link rate:
 indicative, from market listings, no vendor's quotes. Each fabric counts its own components
 (`SimulatedFabric.inventory`). A network's cost here holds all NICs and every component between them. Not in it: racks,
 cabling work, power, spares.
-
-Transceivers are most of what fabrics differ in beside switches. No data sheet's figure is at hand for the power of the
-switches' ports, the NICs and the OCSs of table 4: those are named, not guessed. Fibres and panels draw nothing.
 """
 
 from collections.abc import Mapping
@@ -53,22 +50,3 @@ def gpus_cost_usd(gpu: str, count: int) -> float:
     if gpu not in GPU_USD:
         raise ValueError(f"gpu must be one of {', '.join(GPU_USD)}, whose prices are known, got {gpu!r}")
     return GPU_USD[gpu] * count
-
-
-# Watts at most, by link rate: 100GBASE-CWDM4 QSFP28 (data sheets give 3.5 W, e.g. lcfibercable.com/100g-qsfp28-cwdm4),
-# NVIDIA MMS4X00-NS400 at 200 and 400 Gbps and the twin-port MMS4X00-NS at 800 (docs.nvidia.com/networking).
-TRANSCEIVER_W: Mapping[int, float] = {100: 3.5, 200: 5.0, 400: 9.0, 800: 17.0}
-PASSIVE = frozenset({"fibers", "patch_panel_ports"})
-
-
-def optics_power_w(inventory: Inventory, nic_gbps: float) -> float:
-    """Raises ValueError for a link rate that no data sheet is known of."""
-    if nic_gbps not in TRANSCEIVER_W:
-        rates = ", ".join(str(rate) for rate in TRANSCEIVER_W)
-        raise ValueError(f"nic_gbps must be one of {rates}, whose data sheets are known, got {nic_gbps:g}")
-    return inventory.transceivers * TRANSCEIVER_W[int(nic_gbps)]
-
-
-def parts_of_unknown_power(inventory: Inventory) -> tuple[str, ...]:
-    """Return the active parts in it, beside transceivers."""
-    return tuple(part for part, count in asdict(inventory).items() if count and part not in {"transceivers", *PASSIVE})

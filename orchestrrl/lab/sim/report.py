@@ -1,6 +1,7 @@
 """What a run of scenarios came to: one JSON object, a table's rows, pictures."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,7 @@ LEGEND = (
 
 
 def as_json(outcome: ScenarioOutcome) -> dict[str, Any]:
+    known = outcome.not_knowing
     return {
         "scenario": outcome.scenario.name,
         "seeds": [run.seed for run in outcome.arms[0].seeds],
@@ -48,22 +50,9 @@ def as_json(outcome: ScenarioOutcome) -> dict[str, Any]:
             "redeploying_s": outcome.ceiling.redeploying_s,
             "static_s": dict(outcome.ceiling.static_s),
         },
-        "not_knowing": _not_knowing_json(outcome.not_knowing),
+        "not_knowing": None if known is None else {**asdict(known), "price_s": known.price_s, "kept": known.kept},
         "contention_s": outcome.contention_s,
         "arms": {run.arm: _arm_json(outcome, run) for run in outcome.arms},
-    }
-
-
-def _not_knowing_json(found: NotKnowing | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {
-        "static_s": found.static_s,
-        "forecast_s": found.forecast_s,
-        "oracle_s": found.oracle_s,
-        "mean_s": found.mean_s,
-        "price_s": found.price_s,
-        "kept": found.kept,
     }
 
 

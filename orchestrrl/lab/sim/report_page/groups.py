@@ -8,7 +8,7 @@ from statistics import median
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.report_page.naming import in_order, scenario_names
-from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of
+from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of, pareto
 
 _ALIKE = re.compile(r"^\d+ x (\S+)$")
 
@@ -112,11 +112,6 @@ def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:
 def frontier(groups: Sequence[ArmGroup]) -> tuple[bool, ...]:
     """[group]: whether no other has at least its throughput for at most its dollars, and one of the two better. Where
     no price is known it is on none."""
-    points = [(group.network_usd, group.samples_per_s) for group in groups if group.network_usd > 0]
-
-    def leads(own_usd: float, own_rate: float) -> bool:
-        return not any(
-            usd <= own_usd and rate >= own_rate and (usd, rate) != (own_usd, own_rate) for usd, rate in points
-        )
-
-    return tuple(group.network_usd > 0 and leads(group.network_usd, group.samples_per_s) for group in groups)
+    priced = [group for group in groups if group.network_usd > 0]
+    best = iter(pareto([(group.network_usd, group.samples_per_s) for group in priced]))
+    return tuple(group.network_usd > 0 and next(best) for group in groups)

@@ -167,7 +167,6 @@ def cost(groups: Sequence[ArmGroup]) -> str:
             "network, $": group.network_usd,
             **{f"{display_name({}, name)}, $": group.first.bill.parts_usd.get(name) for name in names},
             "GPUs, $": group.first.bill.gpus_usd,
-            "power of optics, W": group.first.bill.optics_watts,
             "samples/s per M$ of network": group.samples_per_s_per_musd,
         }
         for group, is_best in zip(priced, best, strict=True)

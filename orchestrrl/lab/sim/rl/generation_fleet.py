@@ -20,7 +20,7 @@ import numpy as np
 from orchestrrl.lab.sim.net.collectives import m2n
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
-from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
+from orchestrrl.lab.sim.net.model import GpuFlows, Ints, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
 from planner.cost.engines import EngineModel
 from planner.cost.hardware import GpuModel
@@ -152,11 +152,8 @@ def gen_period(fleet: UniformFleet, servers: Servers, name: str) -> Period:
 
 def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenExchange:
     """On the fabric as it is made for this fleet alone."""
-    return exchange_on(fabric.network(gen_period(fleet, fabric.servers, name)), fleet)
-
-
-def exchange_on(network: LinkNetwork, fleet: UniformFleet) -> TokenExchange:
-    servers = network.servers
+    servers = fabric.servers
+    network = fabric.network(gen_period(fleet, servers, name))
     flows, instance = pattern(fleet, SENT_BYTES, servers)
     routes = routes_of(network, flows)
     wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
@@ -255,7 +252,9 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus
             continue
         gpu = nominal
         if leaves_servers(fleet, fabric.servers):
-            gpu = with_exchange(nominal, exchange(fleet, fabric, identifier(parallelism)))
+            got = exchange(fleet, fabric, identifier(parallelism))
+            latency_s = nominal.inter_node_latency_s + got.extra_hop_s
+            gpu = replace(nominal, nic_bytes_per_s=got.bytes_per_s, inter_node_latency_s=latency_s)
         try:
             configurations.append(predict(hardware.model, gpu, parallelism, hardware.engine))
         except DoesNotFit:
@@ -264,9 +263,3 @@ def on_fabric(hardware: Hardware, layouts: Sequence[Parallelism], where: GenGpus
         raise ValueError(f"no configuration of {hardware.model.name} fits {where.count} GPUs of {hardware.gpu.name}")
     moves = move_costs(hardware.model, nominal, hardware.engine)
     return Profile(hardware.model.name, hardware.gpu.name, hardware.engine.name, tuple(configurations), moves)
-
-
-def with_exchange(gpu: GpuModel, got: TokenExchange) -> GpuModel:
-    return replace(
-        gpu, nic_bytes_per_s=got.bytes_per_s, inter_node_latency_s=gpu.inter_node_latency_s + got.extra_hop_s
-    )

@@ -32,8 +32,6 @@ class Bill:
     network_usd: float
     parts_usd: Mapping[str, float] = field(default_factory=dict)
     gpus_usd: float | None = None  # None: no price is known
-    network_watts: float | None = None  # None: not known of all components
-    optics_watts: float | None = None  # of its transceivers; None: not known at that rate
 
     @property
     def total_usd(self) -> float:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.sim.controlled import CONTROLS
-from orchestrrl.lab.sim.cost import PRICES_USD, network_cost_usd, optics_power_w, parts_of_unknown_power
+from orchestrrl.lab.sim.cost import PRICES_USD, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.generation_fleet import left_idle
 from orchestrrl.lab.sim.rl.loop import run_loop
@@ -33,13 +33,12 @@ def run_cluster(
     arms, seeds = scenario.generation.arms, scenario.seeds
     total = len(scenario.fabrics) * len(arms) * len(seeds)
     results: list[ClusterResult] = []
-    document = scenario.document()
     for section in scenario.fabrics:
         stages = FabricStages(scenario, section)
         for arm in arms:
             for seed in seeds:
                 report(f"{section.title}, {arm}, seed {seed}", len(results), total)
-                results.append(replace(run_arm(stages, arm, seed), scenario=document))
+                results.append(run_arm(stages, arm, seed))
                 keep(results)
     report("done", total, total)
     return results
@@ -67,7 +66,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
     last = times.healthy[-1]
     streamed = response_stream(times.job(last.samples), stages.job.where, stages.fabric)
     return ClusterResult(
-        scenario={},
+        scenario=scenario.document(),
         run=replace(
             run,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
@@ -97,16 +96,13 @@ def _with_log_probs(row: Mapping[str, float], trained: TrainStage) -> Mapping[st
 
 def _bill(stages: FabricStages) -> Bill:
     """Of a rate that no prices are known of, nothing."""
-    cluster, inventory = stages.scenario.cluster, stages.fabric.inventory()
+    cluster = stages.scenario.cluster
     gpus_usd = None if cluster.gpu_usd is None else cluster.gpu_usd * cluster.gpus
     if cluster.nic_gbps not in PRICES_USD:
         return Bill(0.0, {}, gpus_usd)
-    priced = network_cost_usd(inventory, cluster.nic_gbps)
+    priced = network_cost_usd(stages.fabric.inventory(), cluster.nic_gbps)
     parts_usd = {part: float(usd) for part, usd in priced.parts_usd.items()}
-    total_usd = float(priced.total_usd)
-    optics_w = optics_power_w(inventory, cluster.nic_gbps)
-    whole_w = None if parts_of_unknown_power(inventory) else optics_w
-    return Bill(total_usd, parts_usd, gpus_usd, whole_w, optics_w)
+    return Bill(float(priced.total_usd), parts_usd, gpus_usd)
 
 
 def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan]:

@@ -7,7 +7,7 @@ is one best split, and the search closes in on it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, lcm
 from typing import TypeVar
 
@@ -137,8 +137,7 @@ def _tried(
     )
     if faults := faults_between_sections(changed):
         raise ProblemFaults(faults)
-    run = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])
-    result = replace(run, scenario=changed.document())
+    result = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])
     keep(result)
     (row,) = rows([result])
     return GpuSplit(train_gpus, changed.cluster.generating, row.gen_s, row.train_s, row.sync_s, row.samples_per_s)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd, optics_power_w, parts_of_unknown_power
+from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import Inventory
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fabrics.rfabric import RFabric
@@ -99,12 +99,3 @@ def test_what_has_no_price_is_refused() -> None:
         network_cost_usd(Inventory(nics=1), 50)
     with pytest.raises(ValueError, match="H100, H800, H20"):
         gpus_cost_usd("H200", 8)
-
-
-def test_power_of_optics_names_what_it_does_not_know() -> None:
-    inventory = build("rfabric", Servers(256)).inventory()
-    assert optics_power_w(inventory, 200) == 3 * 2048 * 5.0
-    assert parts_of_unknown_power(inventory) == ("nics", "electrical_ports", "ocs_ports")
-    assert parts_of_unknown_power(build("topoopt", Servers(8)).inventory()) == ("nics",)
-    with pytest.raises(ValueError, match="data sheets"):
-        optics_power_w(Inventory(), 123)

@@ -8,7 +8,7 @@ With a `kv_network` KV goes over the fabric when engines change, and is there at
 engines that stay; without one it is computed again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
@@ -17,6 +17,7 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
+from orchestrrl.lab.sim.rl.generation_fleet import summed
 from orchestrrl.lab.sim.rl.generation_records import LiveEngine, LiveRequest, leaving_of, snapshot_of
 from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric
 from orchestrrl.lab.sim.workload import SimRequest
@@ -111,7 +112,7 @@ class _FastFleet:
         step.fleet = _configurations_text(self._engines.values())
         step.tokens = {name: count - before.get(name, 0) for name, count in self._tokens().items()}
         if step.passed and self._kv_network is not None:
-            _add(step.kv_tier_bytes, self._kv_network.sent(step.passed))
+            step.kv_tier_bytes = summed([step.kv_tier_bytes, self._kv_network.sent(step.passed)])
         self._planning.lengths.step_ended(tuple(self._finished))
         return step
 
@@ -218,7 +219,7 @@ class _FastFleet:
         if new:
             self._last_redeploy_s = self._now_s
             kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
-            _add(step.kv_tier_bytes, kv.tier_bytes if kv else {})
+            step.kv_tier_bytes = summed([step.kv_tier_bytes, kv.tier_bytes if kv else {}])
             change = FleetChange(self._now_s - started_s, up_s - self._now_s, kv_s, before, len(new))
             step.redeployments.append(change)
 
@@ -252,11 +253,6 @@ class _FastFleet:
         if ran and prefilled and source is None:
             step.passed.append(leaving_of(live, engine, self._engines[to].kind, self._engines[to].gpus))
         self._engines[to].submit(live, self._now_s, prefilled=prefilled)
-
-
-def _add(found: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, count in more.items():
-        found[name] = found.get(name, 0.0) + count
 
 
 def _quick(run: ControlledRun) -> Config:

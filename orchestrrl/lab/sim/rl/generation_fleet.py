@@ -12,7 +12,7 @@ each token sent to its experts and back, and so have the FFN GPUs under AFD. Of 
 have the whole fleet to itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -225,7 +225,7 @@ class Exchanged:
         return {tier: size * tokens for tier, size in self._of_token[configuration].items()}
 
 
-def summed(parts: "list[TierBytes]") -> dict[str, float]:
+def summed(parts: Iterable[TierBytes]) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in parts:
         for tier, size in part.items():

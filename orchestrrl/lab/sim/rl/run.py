@@ -14,7 +14,7 @@ from orchestrrl.lab.sim.rl.model import RlRun, SyncStage, TimelineSpan, TrainSta
 from orchestrrl.lab.sim.rl.results import Bill, ClusterResult
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages, lane_of
-from orchestrrl.lab.sim.rl.training import LOG_PROBS, RESPONSE_STREAM, ResponseStream, response_stream
+from orchestrrl.lab.sim.rl.training import LOG_PROBS, RESPONSE_STREAM, ResponseStream, response_stream, training_bytes
 
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
@@ -72,7 +72,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
             steps=tuple(_with_log_probs(row, trained) for row in run.steps),
             tier_bytes={
-                FabricStage.TRAIN.value: stages.train_tier_bytes(job),
+                FabricStage.TRAIN.value: training_bytes(job, scenario.recipe, stages.fabric, stages.constants),
                 FabricStage.GEN.value: last.tier_bytes,
                 FabricStage.WEIGHT_SYNC.value: synced.tier_bytes,
                 RESPONSE_STREAM: streamed.tier_bytes,

@@ -7,7 +7,7 @@ place (see faults.py).
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -22,7 +22,7 @@ from orchestrrl.lab.sim.rl.loop import GenTime
 from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
-from orchestrrl.lab.sim.rl.training import training_bytes, training_stage
+from orchestrrl.lab.sim.rl.training import training_stage
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, generation_beside, training_beside
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
@@ -112,10 +112,6 @@ class FabricStages:
         """What the static baseline runs."""
         (name,) = self.gen(SimulatedFailures(), TUNED, seed)[0].phases_s
         return next(each for each in self.ready(SimulatedFailures()).profile.configurations if str(each.id) == name)
-
-    def train_tier_bytes(self, job: TrainJob) -> Mapping[str, float]:
-        """Of a training step, over the links of each tier."""
-        return training_bytes(job, self.scenario.recipe, self.fabric, self.constants)
 
 
 @dataclass

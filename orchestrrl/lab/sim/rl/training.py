@@ -22,7 +22,7 @@ from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.net.problem import routes_of
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TierBytes
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TierBytes, summed
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
@@ -78,14 +78,14 @@ def training_bytes(
     job: TrainJob, recipe: Recipe, fabric: SimulatedFabric, constants: TrainConstants = MEGATRON
 ) -> Mapping[str, float]:
     """By tier, over its links: what stays in a server goes over NVLink."""
-    found: dict[str, float] = {}
+    found = []
     for share, exchanges, often in _sent(job, recipe, fabric.servers, constants):
         passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
         for kind, times in often.items():
             network = passes if kind in FORWARD_BACKWARD else gradients
-            for tier, size in tier_bytes(network, exchanges[kind].transfer.flows).items():
-                found[tier.value] = found.get(tier.value, 0.0) + times * size
-    return found
+            sizes = tier_bytes(network, exchanges[kind].transfer.flows)
+            found.append({tier.value: times * size for tier, size in sizes.items()})
+    return summed(found)
 
 
 def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants = MEGATRON) -> GpuFlows:

@@ -286,7 +286,7 @@ class CircuitRun(Description[CircuitStep]):
         if self._attempts == 1:
             self._first_s = began_s
         try:
-            result = await self._sent_commit(self.armed if self._attempts == 1 else None)
+            result = await self._send(self.armed if self._attempts == 1 else None)
         except (DriverPermanent, DriverRetryable):  # nothing was sent
             self._may_be_begun = may_be_begun
             raise
@@ -295,7 +295,7 @@ class CircuitRun(Description[CircuitStep]):
             self._sent = f"{_why(self._result)};"
             raise Retryable(_why(self._result), after_s=0.0)
 
-    async def _sent_commit(self, armed: Armed | None) -> CommitResult:
+    async def _send(self, armed: Armed | None) -> CommitResult:
         if armed is not None:
             return await armed.begin()
         diff, revert_in_s = self.operation.diff, self.operation.revert_in_s

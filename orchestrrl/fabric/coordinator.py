@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -166,10 +166,6 @@ class CircuitCoordinator:
             self._keep(period, hold)
         elif not period.report.over:
             period.call_off(hold)
-
-    def follow(self, period: AnnouncedPeriod) -> AsyncIterator[PeriodReport]:
-        """What becomes of it, whenever that changes; ends after the last."""
-        return period.follow()
 
     async def until_over(self, period: AnnouncedPeriod) -> PeriodReport:
         async for report in period.follow():

@@ -5,15 +5,15 @@ engines that stay keep what they need at every stage of the transition. Section 
 engines running has missed their boundary: it does what it would have done once nobody has a request.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.errors import OrchestrRLError, Permanent, cut
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from planner.cost.models import Model
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
@@ -171,13 +171,10 @@ class GenerationCircuits:
         except (OrchestrRLError, ValueError) as error:
             logger.error("the circuits of the deployment cannot be chosen: %s", error)
             return f"circuits stay as they are: {error}"
-        over = asyncio.ensure_future(self._fabric.until_over(period))
-        alarm = asyncio.ensure_future(self._clock.sleep(limit_s))
         try:
-            await asyncio.wait({over, alarm}, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(Permanent):  # its time is over
+                await within(self._clock, limit_s, self._fabric.until_over(period))
         finally:
-            alarm.cancel()
-            over.cancel()
             report = period.report
             # Also where whoever waits is told to stop: what was begun comes to its end, nothing more is begun among
             # requests. Harmless where it is over.
@@ -186,7 +183,7 @@ class GenerationCircuits:
             return f"circuits are still being changed after {limit_s:g} s: {report.state}"
         changed = sum(commit.moves for commit in report.commits if commit.done)  # not all that were planned, maybe
         words = f"circuits {report.state}: {changed} cross-connects changed"
-        return f"{words} ({_shorten(f'{report.code}: {report.detail}')})" if report.detail else words
+        return f"{words} ({cut(f'{report.code}: {report.detail}', WORDS_CHARACTERS)})" if report.detail else words
 
     def intent(self, engines: Sequence[ServingEngine]) -> Intent:
         """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
@@ -209,11 +206,6 @@ class GenerationCircuits:
             trainers=_trainers(self._fabric.site),
             per_node=self._gpus_per_server,
         )
-
-
-def _shorten(text: str) -> str:
-    """The report of the period has all of it."""
-    return text if len(text) <= WORDS_CHARACTERS else f"{text[: WORDS_CHARACTERS - 3]}..."
 
 
 def _gpus_per_server(site: Site) -> int:

@@ -57,7 +57,19 @@ class OperatorOverrides:
 
     @property
     def failures(self) -> FabricFailures:
-        return self._failures(self.masked)
+        found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
+        for each in self.masked:
+            kind, _, what = each.partition(" ")
+            found[kind].append(what)
+        ports = [what.rpartition(":") for what in found["port"]]
+        nics = [what.rpartition(":") for what in found["nic"]]
+        return FabricFailures(
+            ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
+            switches=frozenset(map(OcsId, found["switch"])),
+            cross_connects=frozenset(map(_cross_connect, found["circuit"])),
+            nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
+            servers=frozenset(map(ServerId, found["server"])),
+        )
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
         """Raises ProblemFaults."""
@@ -77,44 +89,32 @@ class OperatorOverrides:
             ]
         )
         names = tuple(map(str, pins))
-        return self._set(FabricControl(OverrideState.PINNED, names, "", reason, expiry_s(self._clock.now_s(), ttl_s)))
+        ends_s = expiry_s(self._clock.now_s(), ttl_s)
+        return self._set(FabricControl(OverrideState.PINNED, names, "", reason, ends_s), self.masked, reason)
 
     def override(self, period: str, reason: str, ttl_s: float, job: str = "") -> FabricControl:
         self._check(lifetime_faults(ttl_s))
         ends_s = expiry_s(self._clock.now_s(), ttl_s)
-        return self._set(FabricControl(OverrideState.OVERRIDDEN, (), period, reason, ends_s, job))
+        control = FabricControl(OverrideState.OVERRIDDEN, (), period, reason, ends_s, job)
+        return self._set(control, self.masked, reason)
 
     def release(self, reason: str) -> FabricControl:
-        return self._set(FabricControl(reason=reason))
+        return self._set(FabricControl(reason=reason), self.masked, reason)
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
         """The whole list. Raises ProblemFaults."""
         self._check(
             [f"masked[{index}]: {fault}" for index, text in enumerate(masked) for fault in self._mask_faults(text)]
         )
-        before = self.masked
-        self.masked = tuple(sorted(set(masked)))
-        try:
-            self._write(reason)
-        except BaseException:
-            self.masked = before
-            raise
-        self._changed()
+        self._set(self._control, tuple(sorted(set(masked))), reason)
 
-    def _set(self, control: FabricControl) -> FabricControl:
-        before, self._control = self._control, control
-        try:
-            self._write(control.reason)
-        except BaseException:
-            self._control = before
-            raise
+    def _set(self, control: FabricControl, masked: tuple[str, ...], reason: str) -> FabricControl:
+        """Write it down; only then it holds. Raises what the journal raises."""
+        body = {"control": _CONTROL.dump_python(control, mode="json"), "masked": list(masked), "reason": reason}
+        self._journal.append(self._clock.now_s(), EntryKind.FABRIC_CONTROL, control.state, body)
+        self._control, self.masked = control, masked
         self._changed()
         return control
-
-    def _write(self, reason: str) -> None:
-        control = _CONTROL.dump_python(self._control, mode="json")
-        body = {"control": control, "masked": list(self.masked), "reason": reason}
-        self._journal.append(self._clock.now_s(), EntryKind.FABRIC_CONTROL, self._control.state, body)
 
     @staticmethod
     def _check(faults: list[str]) -> None:
@@ -160,22 +160,6 @@ class OperatorOverrides:
     def _ports(self, switch: str) -> dict[str, tuple[int, ...]]:
         found = self._site.switch.get(OcsId(switch))
         return {} if found is None else {str(endpoint): ports for endpoint, ports in found.ports.items()}
-
-    @staticmethod
-    def _failures(masked: Sequence[str]) -> FabricFailures:
-        found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
-        for each in masked:
-            kind, _, what = each.partition(" ")
-            found[kind].append(what)
-        ports = [what.rpartition(":") for what in found["port"]]
-        nics = [what.rpartition(":") for what in found["nic"]]
-        return FabricFailures(
-            ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
-            switches=frozenset(map(OcsId, found["switch"])),
-            cross_connects=frozenset(map(_cross_connect, found["circuit"])),
-            nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
-            servers=frozenset(map(ServerId, found["server"])),
-        )
 
 
 def _constraints_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:

@@ -72,8 +72,8 @@ class FabricRouting:
         self.defects = 0  # faults of ours that were met while tending
         self.routed: RoutedCircuits | None = None  # None: nobody has said yet which circuits there are
         self._site = site
-        self._interfaces = interfaces
-        self._rerouting = rerouting
+        self.interfaces = interfaces  # what is behind each port that a ToR is fibred to, by the site
+        self.rerouting = rerouting
         self._scan = scan
         self._journal = journal
         self._clock = clock
@@ -82,23 +82,11 @@ class FabricRouting:
         self._turn = asyncio.Lock()
         self._lit: tuple[Lit, ...] = ()
         self._is_changing = False  # drained, and not yet rerouted again
-        self._tried: tuple[frozenset[RoutedLink], float] = (
-            frozenset(),
-            0.0,
-        )  # what `maintain` tried last, and its next pause
+        # What `maintain` tried last, and its next pause.
+        self._tried: tuple[frozenset[RoutedLink], float] = (frozenset(), 0.0)
         self._again_s = 0.0
         self._recorded_s = -math.inf
-        recorded = journal.newest(EntryKind.REROUTED, _recorded_in)
-        self._recorded = recorded or frozenset()
-
-    @property
-    def interfaces(self) -> Mapping[Port, Interface]:
-        """What is behind each port that a ToR is fibred to, by the site."""
-        return self._interfaces
-
-    @property
-    def rerouting(self) -> Rerouting:
-        return self._rerouting
+        self._recorded = journal.newest(EntryKind.REROUTED, _recorded_in) or frozenset()
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
@@ -123,7 +111,7 @@ class FabricRouting:
 
         def find() -> None:
             for point in points:
-                self._rerouting.prepare([lit.link for lit in links_up(self._site, point, self._interfaces)])
+                self.rerouting.prepare([lit.link for lit in links_up(self._site, point, self.interfaces)])
 
         async with self._turn:
             await self._offload(find)
@@ -137,7 +125,7 @@ class FabricRouting:
             leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
             if leaving:
                 try:
-                    await self._rerouting.drain(leaving)
+                    await self.rerouting.drain(leaving)
                 except NotDrained as error:
                     assert self.routed is not None
                     self.routed = replace(self.routed, failed=error.routers)
@@ -160,7 +148,7 @@ class FabricRouting:
     async def close(self) -> None:
         if self.routed is not None:
             self._write_down()
-        await self._rerouting.close()
+        await self.rerouting.close()
 
     # --- between commits
 
@@ -192,7 +180,7 @@ class FabricRouting:
             return
         before = self._lit
         lit = await self._find(await self._seen())
-        dark = await self._rerouting.dark([each.link for each in lit])
+        dark = await self.rerouting.dark([each.link for each in lit])
         usable = frozenset(each.link for each in lit if each.link not in dark)
         tried, pause_s = self._tried
         if tried == usable and self._clock.now_s() < self._again_s:
@@ -222,13 +210,13 @@ class FabricRouting:
         return frozenset(pair for lit in self._lit for pair in lit.over)
 
     async def _find(self, up: frozenset[PortPair]) -> tuple[Lit, ...]:
-        found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self._interfaces))
+        found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self.interfaces))
         return found
 
     async def _route(self, links: Iterable[RoutedLink], dark: Mapping[RoutedLink, str] | None = None) -> RoutedCircuits:
         links = tuple(links)
-        await self._offload(lambda: self._rerouting.prepare(links))
-        self.routed = _routed(await self._rerouting.reroute(links), dark or {}, self._clock.now_s())
+        await self._offload(lambda: self.rerouting.prepare(links))
+        self.routed = _routed(await self.rerouting.reroute(links), dark or {}, self._clock.now_s())
         return self.routed
 
     def _write_down(self) -> None:
@@ -257,7 +245,7 @@ def _routed(rerouted: ReroutingResult, dark: Mapping[RoutedLink, str], at_s: flo
     return RoutedCircuits(
         at_s,
         rerouted.routed,
-        {**dark, **{out.link: out.why for out in rerouted.left_out}},
+        {**dark, **rerouted.left_out},
         rerouted.failed,
         rerouted.unreachable,
         rerouted.on_packet_side,

@@ -67,12 +67,6 @@ class DrainResult:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOutLink:
-    link: RoutedLink
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReroutingResult:
     """Packets go over `routed`. `done`: every circuit is used and every router is as it should be."""
 
@@ -82,7 +76,7 @@ class ReroutingResult:
     light_s: float  # of it, until all that come up were up and their far ends had answered
     stages: int
     routed: tuple[RoutedLink, ...]
-    left_out: tuple[LeftOutLink, ...]
+    left_out: Mapping[RoutedLink, str]  # why each is not used
     failed: Mapping[EndpointId, str]
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
@@ -117,14 +111,9 @@ class Rerouting:
         self._limits = limits or ReroutingTimeouts()
         self._offload = offload  # what takes long on a large site
         self._turn = asyncio.Lock()
-        self._routed: tuple[RoutedLink, ...] | None = None  # None: nobody has said yet
+        self.routed: tuple[RoutedLink, ...] | None = None  # packets go over these; None before the first `reroute`
         self._prepared: dict[frozenset[RoutedLink], pure.ReroutingPlan] = {}
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
-
-    @property
-    def routed(self) -> tuple[RoutedLink, ...] | None:
-        """The circuits that packets go over; None before the first `reroute`."""
-        return self._routed
 
     def prepare(self, links: Collection[RoutedLink]) -> pure.ReroutingPlan:
         """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
@@ -139,17 +128,17 @@ class Rerouting:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
         Permanent before the first `reroute`."""
         async with self._turn:
-            if self._routed is None:
+            if self.routed is None:
                 raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
             began_s = self._clock.now_s()
-            before = self.prepare(self._routed)
-            want = self.prepare([link for link in self._routed if link not in set(going)])
+            before = self.prepare(self.routed)
+            want = self.prepare([link for link in self.routed if link not in set(going)])
             moved = await self._move(want.tables)
             still = self._still_using(going, moved)
             if still:
                 logger.warning("circuits are not drained: %s", _listed(still))
                 raise NotDrained(still)
-            self._routed = tuple(link for link in self._routed if link not in set(going))
+            self.routed = tuple(link for link in self.routed if link not in set(going))
             await self._clock.sleep(self._limits.settle_s)
             dark = tuple(sorted(set(want.unreachable) - set(before.unreachable)))
             detail = _detail(moved, f"no way for {_pairs(dark)}" if dark else "")
@@ -160,22 +149,22 @@ class Rerouting:
         async with self._turn:
             began_s = self._clock.now_s()
             wanted = self.prepare(usable)  # raises ValueError before anything is done
-            left_out = await self._dark_ones(usable)
+            left_out = dict(sorted((await self._dark_ones(usable)).items()))
             light_s = self._clock.now_s() - began_s
             routed = tuple(sorted(link for link in set(usable) if link not in left_out))
             want = self.prepare(routed) if left_out else wanted
             moved = await self._move(want.tables)
-            self._routed = routed
-            out = tuple(LeftOutLink(link, why) for link, why in sorted(left_out.items()))
-            detail = _detail(moved, f"not used: {', '.join(f'{o.link} ({o.why})' for o in out)}" if out else "")
+            self.routed = routed
+            unused = ", ".join(f"{link} ({why})" for link, why in left_out.items())
+            detail = _detail(moved, f"not used: {unused}" if unused else "")
             rerouted = ReroutingResult(
-                done=not (out or moved.failed or moved.held),
+                done=not (left_out or moved.failed or moved.held),
                 detail=detail,
                 elapsed_s=self._clock.now_s() - began_s,
                 light_s=light_s,
                 stages=moved.stages,
                 routed=routed,
-                left_out=out,
+                left_out=left_out,
                 failed=moved.failed,
                 unreachable=want.unreachable,
                 on_packet_side=want.on_packet_side,
@@ -227,7 +216,7 @@ class Rerouting:
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
-        old = set(links) & set(self._routed or ())
+        old = set(links) & set(self.routed or ())
         new = set(links) - old
         dark = await self.dark(old)  # of what carries packets, routers that do not answer keep the rest
         came = await self._up(new, self._limits.link_up_s)

@@ -8,12 +8,14 @@ device: one each way.
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import CircuitChange, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
-from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.clock import Clock, WallClock, within
+from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricFailures
@@ -112,16 +114,14 @@ class SwitchReader:
             for switch in switches
             if switch not in self._silent
         }
-        alarm = asyncio.ensure_future(self._clock.sleep(ANSWER_WITHIN_S))
         try:
-            while not alarm.done() and (pending := [each for each in asked.values() if not each.done()]):
-                await asyncio.wait([*pending, alarm], return_when=asyncio.FIRST_COMPLETED)
+            if asked:
+                with suppress(Permanent):  # of those that are late
+                    await within(self._clock, ANSWER_WITHIN_S, asyncio.wait(asked.values()))
         except asyncio.CancelledError:
             for each in asked.values():
                 each.cancel()
             raise
-        finally:
-            alarm.cancel()
         self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
         late = f"has not answered within {ANSWER_WITHIN_S:g} s"
         return self._site_reading(

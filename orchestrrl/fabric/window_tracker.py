@@ -9,12 +9,13 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
-from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import LimitReached, shorten
+from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.errors import LimitReached, Permanent, shorten
+from orchestrrl.fabric.site_parts import numbers_text
 from planner.fabric.clocks import ClockExchange, OffsetEstimator
 from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
@@ -135,11 +136,6 @@ class AgentStream:
         if self._host.stream is self:
             self._host.stream, self._host.gone_s = None, self._hub.clock.now_s()
             self._hub.news(None)
-
-
-async def _await_slack(hosts: Sequence[TracedHost]) -> None:
-    for host in hosts:
-        await host.slack_reported.wait()
 
 
 class JobWatch:
@@ -268,14 +264,9 @@ class WindowTracker:
             host.slack_reported.clear()
             if host.stream is not None:
                 host.stream.put(RequestSummary())
-        told = asyncio.ensure_future(_await_slack(asked))
-        alarm = asyncio.ensure_future(self.clock.sleep(SLACK_WITHIN_S))
-        both: set[asyncio.Future[Any]] = {told, alarm}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in both:
-                each.cancel()
+        answers = asyncio.gather(*(host.slack_reported.wait() for host in asked))
+        with suppress(Permanent):  # of those that are late
+            await within(self.clock, SLACK_WITHIN_S, answers)
         return json.dumps([json.loads(host.slack_json) for host in asked if host.slack_json])
 
     def attach(self, name: str, jobs: Jobs) -> AgentStream:
@@ -316,11 +307,5 @@ class WindowTracker:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Runs of them, e.g. `0-7, 9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    words = numbers_text(ranks).split(",")
     return ", ".join(words[:MOST_LISTED]) + (", ..." if len(words) > MOST_LISTED else "")

@@ -117,7 +117,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         except Permanent as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
         try:
-            async for report in fabric.follow(period):
+            async for report in period.follow():
                 yield PERIOD.to_pb(report)
         finally:
             if request.boundary:  # harmless where it is over

@@ -1,7 +1,7 @@
 """What a scrape means: the engine's health in words, and its decode rate. Pure; scraping is watch.py."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
 from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineReading
@@ -113,8 +113,13 @@ def fold(
         points = ()
     else:
         points = _within_window((*points, (sampled_s, metrics.generation_tokens_total)), limits.rate_window_s)
-    rate = _rate(points, limits.rate_window_s)
-    return EngineTrack(points, metrics.generation_tokens_total), _sample(metrics, sampled_s, rate, reading.scrape_s)
+    sample = EngineSample(
+        **asdict(replace(metrics, kv_usage_fraction=min(1.0, metrics.kv_usage_fraction))),
+        sampled_s=sampled_s,
+        decode_tokens_per_s=_rate(points, limits.rate_window_s),
+        scrape_s=reading.scrape_s,
+    )
+    return EngineTrack(points, metrics.generation_tokens_total), sample
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:
@@ -132,18 +137,3 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
         return None
     rate = (to_tokens - from_tokens) / (to_s - from_s)
     return rate if rate <= _MAX_TOKENS_PER_S else None
-
-
-def _sample(metrics: EngineMetrics, sampled_s: float, rate: float | None, scrape_s: float) -> EngineSample:
-    return EngineSample(
-        sampled_s=sampled_s,
-        running=metrics.running,
-        waiting=metrics.waiting,
-        kv_usage_fraction=min(1.0, metrics.kv_usage_fraction),
-        kv_capacity_tokens=metrics.kv_capacity_tokens,
-        generation_tokens_total=metrics.generation_tokens_total,
-        prompt_tokens_total=metrics.prompt_tokens_total,
-        preemptions_total=metrics.preemptions_total,
-        decode_tokens_per_s=rate,
-        scrape_s=scrape_s,
-    )

@@ -54,7 +54,7 @@ class EngineMetrics:
     running: int
     waiting: int
     kv_usage_fraction: float  # 0..1
-    kv_capacity_tokens: int
+    kv_capacity_tokens: int  # 0: the engine does not tell
     generation_tokens_total: int
     prompt_tokens_total: int
     preemptions_total: int

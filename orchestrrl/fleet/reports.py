@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
 
 
@@ -18,18 +18,11 @@ class SendTimes:
     ack_received_s: float = 0.0  # when that arrived, by the sender's clock
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSample:
-    """One scrape of one engine. Totals are counters since the engine's start."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSample(EngineMetrics):
+    """One scrape of one engine, with the decode rate that follows from the scrapes before it."""
 
     sampled_s: float  # by the agent's clock
-    running: int
-    waiting: int
-    kv_usage_fraction: float  # 0..1
-    kv_capacity_tokens: int  # 0: the engine does not tell
-    generation_tokens_total: int
-    prompt_tokens_total: int
-    preemptions_total: int
     decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
     scrape_s: float = 0.0
 

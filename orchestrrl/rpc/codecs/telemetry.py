@@ -63,7 +63,7 @@ CAPABILITIES = Codec(
     ),
     routed_experts=LOCAL,
 )
-SAMPLE = Codec(EngineSample, pb.EngineSample)
+SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=LOCAL)
 ENGINE_REPORT = Codec(
     EngineReport, pb.EngineReport, health_detail=OUTSIDE, sample=SAMPLE, capabilities=CAPABILITIES, times=Flat()
 )

@@ -1,6 +1,7 @@
 """Step times of engines that no configuration describes: a prior or a shape, corrected by observed batches."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,17 +52,13 @@ class Bench:
         self._sequence += 1
         fields = {"kv_usage_fraction": usage, "kv_capacity_tokens": CAPACITY_TOKENS}
         reading = sample(self._now_s, sequences, 0, self._total, **fields)
-        reading = EngineSample(**{**_fields(reading), "prompt_tokens_total": self._prompts})
+        reading = replace(reading, prompt_tokens_total=self._prompts)
         report = engine_report("e0", self._sequence, reading, EngineHealth.OK)
         self.costs.observe(report, self.assumed.configuration)
 
     def estimate(self) -> ConfigurationEstimate | None:
         self.costs.refit([E0])
         return next(iter(self.costs.estimates()), None)
-
-
-def _fields(reading: EngineSample) -> dict[str, float]:
-    return {name: getattr(reading, name) for name in EngineSample.__slots__}
 
 
 def real(factor: float, sequences: int, kv_tokens: float) -> float:

@@ -100,20 +100,14 @@ class SyncActions:
         they had the fleet's weights before (while it has none: all)."""
         now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
         attached = {each.engine for peer in self.attached().values() for each in peer.engines}
-        away = {
-            each.engine
+        gone = [
+            state.peer
             for state in self.hub.peers.values()
             if not state.attached and now_s < state.last_report_s + patience_s
-            for each in state.peer.engines
-            if each.engine in known and each.engine not in attached
-        }
-        away |= {
-            engine
-            for state in self.hub.peers.values()
-            if not state.attached and now_s < state.last_report_s + patience_s
-            for engine in state.peer.ranks_of
-            if engine in known
-        }
+        ]
+        away = {each.engine for peer in gone for each in peer.engines} - attached
+        away |= {engine for peer in gone for engine in peer.ranks_of}
+        away &= set(known)
         since_s, committed = self.book.recovered_s, self.book.fleet.committed
         if since_s is not None and now_s < since_s + patience_s:
             had = known if committed is None else committed.has

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from orchestrrl.core.clock import Clock, until_set
@@ -19,11 +20,10 @@ from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
-from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
+from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend, make_direct
 from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.carrying import CarrierContext
 from orchestrrl.weights.controller.circuits import SyncCircuits
-from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.publications import PublicationCollector
@@ -118,7 +118,7 @@ class WeightSync:
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._acts)
-        self._backends = WeightBackends()
+        self._make_backend = cache(make_direct)  # what one has joined serves more than one version
         self._left: list[OpenIntent[SyncReport]] = []
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
@@ -149,7 +149,7 @@ class WeightSync:
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
-            return self._backends.get(publication.backend)
+            return self._make_backend(publication.backend)
         except Permanent as error:
             raise ProblemFaults([f"backend: {error}"]) from error
 
@@ -214,7 +214,7 @@ class WeightSync:
             self._next = None
             self._collector.drop(record, SyncState.ABORTED, "operator", why)
         elif self._collector.collecting is record:
-            self._collector.abort(why)
+            self._collector.abandon(SyncState.ABORTED, "operator", why)
         else:
             raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
         return record.report

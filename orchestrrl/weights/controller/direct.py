@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, make_direct, trainer_step_json
+from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, trainer_step_json
 from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.carrying import ANSWER_S, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
@@ -25,19 +25,6 @@ from planner.model import EngineId
 logger = logging.getLogger(__name__)
 
 DONE, FAILED = "done", "failed"  # what ranks tell of a step
-
-
-class WeightBackends:
-    """The daemon's, by name: what they have joined serves more than one version."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, DirectBackend] = {}
-
-    def get(self, name: str) -> DirectBackend:
-        """Raises Permanent for an unknown one."""
-        if name not in self._made:
-            self._made[name] = make_direct(name)
-        return self._made[name]
 
 
 class DirectTransfer:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync
-from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
 from orchestrrl.weights.model import VersionMap
 from planner.model import EngineId, PeerId
 
 SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
-LOOK_S = 0.25  # how often it is looked whether what is waited for has come
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,12 @@ class SyncParticipants:
 
     async def _engines_there(self, attempt: SyncAttempt) -> None:
         """Wait for engines that are away for a moment."""
-        told: list[EngineId] = []
-        while away := [engine for engine in self._acts.awaited() if engine not in attempt.without]:
-            if away != told:
-                told = away
-                self._record.put(detail=f"waits: {', '.join(away)} may come back")
-            await self._acts.clock.sleep(LOOK_S)
-        if told:
-            self._record.put(detail="")
+
+        def away() -> str:
+            engines = [engine for engine in self._acts.awaited() if engine not in attempt.without]
+            return f"{', '.join(engines)} may come back" if engines else ""
+
+        await self._record.wait_while(away)
 
     async def _served(self) -> None:
         """Peers are told of engines that have just come; that takes a moment."""

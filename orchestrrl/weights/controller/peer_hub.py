@@ -200,9 +200,8 @@ class PeerHub:
 
     def on_news(self, peer: PeerId, news: PeerNews) -> None:
         known = self._known[peer]
-        now_s = self._clock.now_s()
+        known.state = replace(known.state, last_report_s=self._clock.now_s())
         if isinstance(news, PeerResult):
-            known.state = PeerState(known.state.peer, known.state.attached, now_s)
             if asked := self._open.find(peer, news.id):
                 self._open.close(asked, news)
             return
@@ -211,10 +210,8 @@ class PeerHub:
                 logger.error("peer %s says of itself what cannot be: %s", peer, "; ".join(faults))
                 return
             news = self._without_others(news)
-            known.state = PeerState(news, known.state.attached, now_s)
+            known.state = replace(known.state, peer=news)
             self._make_way(news)
-        else:
-            known.state = PeerState(known.state.peer, known.state.attached, now_s)
         self._notify(peer, news)
 
     def ended(self, stream: PeerStream) -> None:

@@ -1,6 +1,7 @@
 """Before a version's bytes are on their way: over which circuits, what is sent by whom, and all sums."""
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
 from orchestrrl.core.errors import OrchestrRLError
@@ -9,7 +10,7 @@ from orchestrrl.weights.controller.carrying import SyncFailed, each_done, sums
 from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
-from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
 from orchestrrl.weights.model import (
     Peer,
     VersionMap,
@@ -18,8 +19,6 @@ from orchestrrl.weights.orders import CheckVersion
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
 from planner.sync_tree.network import SyncNetwork
-
-LOOK_S = 0.25  # how often it is looked whether who is missing has come
 
 
 class Preparation:
@@ -72,19 +71,13 @@ class Preparation:
 
     async def _bring_up(self, planned: PlannedSync) -> BroughtUp:
         record = self._record
-        lasting: list[SyncPhase] = []
+        with contextlib.ExitStack() as lasting:
 
-        def on_phase(phase: SyncPhase) -> None:
-            for each in lasting:
-                record.ends(each)
-            lasting[:] = [phase]
-            record.begins(phase)
+            def on_phase(phase: SyncPhase) -> None:
+                lasting.close()
+                lasting.enter_context(record.phase(phase))
 
-        try:
             brought = await self._acts.circuits.bring_up(record.id, planned, on_phase, still=self._stands_still)
-        finally:
-            for each in lasting:
-                record.ends(each)
         record.note(*brought.notes)
         return brought
 

@@ -65,24 +65,21 @@ class PublicationCollector:
         return None if self._collecting is None else self._collecting[1]
 
     def expire_ranks(self) -> None:
-        if self._collecting is None:
+        if self._collecting is None or self._clock.now_s() < self._collecting[0].by_s:
             return
-        collection, record = self._collecting
-        if self._clock.now_s() < collection.by_s:
-            return
+        collection, _ = self._collecting
         missing = [str(rank) for rank in range(collection.world) if rank not in collection.by_rank]
         words = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
-        self._collecting = None
-        self.drop(record, SyncState.ABORTED, "trainer_lost", words)
+        self.abandon(SyncState.ABORTED, "trainer_lost", words)
 
-    def abort(self, why: str) -> None:
-        """The version of which some ranks have spoken, by an operator's word."""
+    def abandon(self, state: SyncState, code: str, why: str) -> None:
+        """End the version of which some ranks have published; harmless where there is none."""
         if self._collecting is not None:
             record, self._collecting = self._collecting[1], None
-            self.drop(record, SyncState.ABORTED, "operator", why)
+            self.drop(record, state, code, why)
 
     def drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
-        """It has touched nothing yet."""
+        """End a version that has touched nothing yet."""
         record.over(state, code, why)
         self._book.ended(record.report)
 
@@ -132,7 +129,7 @@ class PublicationCollector:
         self._book.began(report)
         if self._collecting is not None:
             why = f"{self._collecting[1].report.version} was not complete when {publication.version} came"
-            self.drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
+            self.abandon(SyncState.SUPERSEDED, "superseded", why)
         for old in [each.id for each in self.records.values() if each.report.over][:-REMEMBERED]:
             del self.records[old]
         record = self.records[id] = SyncRecord(report, self._clock)

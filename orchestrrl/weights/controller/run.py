@@ -22,10 +22,10 @@ from orchestrrl.weights.controller.barrier_release import attached_again, go_bac
 from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing
-from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, SyncParticipants
+from orchestrrl.weights.controller.participants import SyncAttempt, SyncParticipants
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, SyncRecord, sync_body
+from orchestrrl.weights.controller.state import HOLDER, LOOK_S, CommittedVersion, SyncRecord, sync_body
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -285,14 +285,12 @@ class SyncRun(Description[SyncStep]):
 
     async def _not_held(self) -> None:
         """Wait while an operator has paused syncs."""
-        told = ""
-        while (hold := self._acts.pause_registry.hold(PauseScope.SYNC)) is not None:
-            if hold.detail != told:
-                told = hold.detail
-                self.sync_record.put(detail=f"waits: {told}")
-            await self._acts.clock.sleep(LOOK_S)
-        if told:
-            self.sync_record.put(detail="")
+
+        def held() -> str:
+            hold = self._acts.pause_registry.hold(PauseScope.SYNC)
+            return "" if hold is None else hold.detail
+
+        await self.sync_record.wait_while(held)
 
     async def _close_barrier(self) -> None:
         record = self.sync_record

@@ -41,6 +41,7 @@ REMEMBERED = 256  # syncs that are over
 NOTES, NOTE, WORDS = 64, 500, 3000  # of a report: notes, and the characters of one and of its detail
 # Who holds the pause barrier's lease, so that a daemon that comes back knows its own.
 HOLDER = "weight sync "
+LOOK_S = 0.25  # how often it is looked whether what is waited for has come
 REPAIR = "repair"  # an entry beside the steps of the sync that committed the version
 
 
@@ -163,6 +164,17 @@ class SyncRecord:
             yield
         finally:
             self.ends(phase)
+
+    async def wait_while(self, why: Callable[[], str]) -> None:
+        """Wait while there is a reason to, which the report gives as what is waited for."""
+        told = ""
+        while reason := why():
+            if reason != told:
+                told = reason
+                self.put(detail=f"waits: {reason}")
+            await self._clock.sleep(LOOK_S)
+        if told:
+            self.put(detail="")
 
     def engine(self, engine: EngineId, state: EngineSync, detail: str = "", install_s: float | None = None) -> None:
         stands = {each.engine: each for each in self.report.engines}

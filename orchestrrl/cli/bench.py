@@ -16,10 +16,8 @@ def bench(
 ) -> Output:
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
-    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick, forecast,
-    policies, moves, profile_score, gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate,
-    fabric_place, fabric_transition, sync_plan, sim_step, routing, recorder, fabric_materialize,
-    fabric_windows, slack, weights_bandwidth.
+    Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
+    gateway_cpu, gateway_ledger, fabric_allocate, sync_plan, sim_step, routing, recorder, fabric_windows.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

@@ -5,10 +5,12 @@ Arms differ in the strategy and in how many requests may wait on an engine; the 
 gateway knows of them (its own counts, and the KV that the daemon tells once a second) are the same.
 """
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import exp
 from statistics import mean
 from typing import cast
 
@@ -19,18 +21,61 @@ from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
 from orchestrrl.lab.bench.figure import Figure, side_by_side
-from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting, shape_of
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler
-from planner.model import EngineId, RequestId
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId
 
+ENGINES = 8
+SAMPLES = 8  # of each prompt, dealt to one engine
+SEEDS = (1, 2, 3)
+# A 14B model at TP=2 on H800s.
+TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 TICK_S = 0.05  # the gateway hears of tokens, and engines of requests, so much later
 ROUTES_S = 1.0
 QUEUE_DEPTH = 4
 POLICIES = ("load_index", "round_robin", "prefix_affinity")
 CHOICE_ENGINES = 64
 CHOICES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A step's load. Lengths are lognormal, correlated within a prompt, and cut."""
+
+    name: str
+    requests_per_engine: int
+    median_tokens: float
+    sigma: float
+    max_tokens: int
+    kv_capacity_tokens: int
+    correlation: float = 0.6
+
+    def requests(self, seed: int) -> list[SimRequest]:
+        rng = random.Random(seed)
+        made = []
+        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
+            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
+            for sample in range(SAMPLES):
+                score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
+                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
+                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
+        return made
+
+    @property
+    def configuration(self) -> Configuration:
+        return replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens)
+
+
+def shape_of(configuration: Configuration) -> EngineShape:
+    return EngineShape(
+        configuration.alpha_s,
+        configuration.beta_s,
+        configuration.gamma_s,
+        configuration.max_sequences,
+        configuration.kv_capacity_tokens,
+        1 / configuration.prefill_tokens_per_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +207,7 @@ def outcome(load: ArrivalLoad, seed: int, arm: RoutingArm) -> RoutingOutcome:
     return _Step(load, arm).run(arrivals)
 
 
-def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:
+def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS) -> list[Figure]:
     """Mean seconds from a request's arrival to its end, with a queue in the gateway and without."""
     figures = []
     for load in loads:

@@ -3,8 +3,7 @@
 import pytest
 
 from orchestrrl.gateway.routing.strategies import STRATEGIES
-from orchestrrl.lab.bench.policies import Setting
-from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, outcome, queue
+from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, Setting, outcome, queue
 
 SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000), max_sequences=2)
 

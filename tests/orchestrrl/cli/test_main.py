@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ocs_drivers.emulators.registry import EMULATORS
-from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.commands import MODULE_OF, summary
 from orchestrrl.cli.fleet import pause as barrier
 from orchestrrl.cli.fleet import status
 from orchestrrl.cli.fleet.engine import simulated
@@ -24,17 +24,17 @@ from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@pytest.mark.parametrize("path", MODULE_OF)
 def test_a_command_is_listed_with_the_start_of_its_help(path: str) -> None:
     start = inspect.cleandoc(load(path).help or "").partition("\n\n")[0]
-    assert COMMANDS[path] == " ".join(start.split())
+    assert summary(path) == " ".join(start.split())
 
 
 def test_groups_and_commands_are_listed() -> None:
-    assert {path.partition(" ")[0] for path in COMMANDS if " " in path} == GROUPS.keys()
+    assert {path.partition(" ")[0] for path in MODULE_OF if " " in path} == GROUPS.keys()
     for group in ("", *GROUPS):
         shown = CliRunner().invoke(application(), [*group.split(), "--help"], env={"COLUMNS": "200"}).stdout
-        inside = [path.removeprefix(group).split()[0] for path in COMMANDS if path.startswith(f"{group} ".lstrip())]
+        inside = [path.removeprefix(group).split()[0] for path in MODULE_OF if path.startswith(f"{group} ".lstrip())]
         assert all(f" {name} " in shown for name in inside)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, note, table
+from orchestrrl.cli.output import Columns, Output, json_text, note, table, write_file
 
 
 @command
@@ -22,13 +22,15 @@ def bench(
     Example: `orchestrrl bench --only gateway_cpu`
     """
     # Imported here so that every other command starts without what is measured.
-    from orchestrrl.lab.bench.run import as_json, chosen, run, write
+    from orchestrrl.lab.bench.run import as_json, chosen, run
 
     names = chosen(only or [])
     figures = run(names, out.parent / "bench", lambda name: note(f"{name} ..."))
-    write(figures, out)
+    document = as_json(figures)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, json_text(document))
     shown = table("Medians; ratio: value / baseline's", COLUMNS, figures)
-    return Output(as_json(figures), [shown, f"wrote {out}"])
+    return Output(document, [shown, f"wrote {out}"])
 
 
 COLUMNS: Columns = {

@@ -76,9 +76,14 @@ def stderr() -> "Console":
     return Console(stderr=True, highlight=False)
 
 
+def json_text(value: Any) -> str:
+    """Return a document as JSON. Keys keep their order; NaN is a defect and raises."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+
+
 def print_json(value: Any) -> None:
-    """Print one JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
-    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    """Print one JSON object, alone on standard output."""
+    sys.stdout.write(json_text(value))
 
 
 def print_line(line: str) -> None:

@@ -1,6 +1,5 @@
 """All benchmarks by name, and their report."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,3 @@ def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) ->
 def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
     """The report, as the contract of `make bench` has it."""
     return {"benchmarks": [{name: getattr(figure, name) for name in FIELDS} for figure in figures]}
-
-
-def write(figures: Sequence[Figure], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(as_json(figures), indent=1, allow_nan=False) + "\n")

@@ -6,7 +6,6 @@ from enum import Enum
 import pytest
 from typer.testing import CliRunner
 
-from ocs_drivers.emulators.registry import EMULATORS
 from orchestrrl.cli.commands import MODULE_OF, summary
 from orchestrrl.cli.fleet import pause as barrier
 from orchestrrl.cli.fleet import status
@@ -15,11 +14,11 @@ from orchestrrl.cli.gateway import gateway
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
-from orchestrrl.cli.ocs.emulator import GRPC
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES, AffinitySlack
+from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 
@@ -43,7 +42,7 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
     for name, parameter in inspect.signature(simulated).parameters.items():
         if name in SimulatedOptions.model_fields and name != "lengths":
             assert parameter.default == getattr(options, name), name
-    assert (*sorted(EMULATORS), GRPC) == PROTOCOLS
+    assert EMULATED_PROTOCOLS == PROTOCOLS
     flags = inspect.signature(gateway).parameters
     kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S, "on_stale": OnStale.ABORT}
     assert {name: flags[name].default for name in kept} == kept

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, json_text, note, table, write_file
+from orchestrrl.cli.output import Columns, Output, note, table, write_json
 
 
 @command
@@ -28,7 +28,7 @@ def bench(
     figures = run(names, out.parent / "bench", lambda name: note(f"{name} ..."))
     document = as_json(figures)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_file(out, json_text(document))
+    write_json(out, document)
     shown = table("Medians; ratio: value / baseline's", COLUMNS, figures)
     return Output(document, [shown, f"wrote {out}"])
 

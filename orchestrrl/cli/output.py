@@ -76,14 +76,13 @@ def stderr() -> "Console":
     return Console(stderr=True, highlight=False)
 
 
-def json_text(value: Any) -> str:
-    """Return a document as JSON. Keys keep their order; NaN is a defect and raises."""
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
-
-
 def print_json(value: Any) -> None:
-    """Print one JSON object, alone on standard output."""
-    sys.stdout.write(json_text(value))
+    """Print one JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
+    sys.stdout.write(_json_text(value))
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def print_line(line: str) -> None:
@@ -218,6 +217,11 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fail(f"{path}: {error.strerror}")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a result as print_json prints it."""
+    write_file(path, _json_text(document))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import typer
 from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, View, cells_table, json_text, number_faults, table, write_file
+from orchestrrl.cli.output import Columns, Output, View, cells_table, number_faults, table, write_json
 
 OUT = Path("out/fabric-box")
 
@@ -69,7 +69,7 @@ def box(
     text = sound_site(site, SITE, dict.fromkeys(PodRole, 2), faults)
     order = TestbedOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations)
     results = show_in_box(order, text)
-    write_file(out / "box.json", json_text(results))
+    write_json(out / "box.json", results)
     if "cycle" in results:
         draw_cycle(results["cycle"], out / "cycle.png")
     return Output(results, _view(results, out))

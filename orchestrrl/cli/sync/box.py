@@ -8,7 +8,7 @@ import typer
 from orchestrrl.cli.command import command
 from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, View, json_text, table, write_file
+from orchestrrl.cli.output import Columns, Output, View, table, write_json
 
 OUT = Path("out/sync-box")
 MOST_MB = 4000.0
@@ -86,7 +86,7 @@ def box(
         python="" if python is None else str(python.absolute()),
     )
     found = show_in_box(order, text)["weights"]
-    write_file(out / "sync-box.json", json_text(found))
+    write_json(out / "sync-box.json", found)
     return Output(found, _view(found, out))
 
 

@@ -13,8 +13,9 @@ from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.cli.sim.generation import seeds_of
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.demo.run import DemoOutcome, Report
+    from orchestrrl.lab.demo.run import DemoOutcome
     from orchestrrl.lab.demo.scenario import DemoScenario
+    from orchestrrl.lab.demo.step import Report
 
 _Outcome = TypeVar("_Outcome")
 

@@ -219,6 +219,15 @@ def write_file(path: Path, text: str) -> None:
         fail(f"{path}: {error.strerror}")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """End the command with the reason where the body cannot write the file."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{path}: cannot be written: {error.strerror}")
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a result as print_json prints it."""
     write_file(path, _json_text(document))

@@ -170,13 +170,7 @@ async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
 
 def circuits_of(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
     """Those between two ToRs that carry packets now."""
-    found = []
-    for pair in sorted(box.panel.joined):
-        ports = box.site.switch[pair.switch].ports
-        ends = {end for end, numbers in ports.items() for number in pair.ports if number in numbers}
-        if ends == {one, other}:
-            found.append(pair)
-    return found
+    return [pair for pair in sorted(box.panel.joined) if set(box.ends_of(pair)) == {one, other}]
 
 
 async def _rate(flows: Sequence[Flow], seconds: float) -> float:

@@ -52,6 +52,11 @@ class Testbed(Stack):
     def site(self) -> Site:
         return self.plan.site
 
+    def ends_of(self, pair: PortPair) -> list[EndpointId]:
+        """The two endpoints whose fibres a cross-connect joins."""
+        ports = self.site.switch[pair.switch].ports
+        return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
+
     def driver(self, switch: OcsId) -> OcsDriver:
         """Ours, before the daemon has one: some devices allow for one session alone."""
         if self.daemon_address:

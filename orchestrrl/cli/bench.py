@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, note, table, write_json
+from orchestrrl.cli.output import Columns, Output, choice_faults, fields, note, raise_faults, table, write_json
 
 
 @command
@@ -22,11 +22,13 @@ def bench(
     Example: `orchestrrl bench --only gateway_cpu`
     """
     # Imported here so that every other command starts without what is measured.
-    from orchestrrl.lab.bench.run import as_json, chosen, run
+    from orchestrrl.lab.bench.run import BENCHMARKS, run
 
-    names = chosen(only or [])
+    raise_faults(fault for name in sorted(set(only or ())) for fault in choice_faults("--only", name, BENCHMARKS))
+    names = [name for name in BENCHMARKS if not only or name in only]
     figures = run(names, out.parent / "bench", lambda name: note(f"{name} ..."))
-    document = as_json(figures)
+    report = [fields(figure, "name value unit baseline baseline_value ratio note") for figure in figures]
+    document = {"benchmarks": report}
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, document)
     shown = table("Medians; ratio: value / baseline's", COLUMNS, figures)

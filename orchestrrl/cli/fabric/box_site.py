@@ -39,7 +39,9 @@ def sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]",
 
 def show_in_box(order: "TestbedOrder", site: str) -> dict[str, Any]:
     """Return what the shows returned. The folder gets the site, and loses the journal of a run before."""
-    from orchestrrl.lab.box.run import run
+    import asyncio
+
+    from orchestrrl.lab.box.run import run_box
 
     out = Path(order.folder)
     try:
@@ -50,4 +52,4 @@ def show_in_box(order: "TestbedOrder", site: str) -> dict[str, Any]:
     except OSError as error:
         fail(f"{out}: {error.strerror}")
     with stderr().status("making the box") as status:
-        return run(order, lambda at: status.update(f"{at}: real time, real packets"))
+        return asyncio.run(run_box(order, lambda at: status.update(f"{at}: real time, real packets")))

@@ -1,10 +1,8 @@
-"""All benchmarks by name, and their report."""
+"""All benchmarks by name."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.bench.fabric_allocate import fabric_allocate
 from orchestrrl.lab.bench.fabric_windows import fabric_windows
 from orchestrrl.lab.bench.figure import Figure
@@ -17,8 +15,6 @@ from orchestrrl.lab.bench.solve import solver
 from orchestrrl.lab.bench.sync_plan import sync_plan
 from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON
-
-FIELDS = ("name", "value", "unit", "baseline", "baseline_value", "ratio", "note")
 
 # In the order in which they run. Each is given a folder for the logs of what it starts.
 BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
@@ -38,17 +34,6 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
 NEED_TORCH = ("recorder", "fabric_windows")  # which `make venv-vllm` sets up
 
 
-def chosen(only: Iterable[str]) -> list[str]:
-    """The benchmarks to run, all where none is named. Raises ProblemFaults."""
-    wanted = set(only)
-    faults = [
-        f"--only: must be one of {', '.join(BENCHMARKS)}, got {name!r}" for name in sorted(wanted - BENCHMARKS.keys())
-    ]
-    if faults:
-        raise ProblemFaults(faults)
-    return [name for name in BENCHMARKS if name in wanted or not wanted]
-
-
 def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:
     """`progress` is told the name of each benchmark as it begins."""
     figures: list[Figure] = []
@@ -59,8 +44,3 @@ def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) ->
         progress(name)
         figures += BENCHMARKS[name](log_dir)
     return figures
-
-
-def as_json(figures: Sequence[Figure]) -> dict[str, Any]:
-    """The report, as the contract of `make bench` has it."""
-    return {"benchmarks": [{name: getattr(figure, name) for name in FIELDS} for figure in figures]}

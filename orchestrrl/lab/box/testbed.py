@@ -105,10 +105,10 @@ class Testbed(Stack):
     async def unpin(self, source: EndpointId, hosts: Sequence[str]) -> None:
         await batch("ip", self.plan.tors[source], [f"route del {host}/32" for host in hosts])
 
-    async def drive(self, **fabric: Any) -> None:
+    async def drive(self) -> None:
         """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
         await self.close_drivers()
-        await self.start_daemon(self.configuration(**fabric))
+        await self.start_daemon(self._configuration())
 
         async def routed() -> bool:
             return bool((await self.fabric()).routes.rerouted_unix_s)
@@ -120,7 +120,7 @@ class Testbed(Stack):
             await driver.close()
         self._drivers.clear()
 
-    def configuration(self, **fabric: Any) -> dict[str, Any]:
+    def _configuration(self) -> dict[str, Any]:
         plan = self.plan
         routers = [
             {
@@ -140,7 +140,6 @@ class Testbed(Stack):
                 "site": SITE_FILE,
                 "routers": routers,
                 "rerouting": {"settle_s": SETTLE_S, "poll_s": POLL_AGAIN_S},
-                **fabric,
             },
             "ocs": [
                 {"id": switch.id, "driver": switch.driver, "options": dict(switch.options)}

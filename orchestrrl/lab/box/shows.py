@@ -76,10 +76,7 @@ async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), sec
         flows = [Flow(source, sink) for source, sink in zip(sources, sinks, strict=False)][:flows_count]
         async with running(flows):
             await asyncio.sleep(SETTLING_S)
-            since_s = time.monotonic()
-            await asyncio.sleep(seconds)
-            rate = mbps(flows, since_s, time.monotonic())
-        rows.append({"circuits": count, "mbps": rate})
+            rows.append({"circuits": count, "mbps": await _rate(flows, seconds)})
     await box.unpin(one, hosts_there)
     await box.unpin(other, hosts_here)
     await box.connect(up, ups=False)

@@ -3,6 +3,7 @@
 What a device keeps where is a subclass of `GnmiWire`, one for each data model.
 """
 
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from enum import StrEnum
@@ -64,16 +65,16 @@ class GnmiWire(SwitchWire):
         self._clock = clock
         self._session = GnmiSession(options.endpoint)
 
+    @abstractmethod
     def begin(self, models: Mapping[str, str]) -> None:
         """Begin a session with a device that supports these models, given with their versions."""
-        raise NotImplementedError
 
-    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None: ...
 
+    @abstractmethod
     def news(self) -> AsyncGenerator[GnmiNews, None]:
         """What changes from now on."""
-        raise NotImplementedError
 
     async def open(self) -> None:
         self._session = GnmiSession(self._options.endpoint)

@@ -43,10 +43,7 @@ OLD_PORT_STATUS: Mapping[str, PortStatus] = {
     "PO_FAILED": PortStatus.FAILED,
 }
 # Leaf `system-config/startup-mode` of polatis-switch.
-BOOT: Mapping[str, BootBehaviour] = {
-    "MODE_VOLATILE": BootBehaviour.DARK,
-    "MODE_PRESERVE": BootBehaviour.RESTORE,
-}
+BOOT: Mapping[str, BootBehaviour] = {"MODE_VOLATILE": BootBehaviour.DARK, "MODE_PRESERVE": BootBehaviour.RESTORE}
 
 _SIZE = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,5})[xX]([0-9]{1,5}|[cC][cC])(?![0-9A-Za-z])")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")

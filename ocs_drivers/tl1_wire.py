@@ -6,6 +6,7 @@ assumed.
 
 import asyncio
 import re
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -114,16 +115,16 @@ class Tl1Wire(SwitchWire):
         self.boot = options.boot
         self.ingress = self.egress = range(0)  # known once attached
 
+    @abstractmethod
     async def attach(self) -> None:
         """Read what must be known before any other verb, the ranges of ports included."""
-        raise NotImplementedError
 
     async def let_report(self, is_wanted: bool) -> None:
         """Ask the device to send reports, or to send none."""
 
+    @abstractmethod
     def meaning(self, verb: str, line: str) -> tuple[EventKind, int | None, CrossConnect | None]:
         """What one line of a report is about."""
-        raise NotImplementedError
 
     async def open(self) -> None:
         for attempt in range(LOGIN_ATTEMPTS):

@@ -64,6 +64,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
         "orchestrrl/fleet/redeployment/actions.py",
     ),
     "circuits": (
+        "orchestrrl/fabric/circuit_change.py",
         "orchestrrl/fabric/circuit_executor.py",
         "orchestrrl/fabric/stage_commit.py",
         "orchestrrl/fabric/verification.py",

@@ -1,5 +1,6 @@
 """What an emulated gNMI target is to its server: a tree to read, rows to watch, a transaction to carry out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,7 +40,7 @@ class GnmiRefusal(Exception):
         self.message = text
 
 
-class GnmiTarget:
+class GnmiTarget(ABC):
     """An emulated device whose circuits are ordered in one place and appear in another."""
 
     models: dict[str, str]  # with their versions
@@ -52,16 +53,16 @@ class GnmiTarget:
         self.ordered: set[CrossConnect] = set()
         self._session = self.device.session()
 
-    def tree(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def tree(self) -> dict[str, Any]: ...
 
+    @abstractmethod
     def rows(self, below: Path) -> dict[Path, Row]:
         """Return the rows or entries of lists at or below a path, which a subscription to it receives."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
         """One SetRequest, in the order in which it is to be carried out. All of it is looked at before any is done."""
-        raise NotImplementedError
 
     def notice_restart(self) -> None:
         if not self.device.is_alive(self._session):

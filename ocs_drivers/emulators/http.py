@@ -3,6 +3,7 @@
 import base64
 import binascii
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ class EmulatedReply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class EmulatedHttpServer:
+class EmulatedHttpServer(ABC):
     """Hands each request with its body to `answer`. Where `answer` raises ConnectionBroken, the TCP connection is cut
     without a byte. With `chunked`, answers come without a length, in pieces."""
 
@@ -29,8 +30,8 @@ class EmulatedHttpServer:
         self._chunked = chunked
         self._runner: web.AppRunner | None = None
 
-    async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
-        raise NotImplementedError
+    @abstractmethod
+    async def answer(self, request: web.Request, body: bytes) -> EmulatedReply: ...
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         app = web.Application(client_max_size=16 * 1024 * 1024)

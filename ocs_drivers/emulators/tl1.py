@@ -15,13 +15,11 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of, takes
 from ocs_drivers.emulators.tl1_calient import CalientTl1Device
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
 from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
 from ocs_drivers.emulators.tl1_polatis import PolatisTl1Device
 from ocs_drivers.model import SwitchEvent
 from ocs_drivers.options import CheckedOptions, Flag, Text, must_be, whole
-
-Box = PolatisTl1Device | CalientTl1Device | GlimmerglassTl1Device
 
 Count = Annotated[int, whole(0)]
 
@@ -58,7 +56,7 @@ class Tl1Quirks(CheckedOptions):
 class Tl1Emulator:
     """See `base.Emulator`."""
 
-    def __init__(self, device: EmulatedDevice, box: Box, quirks: Tl1Quirks) -> None:
+    def __init__(self, device: EmulatedDevice, box: Tl1Device, quirks: Tl1Quirks) -> None:
         self.device = device
         self.box = box
         self.quirks = quirks
@@ -175,10 +173,11 @@ class _Connection:
             raise Tl1Refusal("PLNA", "Privilege, Login Not Active")
         if command.verb == "CANC-USER":
             return []
-        if command.verb in self._emulator.box.report_verbs:
-            self._wants_reports = self._emulator.box.report_verbs[command.verb]
+        box = self._emulator.box
+        if command.verb and command.verb in (box.reports_on, box.reports_off):
+            self._wants_reports = command.verb == box.reports_on
             return []
-        return await self._emulator.box.answer(command)
+        return await box.answer(command)
 
     def _log_in(self, command: Tl1Command) -> Sequence[str]:
         quirks = self._quirks
@@ -253,12 +252,7 @@ def glimmerglass(panel: DevicePanel, clock: DeviceClock | None = None, **quirks:
     return _make(GlimmerglassTl1Device, panel, clock, quirks)
 
 
-def _make(
-    kind: type[PolatisTl1Device] | type[CalientTl1Device] | type[GlimmerglassTl1Device],
-    panel: DevicePanel,
-    clock: DeviceClock | None,
-    given: dict[str, Any],
-) -> Tl1Emulator:
+def _make(kind: type[Tl1Device], panel: DevicePanel, clock: DeviceClock | None, given: dict[str, Any]) -> Tl1Emulator:
     quirks = Tl1Quirks.read(given, prefix="")
     device = EmulatedDevice(kind.facts(panel), panel, clock)
-    return Tl1Emulator(device, kind(device, panel, semicolons=quirks.semicolons), quirks)
+    return Tl1Emulator(device, kind(device, panel, quirks.semicolons), quirks)

@@ -1,31 +1,21 @@
 """What a Calient does with TL1 commands. The server is tl1.py."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter
-from ocs_drivers.model import (
-    Action,
-    CircuitState,
-    CrossConnect,
-    EventKind,
-    PortStatus,
-    SwitchEvent,
-    SwitchFacts,
-)
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
+from ocs_drivers.model import Action, CircuitState, CrossConnect, EventKind, PortStatus, SwitchEvent, SwitchFacts
 
 
-class CalientTl1Device:
+class CalientTl1Device(Tl1Device):
     """A Calient: connections are provisioned by name, then lit."""
 
     name = "CALIENT01TS"
     reports_at_first = True
-    report_verbs: ClassVar = {"ALW-MSG": True, "INH-MSG": False}
+    reports_on, reports_off = "ALW-MSG", "INH-MSG"
 
-    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
-        self._device = device
-        self._setter = Tl1Setter(device)
+    def __init__(self, device: EmulatedDevice, panel: DevicePanel, semicolons: bool) -> None:
+        super().__init__(device, panel, semicolons)
         self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
         self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
         self._ports = {_slot(port): port for port in device.facts.ingress_ports}
@@ -40,7 +30,7 @@ class CalientTl1Device:
     async def answer(self, command: Tl1Command) -> Sequence[str]:
         self._forget_after_restart()
         self._take_over()
-        facts, verb = self._device.facts, command.verb
+        facts, verb = self.device.facts, command.verb
         if verb == "RTRV-NE":
             about = f"SERIALNUMBER={facts.serial},SWPACKAGE={facts.software},STATUS=OK,CHASSISTYPE={facts.model}"
             return [f'"{self.name}:{about},PLATFORM=VERSION2"']
@@ -65,32 +55,32 @@ class CalientTl1Device:
 
     def _forget_after_restart(self) -> None:
         """What the glass has lost is not provisioned any more."""
-        if not self._device.is_alive(self._session):
-            self._session = self._device.session()
-            for pair in [pair for pair in self._groups if not self._device.model.holds(pair)]:
+        if not self.device.is_alive(self._session):
+            self._session = self.device.session()
+            for pair in [pair for pair in self._groups if not self.device.model.holds(pair)]:
                 self._forget(pair)
 
     def _take_over(self) -> None:
         """Circuits that came to the glass by other ways than by our commands are connections too."""
         while not self._changes.empty():
             pair = self._changes.get_nowait().cross_connect
-            if pair is None or pair in self._groups or not self._device.model.holds(pair):
+            if pair is None or pair in self._groups or not self.device.model.holds(pair):
                 continue
-            for held in {self._held[end] for end in self._device.facts.ends(pair) if end in self._held}:
+            for held in {self._held[end] for end in self.device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
             self._provide(pair, "OPERATOR")
 
     def _provide(self, pair: CrossConnect, group: str) -> None:
         self._groups[pair] = group
-        self._held |= dict.fromkeys(self._device.facts.ends(pair), pair)
+        self._held |= dict.fromkeys(self.device.facts.ends(pair), pair)
 
     def _forget(self, pair: CrossConnect) -> None:
         del self._groups[pair]
-        for end in self._device.facts.ends(pair):
+        for end in self.device.facts.ends(pair):
             del self._held[end]
 
     def _lit(self) -> dict[CrossConnect, CircuitState]:
-        return {circuit.cross_connect: circuit.state for circuit in self._device.model.circuits()}
+        return {circuit.cross_connect: circuit.state for circuit in self.device.model.circuits()}
 
     def _port(self, name: str) -> int:
         if name not in self._ports:
@@ -102,7 +92,7 @@ class CalientTl1Device:
         pair = CrossConnect(self._port(source), self._port(destination))
         if command.block(1).upper() != "1WAY":
             raise Tl1Refusal("IDNV", "Input, Data Not Valid: this emulator knows 1WAY only")
-        for end in self._device.facts.ends(pair):
+        for end in self.device.facts.ends(pair):
             if end in self._held:
                 raise Tl1Refusal("SROF", f"Invalid Connection: port already in connection {_name(self._held[end])}")
         self._provide(pair, command.block(0))
@@ -120,10 +110,10 @@ class CalientTl1Device:
 
     async def _change(self, verb: str, pair: CrossConnect, command: Tl1Command) -> Sequence[str]:
         if verb == "ACT-CRS":
-            await self._setter.set(Action.ADD, [pair], command)
+            await self.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
-            await self._setter.set(Action.REMOVE, [pair], command)
-        elif self._device.model.holds(pair):
+            await self.set(Action.REMOVE, [pair], command)
+        elif self.device.model.holds(pair):
             raise Tl1Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
             self._forget(pair)
@@ -140,7 +130,7 @@ class CalientTl1Device:
         return f'"{_name(pair)}:{ends},CONNNAME={_name(pair)},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
 
     def _summaries(self, ports: Sequence[int]) -> Sequence[str]:
-        powers = {state.port: state.power_dbm for state in self._device.model.ports()}
+        powers = {state.port: state.power_dbm for state in self.device.model.ports()}
         held = {port: pair for pair in self._groups for port in (pair.ingress_port, pair.egress_port)}
         lit, lines = self._lit(), []
         for port in ports:
@@ -152,7 +142,7 @@ class CalientTl1Device:
         return lines
 
     def _states(self, ports: Sequence[int]) -> Sequence[str]:
-        status, lines = {state.port: state.status for state in self._device.model.ports()}, []
+        status, lines = {state.port: state.status for state in self.device.model.ports()}, []
         for port in ports:
             administrative = "OOS-MA" if status[port] is PortStatus.DISABLED else "IS"
             works = "FAIL" if status[port] is PortStatus.FAILED else "OK"

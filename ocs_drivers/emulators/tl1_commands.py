@@ -1,15 +1,14 @@
-"""TL1 commands as an emulated device takes them apart, and how it hands on what they set."""
+"""TL1 commands as an emulated device takes them apart, and what the devices of all vendors have in common."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ocs_drivers.emulators.base import EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import (
-    Action,
-    CrossConnect,
-)
+from ocs_drivers.model import Action, CrossConnect, SwitchEvent, SwitchFacts
 
 
 class Tl1Refusal(Exception):
@@ -81,13 +80,32 @@ def ports_of(text: str) -> list[int]:
     return ports
 
 
-class Tl1Setter:
-    """Hands changes to the device, and turns what it says of them into a refusal."""
+class Tl1Device(ABC):
+    """A vendor's commands, in front of a device. `semicolons`: labels hold `;` and quotes."""
 
-    def __init__(self, device: EmulatedDevice) -> None:
+    name: ClassVar[str]  # before the date in every reply
+    reports_at_first: ClassVar[bool]
+    reports_on = reports_off = ""  # the verbs that switch reports on and off, where there are any
+
+    def __init__(self, device: EmulatedDevice, panel: DevicePanel, semicolons: bool) -> None:
         self.device = device
+        self.panel = panel
+        self.semicolons = semicolons
+
+    @classmethod
+    @abstractmethod
+    def facts(cls, panel: DevicePanel) -> SwitchFacts: ...
+
+    @abstractmethod
+    async def answer(self, command: Tl1Command) -> Sequence[str]:
+        """Return the lines of the reply. Raises Tl1Refusal."""
+
+    @abstractmethod
+    def report(self, event: SwitchEvent) -> tuple[str, str, str]:
+        """Return severity, verb and line of the report of an event."""
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
+        """Hand a change to the device, and turn what it says against it into a refusal."""
         try:
             await self.device.set(action, pairs, command.text)
         except DriverPermanent as refusal:

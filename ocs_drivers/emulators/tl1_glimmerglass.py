@@ -1,39 +1,28 @@
 """What a Glimmerglass does with TL1 commands. The server is tl1.py."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
-from ocs_drivers.model import (
-    Action,
-    CircuitState,
-    EventKind,
-    PortState,
-    PortStatus,
-    SwitchEvent,
-    SwitchFacts,
-)
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal, ports_of
+from ocs_drivers.model import Action, CircuitState, EventKind, PortState, PortStatus, SwitchEvent, SwitchFacts
 
 
-class GlimmerglassTl1Device:
+class GlimmerglassTl1Device(Tl1Device):
     """A Glimmerglass: numbers of five figures, the first of which tells the side."""
 
     name = "GGN"
     reports_at_first = True
-    report_verbs: ClassVar[dict[str, bool]] = {}
-
-    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
-        self._device = device
-        self._setter = Tl1Setter(device)
-        self._label = '\\"to rack 3; unit 5, left\\"' if semicolons else ""
 
     @classmethod
     def facts(cls, panel: DevicePanel) -> SwitchFacts:
         return panel.mirrored_facts("Glimmerglass", "System-300", "G300-117", "3.4.1")
 
+    @property
+    def _label(self) -> str:
+        return '\\"to rack 3; unit 5, left\\"' if self.semicolons else ""
+
     async def answer(self, command: Tl1Command) -> Sequence[str]:
-        facts, verb, aid = self._device.facts, command.verb, command.aid.lower()
+        facts, verb, aid = self.device.facts, command.verb, command.aid.lower()
         if verb == "RTRV-SYSTEM-INFO":
             count = len(facts.ingress_ports)
             about = (
@@ -45,10 +34,10 @@ class GlimmerglassTl1Device:
             )
             return [f'"GGN:{each}"' for each in about]
         if verb == "RTRV-CFG-FIBER":
-            states = self._device.model.ports()
+            states = self.device.model.ports()
             return [self._port(side, state) for side in (10000, 20000) for state in states]
         if verb == "RTRV-PORT-POWER":
-            states = self._device.model.ports()
+            states = self.device.model.ports()
             return [
                 f'"GGN:PORTID={side + state.port},PORTNAME={self._label},PORTPOWER={state.power_dbm:.3f}"'
                 for side in (10000, 20000)
@@ -58,13 +47,13 @@ class GlimmerglassTl1Device:
             return self._connections(aid)
         if verb == "ENT-CRS-FIBER":
             ingress, _, egress = aid.partition(",")
-            pairs = self._setter.pairs(_side(ingress, 10000), _side(egress, 20000))
-            await self._setter.set(Action.ADD, pairs, command)
+            pairs = self.pairs(_side(ingress, 10000), _side(egress, 20000))
+            await self.set(Action.ADD, pairs, command)
             return []
         if verb == "DLT-CRS-FIBER":
             inputs, _, _ = aid.partition(",")
             ports = list(facts.ingress_ports) if inputs == "all" else _side(inputs, 10000)
-            await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
+            await self.set(Action.REMOVE, self.held_by(ports), command)
             return []
         raise Tl1Refusal("ICNV", "Input, Command Not Valid")
 
@@ -88,9 +77,9 @@ class GlimmerglassTl1Device:
 
     def _connections(self, aid: str) -> Sequence[str]:
         """Every input, and every output that is not connected; or those on the ports that are asked for."""
-        ports = self._device.facts.ingress_ports
+        ports = self.device.facts.ingress_ports
         names = {CircuitState.TUNED: "steady", CircuitState.FAILED: "fault", CircuitState.TUNING: "pending"}
-        circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self._device.model.circuits()}
+        circuits = {circuit.cross_connect.ingress_port: circuit for circuit in self.device.model.circuits()}
         taken = {circuit.cross_connect.egress_port for circuit in circuits.values()}
         rows = []
         for port in ports:

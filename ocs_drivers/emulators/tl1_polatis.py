@@ -2,46 +2,33 @@
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Refusal, Tl1Setter, ports_of
-from ocs_drivers.model import (
-    Action,
-    BootBehaviour,
-    CircuitState,
-    EventKind,
-    PortStatus,
-    SwitchEvent,
-    SwitchFacts,
-)
+from ocs_drivers.emulators.base import DevicePanel
+from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal, ports_of
+from ocs_drivers.model import Action, BootBehaviour, CircuitState, EventKind, PortStatus, SwitchEvent, SwitchFacts
 
 
-class PolatisTl1Device:
+class PolatisTl1Device(Tl1Device):
     """A Polatis. While its mirrors move, other commands wait: RTRV-PATCH lists what is in place."""
 
     name = "Polatis"
     reports_at_first = False
-    report_verbs: ClassVar = {"RLS-ARC-EQPT": True, "OPR-ARC-EQPT": False}
-
-    def __init__(self, device: EmulatedDevice, panel: DevicePanel, *, semicolons: bool) -> None:
-        self._device = device
-        self._setter = Tl1Setter(device)
-        self._boot = panel.boot if panel.boot is not BootBehaviour.UNKNOWN else BootBehaviour.DARK
-        self._model = '\\"OST; second of 2\\"' if semicolons else "OST"
+    reports_on, reports_off = "RLS-ARC-EQPT", "OPR-ARC-EQPT"
 
     @classmethod
     def facts(cls, panel: DevicePanel) -> SwitchFacts:
         return panel.facts("Polatis", "OST", "002414", "6.5.2.18")
 
     async def answer(self, command: Tl1Command) -> Sequence[str]:
-        facts, verb, aid = self._device.facts, command.verb, command.aid.upper()
+        facts, verb, aid = self.device.facts, command.verb, command.aid.upper()
         if verb == "RTRV-EQPT" and aid == "SYSTEM":
             return [f'"SYSTEM:SIZE={len(facts.ingress_ports)}x{len(facts.egress_ports)}"']
         if verb == "RTRV-EQPT" and aid == "BOOT":
-            return [f'"BOOT:MODE={self._boot.upper()}"']
+            boot = BootBehaviour.RESTORE if self.panel.boot is BootBehaviour.RESTORE else BootBehaviour.DARK
+            return [f'"BOOT:MODE={boot.upper()}"']
         if verb == "RTRV-NETYPE":
-            return [f'"{facts.vendor},{self._model},OCS,{facts.software}"']
+            model = '\\"OST; second of 2\\"' if self.semicolons else "OST"
+            return [f'"{facts.vendor},{model},OCS,{facts.software}"']
         if verb == "RTRV-INV":
             return [f'"OCS:SN={facts.serial}"']
         if verb in ("RTRV-PORT-SHUTTER", "RTRV-PORT-POWER"):
@@ -52,11 +39,11 @@ class PolatisTl1Device:
             return await self._patches(aid)
         if verb == "ENT-PATCH":
             ingress, _, egress = command.part(2).partition(",")
-            await self._setter.set(Action.ADD, self._setter.pairs(ports_of(ingress), ports_of(egress)), command)
+            await self.set(Action.ADD, self.pairs(ports_of(ingress), ports_of(egress)), command)
             return []
         if verb == "DLT-PATCH":
             ports = list(facts.ingress_ports) if aid in ("", "ALL") else ports_of(aid)
-            await self._setter.set(Action.REMOVE, self._setter.held_by(ports), command)
+            await self.set(Action.REMOVE, self.held_by(ports), command)
             return []
         raise Tl1Refusal("ICNV", "Input, Command Not Valid")
 
@@ -69,19 +56,19 @@ class PolatisTl1Device:
         return "**", "REPT ALM EQPT", f'"{event.text}"'
 
     async def _patches(self, aid: str) -> Sequence[str]:
-        while math.isfinite(moving_s := self._device.model.moving_s()):
-            await self._device.clock.sleep(moving_s)
+        while math.isfinite(moving_s := self.device.model.moving_s()):
+            await self.device.clock.sleep(moving_s)
         wanted = set(ports_of(aid)) if aid else None
         return [
             f'"{pair.ingress_port},{pair.egress_port}"'
-            for circuit in self._device.model.circuits()
+            for circuit in self.device.model.circuits()
             if circuit.state is not CircuitState.TUNING
             for pair in [circuit.cross_connect]
             if wanted is None or wanted & pair.ports
         ]
 
     def _ports(self, verb: str, aid: str) -> Sequence[str]:
-        states = {state.port: state for state in self._device.model.ports()}
+        states = {state.port: state for state in self.device.model.ports()}
         ports = ports_of(aid) if aid else list(states)
         if unknown := [port for port in ports if port not in states]:
             raise Tl1Refusal("IIAC", f"Input, Invalid Access Identifier: no port {unknown[0]}")
@@ -91,7 +78,7 @@ class PolatisTl1Device:
         return [f'"{port}:{shutter[states[port].status]}"' for port in ports]
 
     async def _shut(self, is_open: bool, ports: Sequence[int], command: Tl1Command) -> Sequence[str]:
-        if not {state.port for state in self._device.model.ports()}.issuperset(ports):
+        if not {state.port for state in self.device.model.ports()}.issuperset(ports):
             raise Tl1Refusal("IIAC", "Input, Invalid Access Identifier: no such port")
-        await self._device.enable(ports, is_open, command.text)
+        await self.device.enable(ports, is_open, command.text)
         return []

@@ -77,12 +77,7 @@ class WindowReporter:
                 self._keep_looking(),
                 self._repeat(READ_EVERY_S, self._reports.read),
                 stay_connected(
-                    self._daemon,
-                    self._converse,
-                    clock=self._clock,
-                    rng=self._rng,
-                    backoff=self._backoff,
-                    name="probe",
+                    self._daemon, self._converse, clock=self._clock, rng=self._rng, backoff=self._backoff, name="probe"
                 ),
             )
         finally:

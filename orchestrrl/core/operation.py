@@ -2,16 +2,17 @@
 
 A description says what the steps are and what each does to the world; this module decides what is done next. The steps
 of a chain follow one another, the chains of a stage run in parallel, stages follow one another. Each step is written to
-the journal before and after it. After a failure, the description observes the world and plans the steps that lead back.
-A restarted daemon resumes an open operation: the description finds, from the entries and from what it observes, whether
-the operation can be finished or has to be undone. Doing a step twice must be harmless.
+the journal before and after it, unless the kind of operation has no entries for steps. After a failure, and when a
+restarted daemon resumes an open operation, the world is observed; then the description decides whether the operation is
+finished, or plans the steps that lead back. Doing a step twice must be harmless.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from orchestrrl.core.clock import Clock, within
@@ -52,7 +53,9 @@ class Step(Protocol):
     def number(self) -> int: ...
 
     @property
-    def within_s(self) -> float: ...
+    def within_s(self) -> float | None:
+        """How long it may take; None for a step whose own actions are limited each."""
+        ...
 
 
 S = TypeVar("S", bound=Step)
@@ -78,10 +81,17 @@ class StepEntry:
     number: int
     state: StepState
     entry: Mapping[str, Any]
+    attempt: int = 1
 
 
 class Description(Protocol[S]):
     """What one kind of operation is. A description derives from this; the methods with a body have a usual answer."""
+
+    valid_until_s: float = inf  # an operation that would begin later is refused, with nothing done
+    errors: tuple[type[Exception], ...] = (OrchestrRLError,)  # that its methods raise; any other is a defect
+    # Those of them that leave the operation open: `carry_out` and `resume` raise the error, and `resume` takes it up
+    # again. Where there are any, so do defects and observations that fail; otherwise observations are repeated.
+    leaves_open: tuple[type[Exception], ...] = ()
 
     @property
     def id(self) -> str: ...
@@ -94,10 +104,10 @@ class Description(Protocol[S]):
 
     def record(self, step: S) -> Mapping[str, Any]:
         """Return what the entries of a step hold besides its state: enough to plan the way back from them."""
-        ...
+        return {}
 
     async def do(self, step: S) -> str:
-        """Do a step; return a remark for the report. Raises OrchestrRLError."""
+        """Do a step; return a remark for the report. Raises one of `errors`."""
         ...
 
     async def undo(self, step: S) -> str:
@@ -105,7 +115,7 @@ class Description(Protocol[S]):
         ...
 
     async def observe(self) -> None:
-        """Read what there is now. Raises OrchestrRLError where that cannot be read yet: it is tried again."""
+        """Read what there is now. Raises one of `errors` where that cannot be read yet."""
         ...
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[S]]:
@@ -120,6 +130,10 @@ class Description(Protocol[S]):
         """Return the numbers of the steps that need not be done again, or None where the operation is to be undone."""
         return None
 
+    def goes_on_after(self, failure: "OperationFailure[S]") -> frozenset[int] | None:
+        """Return the same as `resume_from`, after a failure of this daemon. The description bounds the attempts."""
+        return None
+
     def is_final(self, step: S) -> bool:
         """Return whether the operation can no longer be called off once this step has begun."""
         return False
@@ -127,6 +141,18 @@ class Description(Protocol[S]):
     def is_optional(self, step: S) -> bool:
         """Return whether the operation stands although this step failed."""
         return False
+
+    def is_committed(self) -> bool:
+        """Return whether nothing leads back any more: what fails from now on is reported, and the rest is done."""
+        return False
+
+    def retry(self, failure: "OperationFailure[S]") -> bool:
+        """Return whether to begin again from the first step, after a way back that has restored the world."""
+        return False
+
+    def hold(self, step: S) -> Coroutine[Any, Any, None] | None:
+        """Return work that renews what a step has taken, such as a lease, for as long as the operation goes forward."""
+        return None
 
     async def again(self, chain: Chain[S], failed: S) -> Chain[S]:
         """Clean up after a step that failed on the way back; return the chain to try again."""
@@ -143,7 +169,7 @@ class OperationFailure(Generic[S]):
 
     step: S | None
     why: str
-    error: OrchestrRLError | None = None
+    error: Exception | None = None
 
     def __str__(self) -> str:
         return self.why if self.step is None else f"{self.step}: {self.why}"
@@ -163,8 +189,10 @@ class OperationRun(Generic[S]):
     ) -> None:
         self.state = OperationState.RUNNING
         self.detail = ""
+        self.failure: OperationFailure[S] | None = None  # why it goes back, or was not begun
         self.ended_s: float | None = None
         self.going_back = False
+        self.attempt = 1
         self._description = description
         self._log = log
         self._clock = clock
@@ -173,7 +201,9 @@ class OperationRun(Generic[S]):
         self._reports: dict[tuple[StepDirection, int], StepReport[S]] = {}
         self.records: list[StepEntry] = []  # of its steps, also those of earlier daemons
         self._going: asyncio.Task[None] | None = None  # forward
+        self._holding: list[asyncio.Task[None]] = []
         self._called_off = ""
+        self._is_begun = False
         self._is_final = False
         self._list_steps(StepDirection.FORWARD, self._forward_stages)
 
@@ -195,20 +225,40 @@ class OperationRun(Generic[S]):
     async def run(self) -> None:
         """Run it from the beginning to its end."""
         try:
-            self._log.begin(self._description.id, self._description.intent())
+            self.begin()
         except OrchestrRLError as error:
-            self.state, self.ended_s = OperationState.ROLLED_BACK, self._clock.now_s()
             self.detail = f"nothing was begun, since it cannot be written down: {error}"
-            return
-        await self._end(OperationFailure(None, self._called_off) if self._called_off else await self._go(frozenset()))
+            self.failure = OperationFailure(None, self.detail, error)
+            self._set_end(OperationState.ROLLED_BACK)
+        else:
+            await self.carry_out()
 
-    async def resume(self, entries: Sequence[JournalEntry]) -> None:
-        """End an operation that an earlier daemon left open; `entries` are those of its steps, in order."""
+    def begin(self) -> None:
+        """Write the intent. Raises OrchestrRLError where the journal takes nothing."""
+        self._log.begin(self._description.id, self._description.intent())
+
+    async def carry_out(self) -> None:
+        """Run an operation whose intent is written. Raises Permanent where that was called before."""
+        if self._is_begun:
+            raise Permanent(f"{self._description} was begun before")
+        self._is_begun = True
+        is_late = self._clock.now_s() > self._description.valid_until_s
+        why_not = self._called_off or ("the order has expired" if is_late else "")
+        await self._end(OperationFailure(None, why_not) if why_not else await self._go(frozenset()))
+
+    async def resume(
+        self, entries: Sequence[JournalEntry], because: str = "the daemon ended in the middle of it"
+    ) -> None:
+        """End an operation that was left open, here or by an earlier daemon; `entries` are those of its steps. Where it
+        goes back, it reports `because`."""
+        self._is_begun, self.state, self.going_back = True, OperationState.RUNNING, False
         self._recall(entries)
-        went_back = any(record.direction is StepDirection.BACK for record in self.records)
-        done = None if went_back else self._description.resume_from(self.records)
+        await self._observe()
+        last = [record for record in self.records if record.attempt == self.attempt]
+        went_back = any(record.direction is StepDirection.BACK for record in last)
+        done = None if went_back or self._called_off else self._description.resume_from(self.records)
         if done is None:
-            return await self._end(OperationFailure(None, "the daemon ended in the middle of it"))
+            return await self._go_back(OperationFailure(None, self._called_off or because))
         logger.warning("%s had come far enough and is finished", self._description)
         return await self._end(await self._go(done))
 
@@ -219,52 +269,78 @@ class OperationRun(Generic[S]):
         except _StepFailed as failed:
             return failed.failure
         except OrchestrRLError as error:
-            return OperationFailure(None, f"it cannot be written down: {error}")
+            return OperationFailure(None, f"it cannot be written down: {error}", error)
         except asyncio.CancelledError:
             if not self._called_off:  # the daemon ends: the next one resumes it
                 self._going.cancel()
                 await asyncio.wait({self._going})
                 raise
             return OperationFailure(None, self._called_off)
+        finally:
+            for task in self._holding:
+                task.cancel()
+            self._holding.clear()
         return None
 
     async def _end(self, failure: OperationFailure[S] | None) -> None:
-        state = OperationState.DONE
-        if failure is not None:
-            logger.warning("%s goes back: %s", self._description, failure)
-            self.detail = str(failure)
+        """End it: after a failure the description decides, by what it observes, whether it goes on or back, and after a
+        way back, whether it begins again."""
+        while failure is not None:
+            self.failure, self.detail = failure, str(failure)
             self._changed()
-            failed = await self._go_back()
-            # What failed on the way may have come right in the end.
             await self._observe()
-            state = OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED
-            self.detail = "; ".join([str(failure), *failed])
-        self.state = state
-        self.ended_s = self._clock.now_s()
+            done = self._description.goes_on_after(failure)
+            if done is None:
+                await self._go_back(failure)
+                if self.state is not OperationState.ROLLED_BACK or not self._description.retry(failure):
+                    return
+                self._begin_again()
+                done = frozenset()
+            failure = await self._go(done)
+        self.failure = None
+        self._set_end(OperationState.DONE)
 
-    async def _go_back(self) -> list[str]:
-        """Return what failed on the way."""
+    def _begin_again(self) -> None:
+        logger.warning("%s begins again", self._description)
+        self.state, self.ended_s = OperationState.RUNNING, None
+        self.attempt += 1
+        self.going_back = self._is_final = False
+        self.detail = ""
+        self._reports.clear()
+        self._list_steps(StepDirection.FORWARD, self._forward_stages)
+        self._changed()
+
+    async def _go_back(self, failure: OperationFailure[S]) -> None:
         for key, report in self._reports.items():
             if report.state is StepState.PENDING:
                 self._reports[key] = replace(report, state=StepState.SKIPPED)
-        self.going_back = True
-        await self._observe()
+        self.going_back, self.failure, self.detail = True, failure, str(failure)
         stages = self._description.back(self.records)
         self._list_steps(StepDirection.BACK, stages)
+        if stages:
+            logger.warning("%s goes back: %s", self._description, failure)
         self._changed()
         failed: list[str] = []
         for stage in stages:
             outcomes = await asyncio.gather(*(self._chain_back(chain) for chain in stage))
             failed += [outcome for outcome in outcomes if outcome]
-        return list(dict.fromkeys(failed))
+        if stages:  # what failed on the way may have come right in the end
+            await self._observe()
+        self.detail = "; ".join([str(failure), *dict.fromkeys(failed)])
+        self._set_end(OperationState.ROLLED_BACK if self._description.restored() else OperationState.DEGRADED)
+
+    def _set_end(self, state: OperationState) -> None:
+        self.state, self.ended_s = state, self._clock.now_s()
 
     async def _observe(self) -> None:
-        """Without an observation nothing can be undone, so it is repeated until there is one."""
+        """Without an observation nothing can be decided, so it is repeated until there is one, or the error raised."""
         while True:
             try:
                 return await self._description.observe()
-            except OrchestrRLError as error:
-                logger.error("%s waits to go back: %s", self._description, error)
+            except self._description.errors as error:
+                if self._description.leaves_open:
+                    raise
+                logger.error("%s waits to go on or back: %s", self._description, error)
                 await self._clock.sleep(OBSERVE_AGAIN_S)
 
     async def _run_stages(self, done: frozenset[int]) -> None:
@@ -288,7 +364,7 @@ class OperationRun(Generic[S]):
             try:
                 await self._do(StepDirection.FORWARD, step, self._description.do)
             except _StepFailed as failed:
-                if not self._description.is_optional(step):
+                if not self._description.is_optional(step) and not self._description.is_committed():
                     raise
                 self.detail = "; ".join(filter(None, [self.detail, str(failed.failure)]))
 
@@ -314,14 +390,19 @@ class OperationRun(Generic[S]):
         began_s = self._clock.now_s()
         self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
         why: str | None = None
-        raised: OrchestrRLError | None = None
+        raised: Exception | None = None
         try:
-            detail = await within(self._clock, step.within_s, act(step))
-        except OrchestrRLError as error:
+            work, limit_s = act(step), step.within_s
+            detail = await (work if limit_s is None else within(self._clock, limit_s, work))
+        except self._description.errors as error:
+            if isinstance(error, self._description.leaves_open):
+                raise
             raised = error
             waits = self._description.waits_for(step)
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
         except Exception as error:  # a defect must not leave the world between the two
+            if self._description.leaves_open:
+                raise
             logger.exception("%s: %s", self._description, step)
             why = f"a defect: {error!r}"
         except asyncio.CancelledError:  # the world is observed before anything else is done
@@ -332,14 +413,21 @@ class OperationRun(Generic[S]):
             self._write(self._over(direction, step, StepState.FAILED, why, began_s))
             raise _StepFailed(OperationFailure(step, why, raised))
         self._write(self._over(direction, step, StepState.DONE, detail, began_s))
+        holding = self._description.hold(step) if direction is StepDirection.FORWARD else None
+        if holding is not None:
+            self._holding.append(asyncio.ensure_future(holding))
 
     def _over(self, direction: StepDirection, step: S, state: StepState, detail: str, began_s: float) -> StepReport[S]:
         return StepReport(step, direction, state, detail, began_s, self._clock.now_s() - began_s)
 
     def _write(self, report: StepReport[S]) -> None:
         step = report.step
+        self._reports[report.direction, step.number] = report
+        if not self._log.has_steps:
+            return
         entry = {
-            "id": f"{self._description.id}/{report.direction}/{step.number}",
+            "id": f"{self._description.id}/{self.attempt}/{report.direction}/{step.number}",
+            "attempt": self.attempt,
             "direction": report.direction,
             "number": step.number,
             **self._description.record(step),
@@ -347,14 +435,13 @@ class OperationRun(Generic[S]):
             "detail": report.detail,
             "began_s": report.began_s,
             "elapsed_s": report.elapsed_s,
-            "valid_until_s": (report.began_s or 0.0) + step.within_s,
+            "valid_until_s": None if step.within_s is None else (report.began_s or 0.0) + step.within_s,
         }
-        self._reports[report.direction, step.number] = report
-        self.records.append(StepEntry(report.direction, step.number, report.state, entry))
+        self.records.append(StepEntry(report.direction, step.number, report.state, entry, self.attempt))
         try:
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
-            if report.direction is StepDirection.FORWARD:
+            if report.direction is StepDirection.FORWARD and not self._description.is_committed():
                 raise
             # A full disk must not keep the world from being whole again.
             logger.error("%s: %s", self._description, error)
@@ -366,8 +453,13 @@ class OperationRun(Generic[S]):
         forward = {step.number: step for step in steps_in(self._forward_stages)}
         for entry in entries:
             body = entry.body
-            record = StepEntry(StepDirection(body["direction"]), body["number"], StepState(body["state"]), body)
+            direction, state, attempt = StepDirection(body["direction"]), StepState(body["state"]), body["attempt"]
+            record = StepEntry(direction, body["number"], state, body, attempt)
             self.records.append(record)
+            if attempt > self.attempt:
+                self.attempt = attempt
+                self._reports.clear()
+                self._list_steps(StepDirection.FORWARD, self._forward_stages)
             if record.direction is StepDirection.FORWARD and record.number in forward:
                 self._reports[record.direction, record.number] = StepReport(
                     forward[record.number],
@@ -388,7 +480,7 @@ class OperationRun(Generic[S]):
 
 def check_record(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the body of a step's entry. Raises ValueError where it lacks what `resume` reads."""
-    missing = {"number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
+    missing = {"attempt", "number", "direction", "state", "detail", "began_s", "elapsed_s"} - entry.keys()
     if missing:
         raise ValueError(f"has no {min(missing)}")
     StepDirection(entry["direction"]), StepState(entry["state"])

@@ -35,6 +35,10 @@ class OperationJournal:
     def generation(self) -> int:
         return self._journal.generation
 
+    @property
+    def has_steps(self) -> bool:
+        return self._entries.step is not None
+
     def begin(self, id: str, body: Mapping[str, Any]) -> None:
         """Write the intent, before anything is done."""
         self._journal.append(self._clock.now_s(), self._entries.intent, id, body)

@@ -77,9 +77,7 @@ def fabric_of(
     from orchestrrl.fabric.switch_reader import SwitchReader
     from planner.fabric.commit_times import Allowance, CommitTimes
     from planner.fabric.materialize import materialize
-    from planner.fabric.templates import TemplateBook
 
-    templates = TemplateBook()
     return CircuitCoordinator(
         site,
         SwitchReader(site, {switch.id: drivers[switch.id] for switch in site.switches}, owners=circuits.owners),
@@ -89,7 +87,7 @@ def fabric_of(
         control_plane.pause_registry,
         control_plane.journal,
         clock,
-        materialise=lambda intent, state: materialize(site, intent, state, templates.learn(intent)),
+        materialise=lambda intent, state: materialize(site, intent, state),
         mode=lambda: control_plane.mode,
         times=CommitTimes(
             {switch.id: switch.device.reconfiguration_s for switch in site.switches},

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 async def run_loops(control_plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
     """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
     there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
+    await control_plane.barrier.settle()
     async with asyncio.TaskGroup() as loops:
         fast_pause = partial(_interval, control_plane, clock)
         slow_pause = partial(_interval_or_step, control_plane, clock)

@@ -127,11 +127,9 @@ class VllmEngine:
         )
 
     async def metrics(self) -> EngineMetrics:
-        status, text = await self._calls.exchange("GET", "/metrics")
-        if status != 200:
-            raise failure(f"{self._where}/metrics", status, text, None)
+        page = await self._management.metrics_page()
         with self._calls.reading("/metrics"):
-            return parse_metrics(text)
+            return parse_metrics(page)
 
     async def healthy(self) -> bool:
         try:
@@ -280,9 +278,7 @@ class VllmEngine:
         await self._calls.json("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        answer = await self._calls.json("GET", "/is_paused")
-        with self._calls.reading("/is_paused"):
-            return bool(answer["is_paused"])
+        return await self._management.is_paused()
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         answer = await self._calls.json("POST", "/detokenize", {"tokens": list(token_ids)})

@@ -4,7 +4,7 @@ Orders that change the engine are OutcomeUnknown where it failed at them: vLLM d
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,6 +21,7 @@ LOAD_TIMEOUT_S = 1_800.0
 SLEEP_TIMEOUT_S = 300.0  # weights to CPU memory and back
 SCALE_TIMEOUT_S = 1_800.0
 SCALE_DRAIN_S = 120  # vLLM's own default
+LOAD_NEEDS = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc"})
 UNNAMED = "default"  # what vLLM calls weights that nobody has named
 NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
 SLEEP_STATE = "vllm:engine_sleep_state"
@@ -96,31 +97,20 @@ class VllmManagement:
         """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
         dies at its next step, or answers out of torn weights."""
         paths = await self.paths()
-        if missing := {"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc"} - paths:
-            raise Permanent(
-                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
-                " offers"
-            )
-        if await self.asleep():
-            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+        await self.check_load(LOAD_NEEDS, paths)
         was_paused = await self.is_paused()
         named = "/update_weight_version" in paths
         try:
             await self.pause_without_kv()
             if named:  # until it has the new ones nobody shall take them for those that were named last
                 await self.name(UNNAMED)
-            status, text = await self.reload(source)
+            await self.reload(source)
         except (Retryable, Permanent) as error:
             try:
                 await self.resume_if(not was_paused)
             except OrchestrRLError as another:
                 raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
             raise
-        if status != 200:
-            raise OutcomeUnknown(
-                f"{self._url}: failed to load {source}, which it must see under this path; it is paused, and may have"
-                f" half of it: {failure('/collective_rpc', status, text, None)}"
-            )
         try:
             if named and policy_version is not None:
                 await self.name(str(policy_version))
@@ -132,10 +122,25 @@ class VllmManagement:
         """Paused so, vLLM drops all KV, cached prefixes included, also where it was paused before."""
         await self.order("/pause?mode=keep")
 
-    async def reload(self, source: str) -> tuple[int, str]:
-        """Status and text of vLLM's own load."""
-        order = {"method": "reload_weights", "kwargs": {"weights_path": source}}
-        return await self._calls.exchange("POST", "/collective_rpc", order, timeout_s=LOAD_TIMEOUT_S)
+    async def check_load(self, needed: Set[str], paths: Set[str], page: str | None = None) -> None:
+        """Raises Permanent where no weights can be loaded. `page`: its metrics, where they have just been read."""
+        if missing := needed - paths:
+            raise Permanent(
+                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
+                " offers"
+            )
+        if await self.asleep(page):
+            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+
+    async def reload(self, source: str) -> None:
+        """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed."""
+        path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
+        status, text = await self._calls.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
+        if status != 200:
+            raise OutcomeUnknown(
+                f"{self._url}: failed to load {source}, which it must see under this path; it is paused, and may have"
+                f" half of it: {failure(path, status, text, None)}"
+            )
 
     async def name(self, name: str) -> None:
         await self.order("/update_weight_version", {"new_version": name})

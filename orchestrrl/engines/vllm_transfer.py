@@ -2,8 +2,8 @@
 was started with (`--weight-transfer-config '{"backend": NAME}'`).
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
@@ -47,10 +47,8 @@ class VllmTransfers:
             with suppress(OrchestrRLError):
                 await self._management.order("/finish_weight_update")
         await self.begin()
-        try:
+        with self._open_outcome("did not begin to take weights"):
             await self._management.order("/start_weight_update")
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: did not begin to take weights: {error}") from error
 
     async def begin(self) -> None:
         await self._at_rest()
@@ -60,29 +58,29 @@ class VllmTransfers:
 
     async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
         order = {"method": method, "args": list(arguments), "timeout": within_s}
-        try:
+        with self._open_outcome("may have half of the weights"):
             await self._management.order("/collective_rpc", order, within_s)
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
 
     async def end(self, version: int) -> None:
-        try:
+        with self._open_outcome("is not named after its weights"):
             await self._management.name(str(version))
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: is not named after its weights: {error}") from error
 
     async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
-        try:
+        with self._open_outcome("may have half of the weights"):
             await self._management.order("/update_weights", {"update_info": update_info}, within_s)
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
 
     async def finish(self, version: int, within_s: float) -> None:
-        try:
+        with self._open_outcome("may have half of the weights"):
             await self._management.order("/finish_weight_update", timeout_s=within_s)
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {error}") from error
         await self.end(version)
+
+    @contextmanager
+    def _open_outcome(self, what: str) -> Iterator[None]:
+        """Raise every error as OutcomeUnknown."""
+        try:
+            yield
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: {what}: {error}") from error
 
     async def _at_rest(self) -> None:
         if not await self._management.is_paused():

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import EngineMetrics, LoadedWeights
-from orchestrrl.engines.vllm_calls import VllmCalls, failure
+from orchestrrl.engines.vllm_calls import VllmCalls
 from orchestrrl.engines.vllm_info import StartedSettings
-from orchestrrl.engines.vllm_managed import LOAD_TIMEOUT_S, VllmManagement
+from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, VllmManagement
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
@@ -33,7 +33,6 @@ from orchestrrl.integrations.instrument.checkpoint_files import (
 _Answer = TypeVar("_Answer")
 
 LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
-NEEDED = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc", "/update_weight_version"})
 BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
@@ -75,13 +74,7 @@ class VllmWeights:
     async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
         page = await self._management.metrics_page()
         started = await self._management.as_started(page)
-        if missing := NEEDED - started.paths:
-            raise Permanent(
-                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
-                " offers"
-            )
-        if await self._management.asleep(page):
-            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+        await self._management.check_load(LOAD_NEEDS | {"/update_weight_version"}, started.paths, page)
         has_backend = _has_backend(started)
         given = "" if has_backend else await self._given(folder, started.model, known_sum)
         was_paused, name = await self._management.is_paused(), await self._management.weight_name()
@@ -184,12 +177,7 @@ class VllmWeights:
         """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
         take those of the next load for it, and only the one after that finds every layer at its beginning."""
         for _ in range(2 if again else 1):
-            status, text = await self._management.reload(str(folder))
-            if status != 200:
-                raise OutcomeUnknown(
-                    f"{self._url}: failed to load {folder}, which it must see under this path; it is paused, and may"
-                    f" have half of it: {failure('/collective_rpc', status, text, None)}"
-                )
+            await self._management.reload(str(folder))
         return LoadedWeights(version, given)
 
     async def _as_before(self, error: OrchestrRLError, name: str, was_paused: bool) -> None:

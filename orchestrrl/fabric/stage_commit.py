@@ -15,7 +15,8 @@ from ocs_drivers.errors import CircuitConflict, DriverError
 from ocs_drivers.model import Action
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
 from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader

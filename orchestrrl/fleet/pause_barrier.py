@@ -9,12 +9,16 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable, few
+from orchestrrl.core.journal.kinds import FLEET_PAUSES
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
+from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import (
     FrozenRequests,
@@ -22,8 +26,9 @@ from orchestrrl.core.operations import (
     OperationResult,
     PauseMode,
 )
-from orchestrrl.fleet.pause_lease import LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
-from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, Order, PauseOrders, Quieting, rested, why
+from orchestrrl.fleet.pause_lease import LEASE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
+from orchestrrl.fleet.pause_operation import FleetPause
+from orchestrrl.fleet.pause_orders import AGAIN_S, Order, PauseOrders, rested, why
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, EngineSample
 from planner.model import EngineId, NodeId
 
@@ -36,7 +41,6 @@ LEASE_MAX_S = 24 * 3600.0  # whoever dies with a lease keeps the fleet for so lo
 MISSED_S = 2.0
 UNHEARD_S = 600.0  # a daemon that was away for so long need not hurry
 LEASES_REMEMBERED = 256
-BUSY_POLL_S = 0.25
 NAMES_TOLD = 32
 OUTDATED = "has not the fleet's weights, as far as anybody told: gets no requests until its version is told"
 
@@ -99,15 +103,17 @@ class PauseBarrier:
     ) -> None:
         self._nodes = nodes
         self._journal = journal
+        self._log = OperationJournal(journal, clock, FLEET_PAUSES)
         self._clock = clock
         self._engines = engines
-        self._reports = reports
-        self._busy = busy
+        self.reports = reports
+        self.busy = busy
         self._changed = changed
         self._state = PauseState()
         self._leases = itertools.count(1)
         self._orders = PauseOrders(runner, nodes, clock)
-        self._quieting: Quieting | None = None  # the fleet on its way to rest, for the lease that lasts
+        self._pausing: FleetPause | None = None  # the fleet on its way to rest, for the lease that lasts
+        self._running: set[asyncio.Task[None]] = set()  # pauses, also those that go back
         self._rests: dict[
             EngineId, OperationItemResult
         ] = {}  # what became of each engine when the pause barrier closed or opened last
@@ -146,7 +152,7 @@ class PauseBarrier:
 
     def gateways(self) -> dict[NodeId, BarrierReport | None]:
         """The attached ones, by id, each with its latest word."""
-        reports = self._reports()
+        reports = self.reports()
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
     def rests(self) -> list[EngineAtRest]:
@@ -190,6 +196,11 @@ class PauseBarrier:
         if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
             self._unheard = opened
 
+    async def settle(self) -> None:
+        """End the pauses that an earlier daemon left open."""
+        for left in self._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"])):
+            await FleetPause(left.intent, self, self._log, self._clock).resume(left.steps)
+
     async def pause(self, wish: PauseRequest) -> PauseState:
         """Answers when every gateway's engines are at rest. Raises ProblemFaults; Permanent where another holds the
         barrier or no gateway is attached; Retryable when it did not come to that, and all goes on as before."""
@@ -199,23 +210,18 @@ class PauseBarrier:
             raise Permanent("no gateway is attached, so nothing can be brought to rest: see `orchestrrl status`")
         self._take(state.paused(lease), "pause")
         self._rests = {}
-        quieting = self._quieting = Quieting(engines_run=wish.mode is PauseMode.WAIT)
+        pausing = self._pausing = FleetPause(lease, self, self._log, self._clock)
+        running = asyncio.create_task(pausing.run())
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
         try:
-            await self._engines_unchanging(lease, quieting)
-            if quieting.engines_run:  # a gateway that has nothing left would freeze what another has to finish
-                await self._all_close(quieting, lease)
-                quieting.engines_run = False
-            self._rest(await self._all_close(quieting, lease))
+            await asyncio.shield(running)
         except asyncio.CancelledError:
-            self._abandon(lease, "nobody waits any more for the fleet to come to rest")
-            raise
-        except Retryable as trouble:
-            await self._orders.answers(self._abandon(lease, str(trouble)))
+            self._break_off("nobody waits any more for the fleet to come to rest")
             raise
         finally:
-            if self._quieting is quieting:  # by now somebody else may have begun
-                self._quieting = None
-        self._take(self.state.at_rest(lease.id), "quiet")
+            if self._pausing is pausing:  # by now another may have begun
+                self._pausing = None
         return self._state
 
     async def renew(self, lease_id: str, lease_s: float) -> PauseState:
@@ -305,8 +311,8 @@ class PauseBarrier:
             self._orders.open(node, self._unheard)
         if self.state.lease is not None:
             order = self._order_close(node)
-            if self._quieting is not None:
-                self._quieting.orders[node] = order
+            if self._pausing is not None:
+                self._pausing.attached(node, order)
 
     def detached(self, node: NodeId) -> None:
         """A gateway that goes while the fleet comes to rest leaves nobody to say so."""
@@ -348,39 +354,40 @@ class PauseBarrier:
         if told:
             self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
 
-    def close(self) -> list[Order]:
+    def close(self) -> list[asyncio.Task[Any]]:
         """Stop waiting for gateways."""
-        return self._orders.stop()
+        for task in self._running:
+            task.cancel()
+        return [*self._running, *self._orders.stop()]
+
+    # --- what fleet/pause_operation.py asks of it
+
+    def close_all(self) -> dict[NodeId, Order]:
+        return {node: self._order_close(node) for node in self._nodes.gateways()}
+
+    def at_rest(self, lease: PauseLease, results: Iterable[OperationResult]) -> None:
+        """Raises Permanent where the lease has ended."""
+        self._rest(results)
+        self._take(self.state.at_rest(lease.id), "quiet")
+
+    async def abandon(self, lease: PauseLease, because: str) -> None:
+        """Have all go on as before, unless the lease has ended otherwise, and wait for the gateways' answers."""
+        if self._state.lease is not None and self._state.lease.id == lease.id:
+            logger.warning("barrier: %s: %s", lease, because)
+            self._take(self._state.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
+        if self._state.lease is None and self._state.opened is not None:
+            await self._orders.answers(self._orders.open_all(self._state.opened))
 
     # --- inside
-
-    async def _engines_unchanging(self, lease: PauseLease, quieting: Quieting) -> None:
-        """Let a change of the deployment end: the next ones wait for the pause barrier."""
-        while self._busy():
-            if self._clock.now_s() >= lease.quiet_by_s or quieting.broken:
-                raise Retryable("engines are being started or stopped", ANSWER_S)
-            await self._clock.sleep(BUSY_POLL_S)
-
-    async def _all_close(self, quieting: Quieting, lease: PauseLease) -> Iterable[OperationResult]:
-        quieting.orders.update({node: self._order_close(node) for node in self._nodes.gateways()})
-        return await quieting.wait(self._clock, lease.quiet_by_s + ANSWER_S, self._reports)
 
     def _away(self, lease_id: str) -> list[NodeId]:
         """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
         now_s, attached = self._clock.now_s(), self._nodes.gateways()
         return [
             node
-            for node, report in self._reports().items()
+            for node, report in self.reports().items()
             if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
         ]
-
-    def _abandon(self, lease: PauseLease, detail: str) -> dict[NodeId, Order]:
-        """Everything as before, unless the lease has ended otherwise."""
-        if self._state.lease is not None and self._state.lease.id == lease.id:
-            logger.warning("barrier: %s: %s", lease, detail)
-            self._take(self._state.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
-        opened = self._state.opened
-        return self._orders.open_all(opened) if self._state.lease is None and opened is not None else {}
 
     def _end(self, lease: str) -> LastRelease:
         """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
@@ -391,7 +398,7 @@ class PauseBarrier:
         lease = self._state.lease
         assert lease is not None
         quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
-        running = self._quieting is not None and self._quieting.engines_run
+        running = self._pausing is not None and self._pausing.engines_run
         return self._orders.close(node, lease, quiet_by_s, engines_run=running)
 
     def _rest(self, results: Iterable[OperationResult | None]) -> None:
@@ -402,8 +409,9 @@ class PauseBarrier:
                 self._rests[EngineId(item.id)] = item
 
     def _break_off(self, because: str) -> None:
-        if self._quieting is not None:
-            self._quieting.break_off(because)
+        if self._pausing is not None:
+            with suppress(Permanent):  # it goes back already
+                self._pausing.call_off(because)
 
     def _ended(self, opened: LastRelease) -> None:
         self._over[opened.lease] = opened

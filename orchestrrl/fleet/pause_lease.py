@@ -222,6 +222,7 @@ class PauseState:
 
 
 _STATE = TypeAdapter(PauseState)
+LEASE = TypeAdapter(PauseLease)
 
 
 def time_of_day(at_s: float) -> str:

@@ -11,10 +11,7 @@ from orchestrrl.core.addresses import same_address, without_login
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.core.operations import (
-    EngineRoute,
-    OperationItemResult,
-)
+from orchestrrl.core.operations import EngineRoute, OperationItemResult
 from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.http.completion_requests import CompletionRequest
 from orchestrrl.gateway.ledger.groups import InFlightGroups

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from orchestrrl.core.metrics import labelled_counter, labelled_gauge
 from orchestrrl.gateway.failover_metrics import failover_metrics
 from orchestrrl.gateway.ledger.versions import OnStale
 
@@ -35,134 +36,85 @@ class GatewayCollector(Collector):
         yield from self._versions()
 
     def _requests(self) -> Iterator[Metric]:
-        in_flight = GaugeMetricFamily(
-            f"{PREFIX}_requests",
-            "Requests in flight, by engine (empty: held here) and state.",
-            labels=("engine", "state"),
-        )
-        tokens = GaugeMetricFamily(f"{PREFIX}_tokens_held", "Prompt and generated tokens of the requests in flight.")
+        ledger = self._gateway.ledger
         counts: Counter[tuple[str, str]] = Counter()
         held = 0
-        for record in self._gateway.ledger:
+        for record in ledger:
             counts[(record.engine or "", record.state)] += 1
             held += record.context_tokens
-        for (engine, state), count in sorted(counts.items()):
-            in_flight.add_metric((engine, state), count)
-        tokens.add_metric((), held)
-        finished = CounterMetricFamily(
-            f"{PREFIX}_requests_finished", "Requests that ended, by how they ended.", labels=("finish_reason",)
-        )
-        for reason, count in sorted(self._gateway.ledger.finished_by_reason.items()):
-            finished.add_metric((reason,), count)
-        generated = CounterMetricFamily(f"{PREFIX}_generated_tokens", "Tokens of the answers that ended.")
-        generated.add_metric((), self._gateway.ledger.generated_total)
-        yield from (in_flight, tokens, finished, generated)
+        help_text = "Requests in flight, by engine (empty: held here) and state."
+        yield labelled_gauge(f"{PREFIX}_requests", help_text, ("engine", "state"), sorted(counts.items()))
+        help_text = "Prompt and generated tokens of the requests in flight."
+        yield GaugeMetricFamily(f"{PREFIX}_tokens_held", help_text, held)
+        help_text, finished = "Requests that ended, by how they ended.", sorted(ledger.finished_by_reason.items())
+        yield labelled_counter(f"{PREFIX}_requests_finished", help_text, "finish_reason", finished)
+        help_text = "Tokens of the answers that ended."
+        yield CounterMetricFamily(f"{PREFIX}_generated_tokens", help_text, ledger.generated_total)
 
     def _moves(self) -> Iterator[Metric]:
-        moves = CounterMetricFamily(f"{PREFIX}_moves", "Moves between engines, by outcome.", labels=("outcome",))
-        moves.add_metric(("done",), self._gateway.moves_done)
-        moves.add_metric(("refused",), self._gateway.moves_refused)
-        recomputed = CounterMetricFamily(
-            f"{PREFIX}_recomputed_tokens", "Tokens that moves made an engine prefill again."
-        )
-        recomputed.add_metric((), self._gateway.tokens_recomputed)
-        loaded = CounterMetricFamily(f"{PREFIX}_loaded_tokens", "Tokens whose KV moves handed over between engines.")
-        loaded.add_metric((), self._gateway.tokens_loaded)
-        yield from (moves, recomputed, loaded)
+        gateway = self._gateway
+        outcomes = [("done", gateway.moves_done), ("refused", gateway.moves_refused)]
+        yield labelled_counter(f"{PREFIX}_moves", "Moves between engines, by outcome.", "outcome", outcomes)
+        help_text = "Tokens that moves made an engine prefill again."
+        yield CounterMetricFamily(f"{PREFIX}_recomputed_tokens", help_text, gateway.tokens_recomputed)
+        help_text = "Tokens whose KV moves handed over between engines."
+        yield CounterMetricFamily(f"{PREFIX}_loaded_tokens", help_text, gateway.tokens_loaded)
 
     def _queue(self) -> Iterator[Metric]:
         fleet = self._gateway.fleet
-        queued = GaugeMetricFamily(
-            f"{PREFIX}_requests_queued",
-            "Requests that wait here for an engine with room, or for the pause barrier to open.",
-        )
-        queued.add_metric((), len(fleet.queue))
-        waits = HistogramMetricFamily(
-            f"{PREFIX}_queue_seconds", "How long requests waited here before they were sent to an engine, each time."
-        )
-        waits.add_metric((), fleet.waits.buckets(), sum_value=fleet.waits.sum_s)
-        kept = GaugeMetricFamily(
-            f"{PREFIX}_requests_kept",
-            "Requests that are kept here for an engine that is being started, by that.",
-            labels=("engine",),
-        )
+        help_text = "Requests that wait here for an engine with room, or for the pause barrier to open."
+        yield GaugeMetricFamily(f"{PREFIX}_requests_queued", help_text, len(fleet.queue))
+        help_text = "How long requests waited here before they were sent to an engine, each time."
+        buckets = fleet.waits.buckets()
+        yield HistogramMetricFamily(f"{PREFIX}_queue_seconds", help_text, buckets, fleet.waits.sum_s)
         counts = Counter(relay.kept_for for relay in self._gateway.relays.values())
-        for engine in sorted({*self._gateway.fleet.expected, *counts} - {None}, key=str):
-            kept.add_metric((str(engine),), counts[engine])
-        yield from (queued, waits, kept)
+        kept = [(str(engine), counts[engine]) for engine in sorted({*fleet.expected, *counts} - {None}, key=str)]
+        help_text = "Requests that are kept here for an engine that is being started, by that."
+        yield labelled_gauge(f"{PREFIX}_requests_kept", help_text, "engine", kept)
 
     def _engines(self) -> Iterator[Metric]:
-        usable = GaugeMetricFamily(
-            f"{PREFIX}_engine_usable", "1: requests are routed to this engine.", labels=("engine",)
-        )
-        failures = CounterMetricFamily(
-            f"{PREFIX}_engine_failures",
-            "Attempts that this engine refused, broke off or hung with.",
-            labels=("engine",),
-        )
-        for backend in self._gateway.fleet:
-            usable.add_metric((backend.id,), backend.usable)
-            failures.add_metric((backend.id,), backend.failures_total)
-        yield from (usable, failures)
+        fleet, help_text = self._gateway.fleet, "1: requests are routed to this engine."
+        usable = [(backend.id, backend.usable) for backend in fleet]
+        yield labelled_gauge(f"{PREFIX}_engine_usable", help_text, "engine", usable)
+        help_text = "Attempts that this engine refused, broke off or hung with."
+        failures = [(backend.id, backend.failures_total) for backend in fleet]
+        yield labelled_counter(f"{PREFIX}_engine_failures", help_text, "engine", failures)
 
     def _barrier(self) -> Iterator[Metric]:
-        barrier, report = self._gateway.barrier, self._gateway.barrier.report()
-        closed = GaugeMetricFamily(f"{PREFIX}_barrier_closed", "1: nothing goes to engines, weights are being changed.")
-        closed.add_metric((), barrier.closed is not None)
-        closed_s = CounterMetricFamily(
-            f"{PREFIX}_barrier_closed_seconds", "Time for which the pause barrier has been closed."
-        )
-        closed_s.add_metric((), barrier.closed_total_s)
-        expired = CounterMetricFamily(
-            f"{PREFIX}_barrier_leases_expired",
-            "Leases that ended before whoever held them had the pause barrier opened.",
-        )
-        expired.add_metric((), barrier.expired_total)
-        frozen = GaugeMetricFamily(f"{PREFIX}_requests_frozen", "Requests that stand still on paused engines.")
-        frozen.add_metric((), report.frozen)
-        yield from (closed, closed_s, expired, frozen)
+        barrier, help_text = self._gateway.barrier, "1: nothing goes to engines, weights are being changed."
+        yield GaugeMetricFamily(f"{PREFIX}_barrier_closed", help_text, barrier.closed is not None)
+        help_text = "Time for which the pause barrier has been closed."
+        yield CounterMetricFamily(f"{PREFIX}_barrier_closed_seconds", help_text, barrier.closed_total_s)
+        help_text = "Leases that ended before whoever held them had the pause barrier opened."
+        yield CounterMetricFamily(f"{PREFIX}_barrier_leases_expired", help_text, barrier.expired_total)
+        help_text = "Requests that stand still on paused engines."
+        yield GaugeMetricFamily(f"{PREFIX}_requests_frozen", help_text, barrier.report().frozen)
 
     def _versions(self) -> Iterator[Metric]:
-        gateway = self._gateway
-        version = GaugeMetricFamily(
-            f"{PREFIX}_policy_version", "Of each engine's weights, where it was told.", labels=("engine",)
-        )
-        for backend in gateway.fleet:
-            if backend.policy_version is not None:
-                version.add_metric((backend.id,), backend.policy_version)
-        lags = HistogramMetricFamily(
-            f"{PREFIX}_answer_version_lag",
-            "Of answers that ended: policy versions by which the oldest token was behind the fleet's.",
-        )
-        counts = gateway.version_lags
-        bounds = [(str(bound), sum(n for lag, n in counts.items() if lag <= bound)) for bound in LAG_BOUNDS]
-        lags.add_metric(
-            (), [*bounds, ("+Inf", counts.total())], sum_value=sum(lag * count for lag, count in counts.items())
-        )
-        stale = CounterMetricFamily(
-            f"{PREFIX}_stale_requests", "Requests older than their bound, by what became of them.", labels=("action",)
-        )
-        for action in OnStale:
-            stale.add_metric((action,), gateway.barrier.stale_total[action])
-        cancelled = CounterMetricFamily(
-            f"{PREFIX}_requests_cancelled", "Requests that were ended by order, by reason.", labels=("reason",)
-        )
-        for reason, count in sorted(gateway.cancelled_total.items()):
-            cancelled.add_metric((reason,), count)
-        yield from (version, lags, stale, cancelled)
+        gateway, help_text = self._gateway, "Of each engine's weights, where it was told."
+        versions = [(each.id, each.policy_version) for each in gateway.fleet if each.policy_version is not None]
+        yield labelled_gauge(f"{PREFIX}_policy_version", help_text, "engine", versions)
+        lags = gateway.version_lags
+        bounds = [(str(bound), float(sum(n for lag, n in lags.items() if lag <= bound))) for bound in LAG_BOUNDS]
+        bounds.append(("+Inf", lags.total()))
+        help_text = "Of answers that ended: policy versions by which the oldest token was behind the fleet's."
+        total = sum(lag * count for lag, count in lags.items())
+        yield HistogramMetricFamily(f"{PREFIX}_answer_version_lag", help_text, bounds, total)
+        help_text = "Requests older than their bound, by what became of them."
+        stale = [(action, gateway.barrier.stale_total[action]) for action in OnStale]
+        yield labelled_counter(f"{PREFIX}_stale_requests", help_text, "action", stale)
+        help_text, cancelled = "Requests that were ended by order, by reason.", sorted(gateway.cancelled_total.items())
+        yield labelled_counter(f"{PREFIX}_requests_cancelled", help_text, "reason", cancelled)
 
     def _store(self) -> Iterator[Metric]:
         """Where answers are kept."""
         store = self._gateway.store
         if store is None:
             return
-        failing = GaugeMetricFamily(f"{PREFIX}_ledger_failing", "1: answers are not kept at the moment.")
-        failing.add_metric((), bool(store.failing))
-        yield failing
+        help_text = "1: answers are not kept at the moment."
+        yield GaugeMetricFamily(f"{PREFIX}_ledger_failing", help_text, bool(store.failing))
         if (used_bytes := store.used_bytes) is not None:
-            size = GaugeMetricFamily(f"{PREFIX}_ledger_bytes", "What the kept answers take on disk.")
-            size.add_metric((), used_bytes)
-            yield size
+            yield GaugeMetricFamily(f"{PREFIX}_ledger_bytes", "What the kept answers take on disk.", used_bytes)
         counts = store.counts
         for name, text, value in (
             ("replayed_requests", "Requests that were answered with what was kept.", counts.replayed),
@@ -171,6 +123,4 @@ class GatewayCollector(Collector):
             ("ledger_unwritten", "Pieces of answers that the disk did not take.", counts.unwritten),
             ("ledger_pruned", "Requests whose kept answers were removed.", counts.pruned),
         ):
-            counter = CounterMetricFamily(f"{PREFIX}_{name}", text)
-            counter.add_metric((), value)
-            yield counter
+            yield CounterMetricFamily(f"{PREFIX}_{name}", text, value)

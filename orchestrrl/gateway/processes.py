@@ -20,14 +20,7 @@ from multiprocessing.context import SpawnProcess
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.gateway.http.server import url_of
-from orchestrrl.gateway.service import (
-    GatewayOptions,
-    ProcessPlace,
-    log_to_stderr,
-    operator_port_of,
-    print_urls,
-    serve,
-)
+from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, log_to_stderr, operator_port_of, print_urls, serve
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,7 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.core.operations import (
-    OperationItemResult,
-)
+from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body

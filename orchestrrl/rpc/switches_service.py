@@ -20,7 +20,8 @@ from orchestrrl.core.config.schema import CircuitOwnership, SwitchSettings
 from orchestrrl.core.errors import ProblemFaults, cut
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.ttl import MOST_S
-from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOutcome
+from orchestrrl.fabric.circuit_change import CircuitOutcome
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.rpc.codec import Codec, optional
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import control_pb2 as pb

@@ -11,7 +11,6 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from planner.cost.engines import EngineModel, engine_named, with_constants
 from planner.cost.hardware import GpuModel, gpu_named
@@ -67,7 +66,7 @@ class HostFit:
         return PhaseOfStep(TAIL_SEQUENCES, TAIL_CONTEXT_TOKENS, self.tail_iterations)
 
 
-# By `fit_host`; a test fits it again.
+# By least squares on the logarithms of the six times: tests/planner/cost/test_paper.py fits it again.
 FITTED = HostFit(step_s=7.074e-3, sequence_s=24.5e-6, early_iterations=2555, tail_iterations=14356)
 
 # Of a node's CPU memory, an eighth of half a terabyte. Assumed: the paper does not say.
@@ -120,18 +119,6 @@ def _provenance(model: Model, host: HostFit) -> Provenance:
     return Provenance(
         ProfileSource.ROOFLINE, FITTED_ON, detail, len(measured), float(errors.mean()), float(errors.max())
     )
-
-
-def fit_host() -> HostFit:
-    """Least squares on the logarithms of the six times."""
-    logs_s = np.log(_measured_s())
-
-    def residuals(logs: Floats) -> Floats:
-        host = HostFit(*np.exp(logs).tolist())
-        return np.asarray(np.log(phase_seconds(_tp_profiles(host), host)) - logs_s)
-
-    start = np.log([1e-2, 50e-6, 2000.0, 10000.0])
-    return HostFit(*np.exp(least_squares(residuals, start).x).tolist())
 
 
 def phase_seconds(profiles: Sequence[EngineProfile], host: HostFit = FITTED) -> Floats:

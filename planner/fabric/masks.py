@@ -1,4 +1,4 @@
-"""What failures take away: ports, lanes of uplinks, and NICs with whoever stands in for them. Pure.
+"""What failures take away: ports, and NICs with those that stand in for them. Pure.
 
 A cross-connect that failed takes both of its ports: nobody knows which end it was.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.fabric.model import OcsId
 from planner.fabric.plan import FabricFailures
-from planner.fabric.topology import Lane, Server, ServerId, Site
+from planner.fabric.topology import Server, ServerId, Site
 
 Port = tuple[OcsId, int]
 
@@ -24,15 +24,6 @@ def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
     }
     of_circuits = {(each.switch, port) for each in failures.cross_connects for port in each.ports}
     return frozenset(failures.ports | of_switches | of_circuits)
-
-
-def healthy_lanes(site: Site, failed: frozenset[Port]) -> tuple[Lane, ...]:
-    """Those with both ends usable."""
-    return tuple(
-        lane
-        for lane in site.lanes
-        if (lane.agg, lane.agg_port) not in failed and (lane.core, lane.core_port) not in failed
-    )
 
 
 @dataclass(frozen=True, slots=True)

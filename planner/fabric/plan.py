@@ -11,16 +11,6 @@ Directed = Mapping[tuple[EndpointId, EndpointId], float]  # bytes from one endpo
 
 
 @dataclass(frozen=True, slots=True)
-class FabricDemand:
-    """`agg`: of each PoD, between its ToRs and uplinks; `core`: between PoDs."""
-
-    agg: Mapping[EndpointId, Directed]
-    core: Directed
-    local_bytes: float = 0.0  # that stay on the packet side, below one ToR or in one server
-    notes: tuple[str, ...] = ()  # e.g. a rank that is nowhere, traffic relayed around a NIC
-
-
-@dataclass(frozen=True, slots=True)
 class FabricFailures:
     """What is not to be used. A server that failed has its ranks replaced by whoever placed them."""
 

@@ -7,10 +7,10 @@ counted on the bad side (conformal prediction with weights, Barber et al., Annal
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, inf, log
+from math import inf, log
 
 MEMORY = 256
 HALF_LIFE = 64.0  # a value counts half after so many newer ones
@@ -47,13 +47,6 @@ class QuantileBound:
     value_s: float
     risk: float
     samples: int
-
-
-def samples_needed(q: float) -> int:
-    """Of how many equally weighted values the least one is a lower bound that fails with probability `q`."""
-    if not 0 < q < 1:
-        raise ValueError(f"q must be in (0, 1), got {q}")
-    return ceil(1 / q - 1e-9) - 1
 
 
 class RecentSamples:
@@ -161,13 +154,6 @@ class RecentSamples:
         self._next, self._side, self._run = 0, 0, 0
         self._least = self._asked = None
         self._set_edges()
-
-
-def recent_of(values: Iterable[float], memory: int = MEMORY, half_life: float = HALF_LIFE) -> RecentSamples:
-    made = RecentSamples(memory, half_life)
-    for value in values:
-        made.add(value)
-    return made
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:

@@ -17,7 +17,7 @@ from ipaddress import IPv4Address, IPv4Network
 from itertools import pairwise
 from typing import Self
 
-from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.model import EndpointId
 
 # What Linux takes for a name, less what a shell or a router's own command line would read otherwise: to iproute2 an
 # `if7` that is not there is the interface of index 7.
@@ -207,20 +207,6 @@ class RoutedLink:
 
     def __str__(self) -> str:
         return f"{self.a}/{self.interface_a}-{self.b}/{self.interface_b}"
-
-
-def links_of(
-    fibres: Mapping[OcsId, Mapping[int, tuple[EndpointId, str]]], cross_connects: Iterable[PortPair]
-) -> tuple[RoutedLink, ...]:
-    """The circuits that cross-connects make. `fibres`: which router's interface each port of each switch is fibred to.
-    A cross-connect with a port without a fibre, or with both at one router, makes none."""
-    links = []
-    for cross_connect in cross_connects:
-        ends = [fibres.get(cross_connect.switch, {}).get(port) for port in cross_connect.ports]
-        one, other = ends
-        if one and other and one[0] != other[0]:
-            links.append(RoutedLink.of(*one, *other))
-    return tuple(sorted(links))
 
 
 @dataclass(frozen=True, slots=True)

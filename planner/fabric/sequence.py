@@ -7,7 +7,7 @@ twice.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, RecentSamples
@@ -288,24 +288,5 @@ def repetition(ids: Sequence[int]) -> tuple[int, int]:
 
 
 def _is_rotation(one: "array[int]", other: "array[int]") -> bool:
-    """Whether one is the other, begun elsewhere: as both repeat, found by matching within twice the other."""
-    if len(one) != len(other):
-        return False
-    return _find(one, other + other)
-
-
-def _find(wanted: Sequence[int], text: Iterable[int]) -> bool:
-    border, matched = [0] * len(wanted), 0
-    for index in range(1, len(wanted)):
-        while matched and wanted[index] != wanted[matched]:
-            matched = border[matched - 1]
-        matched += wanted[index] == wanted[matched]
-        border[index] = matched
-    matched = 0
-    for each in text:
-        while matched and each != wanted[matched]:
-            matched = border[matched - 1]
-        matched += each == wanted[matched]
-        if matched == len(wanted):
-            return True
-    return False
+    """Whether one is the other, begun elsewhere."""
+    return len(one) == len(other) and "".join(map(chr, one)) in "".join(map(chr, other + other))

@@ -50,12 +50,6 @@ class SlackHistogram:
             passed += inside
         return edge_s(max(self.bins) + 1)
 
-    def share_at_least(self, slack_s: float) -> float:
-        """Of all, those that certainly lasted so long."""
-        if not self.total:
-            return 0.0
-        return sum(count for index, count in self.bins.items() if edge_s(index) >= slack_s) / self.total
-
     def to_json(self) -> dict[str, object]:
         return {"none": self.none, "bins": {str(index): self.bins[index] for index in sorted(self.bins)}}
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.fabric.intent import Intent, Primitive, Stage, TrafficOperation
+from planner.fabric.intent import Intent, Primitive, Stage
 from planner.fabric.model import Pair, pair_of
 from planner.fabric.topology import Pod, PodRole
 
@@ -27,30 +27,9 @@ class SpareCapacity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PeriodShape:
-    """What makes two announcements of a period alike: everything but places and volumes. `operations`: with their
-    primitive, how many groups, and the sizes of these."""
-
-    stage: Stage
-    operations: tuple[tuple[TrafficOperation, Primitive, int, tuple[int, ...]], ...]
-
-    @classmethod
-    def of(cls, intent: Intent) -> "PeriodShape":
-        return cls(
-            intent.stage,
-            tuple(
-                (each.operation, each.primitive, len(each.groups), tuple(sorted({len(group) for group in each.groups})))
-                for each in intent.traffic
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StageTemplate:
-    """Topology and way of allocating of a recurring period."""
+    """Topology and way of allocating of a period."""
 
-    period: str
-    shape: PeriodShape
     touched: frozenset[PodRole]
     core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may join, either way round
     spare: SpareCapacity
@@ -81,8 +60,6 @@ _CORE: Mapping[Stage, frozenset[tuple[PodRole, PodRole]]] = {
 
 def template_of(intent: Intent) -> StageTemplate:
     return StageTemplate(
-        period=intent.period,
-        shape=PeriodShape.of(intent),
         touched=_TOUCHED[intent.stage],
         core_roles=_CORE[intent.stage],
         spare=SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD,
@@ -96,26 +73,3 @@ def _mostly_bipartite(intent: Intent) -> bool:
         ranks = sum(map(len, each.groups))
         sent_bytes[each.primitive is Primitive.BIPARTITE] += each.bytes_per_rank * each.times * ranks
     return sent_bytes[True] > sent_bytes[False]
-
-
-class TemplateBook:
-    """Templates of the periods that have come by: phase 1 of section 5.3. Learning a period again is harmless; one
-    whose shape has changed is learned anew."""
-
-    def __init__(self) -> None:
-        self._templates: dict[str, StageTemplate] = {}
-
-    def learn(self, intent: Intent) -> StageTemplate:
-        known = self._templates.get(intent.period)
-        if known is None or known.shape != PeriodShape.of(intent):
-            known = self._templates[intent.period] = template_of(intent)
-        return known
-
-    def has(self, intent: Intent) -> bool:
-        known = self._templates.get(intent.period)
-        return known is not None and known.shape == PeriodShape.of(intent)
-
-    @property
-    def templates(self) -> tuple[StageTemplate, ...]:
-        """By period."""
-        return tuple(self._templates[period] for period in sorted(self._templates))

@@ -14,7 +14,7 @@ from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
 from planner.fabric.transition_moves import Subject, TransitionMoves, circuits, lit_floors, moves_between, subjects
 from planner.fabric.transition_order import RemovalOrder, doomed, replayed
-from planner.fabric.transition_stages import HABITS, StageOf, packed, smoothed, stages_at_least
+from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
 
@@ -89,17 +89,6 @@ class CircuitsUp:
     kind: PointKind
     pairs: Mapping[Pair, int]
     endpoints: Mapping[EndpointId, int]
-    link_gbps: float
-
-    def pair_gbps(self, pair: Pair) -> float:
-        return self.pairs.get(pair, 0) * self.link_gbps
-
-    def endpoint_gbps(self, endpoint: EndpointId) -> float:
-        return self.endpoints.get(endpoint, 0) * self.link_gbps
-
-    @property
-    def total_gbps(self) -> float:
-        return sum(self.pairs.values()) * self.link_gbps
 
 
 def transition(problem: TransitionProblem) -> Transition:
@@ -131,15 +120,8 @@ def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared:
     orders = [order]
     if not order.missed:
         orders.append(replayed(moves, sorted(order.removals)))
-    best: StageOf | None = None
-    for candidate in orders:
-        for habit in HABITS:
-            if candidate.missed - order.missed or (best and max(best) + 1 == at_least):
-                continue
-            stage_of = packed(moves, candidate, max_moves, habit)
-            if best is None or max(stage_of) < max(best):
-                best = stage_of
-    assert best is not None
+    usable = [each for each in orders if not each.missed - order.missed]
+    best = min((packed(moves, each, max_moves) for each in usable), key=max)
     if max(best) + 1 > at_least:
         staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
         at_least = staged.at_least
@@ -176,19 +158,13 @@ def points(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> I
         yield TransitionPoint(number, "added", up)
 
 
-def bandwidth(problem: TransitionProblem, planned: Transition, link_gbps: float) -> tuple[CircuitsUp, ...]:
+def circuits_up(problem: TransitionProblem, planned: Transition) -> tuple[CircuitsUp, ...]:
     """The circuits that pairs and endpoints have at each point."""
     known = {*circuits(problem.cabling, problem.current), *circuits(problem.cabling, problem.target)}
     pairs = sorted(subject for subject in known if isinstance(subject, tuple))
     endpoints = sorted(subject for subject in known if isinstance(subject, str))
     return tuple(
-        CircuitsUp(
-            stage,
-            kind,
-            {pair: up[pair] for pair in pairs},
-            {endpoint: up[endpoint] for endpoint in endpoints},
-            link_gbps,
-        )
+        CircuitsUp(stage, kind, {pair: up[pair] for pair in pairs}, {endpoint: up[endpoint] for endpoint in endpoints})
         for stage, kind, up, _ in _counted(problem, planned.stages)
     )
 

@@ -4,41 +4,30 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal
 
 from planner.fabric.transition_moves import TransitionMoves
 from planner.fabric.transition_order import RemovalOrder, TransitionReplay
 
-Habit = Literal["plain", "keen", "tidy", "far"]
-# As the order has it; those first that make room for an addition at once; without those that make room for none; those
-# first for which the longest chain of others waits.
-HABITS: tuple[Habit, ...] = ("plain", "keen", "tidy", "far")
-TIDYINGS = 4  # in a stage
-CHAIN = 100  # links of a chain of removals that are looked at
-
 StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
 
 
-def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, habit: Habit) -> StageOf:
+def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> StageOf:
     """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn.
 
     What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
     brought forward only where every floor bears it at each point that it overtakes.
     """
-    return _Packing(moves, order, max_moves, habit).run()
+    return _Packing(moves, order, max_moves).run()
 
 
 class _Packing:
-    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int, habit: Habit) -> None:
-        self._moves, self._order, self._max_moves, self._habit = moves, order, max_moves, habit
+    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> None:
+        self._moves, self._order, self._max_moves = moves, order, max_moves
         self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
         self._stage_room = list(self._room)  # without this stage's additions
         self._waiting = [len(needed) for needed in moves.blockers]
         self._ready = [addition for addition, count in enumerate(self._waiting) if count == 0]
         self._pending = list(order.removals)
-        if habit == "far":
-            behind = _behind(moves, order)
-            self._pending.sort(key=lambda removal: -behind[removal])
         self._events = _events(moves, order)
         self._stage_of: StageOf = [-1] * moves.count
         self._stage = 0
@@ -49,12 +38,7 @@ class _Packing:
             self._taken = 0
             self._stage_room = list(self._room)
             self._raise()
-            for keen_now in (True, False) if self._habit == "keen" else (False,):
-                self._lower(keen_now)
-            if self._habit == "tidy":
-                for _ in range(TIDYINGS):
-                    if self._taken < self._max_moves and self._take_back():
-                        self._lower(False)
+            self._lower()
             self._stage += 1
         return self._stage_of
 
@@ -67,15 +51,13 @@ class _Packing:
                 self._room[floor] += 1
         del self._ready[:free]
 
-    def _lower(self, keen_now: bool) -> None:
+    def _lower(self) -> None:
         kept = []
         for place, removal in enumerate(self._pending):
             if self._taken == self._max_moves:
                 kept += self._pending[place:]
                 break
-            if keen_now and not any(self._waiting[addition] == 1 for addition in self._moves.opens[removal]):
-                kept.append(removal)
-            elif self._may_come_down(removal):
+            if self._may_come_down(removal):
                 self._remove(removal)
             else:
                 kept.append(removal)
@@ -91,28 +73,6 @@ class _Packing:
             if self._waiting[addition] == 0:
                 self._ready.append(addition)
         self._raise()
-
-    def _take_back(self) -> int:
-        """This stage's removals that made room for nothing: others have better use for what they cost. How many."""
-        idle = [
-            removal
-            for removal in range(len(self._moves.removals))
-            if self._stage_of[removal] == self._stage
-            and self._moves.opens[removal]
-            and all(self._waiting[addition] for addition in self._moves.opens[removal])
-        ]
-        if len(idle) == self._taken:
-            return 0  # the stage has nothing else
-        for removal in idle:
-            self._stage_of[removal] = -1
-            self._taken -= 1
-            for floor in self._moves.removal_floors[removal]:
-                self._room[floor] += 1
-                self._stage_room[floor] += 1
-            for addition in self._moves.opens[removal]:
-                self._waiting[addition] += 1
-        self._pending += idle
-        return len(idle)
 
     def _may_come_down(self, removal: int) -> bool:
         floors = [floor for floor in self._moves.removal_floors[removal] if floor not in self._order.missed]
@@ -138,25 +98,6 @@ class _Packing:
     def _take(self, move: int) -> None:
         self._stage_of[move] = self._stage
         self._taken += 1
-
-
-def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
-    """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
-    behind = [0] * len(moves.removals)
-    bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
-    for _ in range(CHAIN):
-        changed = False
-        for floor in bare:
-            if len(floor.additions) > 1:
-                continue  # another may do
-            waiting = 1 + max(behind[removal] for removal in floor.removals)
-            for addition in floor.additions:
-                for removal in moves.blockers[addition]:
-                    changed |= waiting > behind[removal]
-                    behind[removal] = max(behind[removal], waiting)
-        if not changed:
-            break
-    return behind
 
 
 def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:

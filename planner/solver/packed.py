@@ -40,13 +40,6 @@ def soonest_cut(
     return _bisect(whole, min(trial_s, high_s), high_s, 0.004, only, 4 if every < 16 else 2)
 
 
-def homogeneous_cut(
-    columns: ProblemColumns, configuration: int, low_s: float, high_s: float
-) -> tuple[float, list[RequestCut]] | None:
-    """The same of one configuration alone."""
-    return _bisect(RequestCutter(columns), low_s * 1.002, high_s, 0.004, frozenset([configuration]), 10)
-
-
 def _subsets(placeable: list[int]) -> list[frozenset[int]]:
     """Each configuration, each pair, and all but one."""
     sizes = {1, 2, len(placeable) - 1} - {0, len(placeable)}

@@ -1,15 +1,14 @@
-"""Which part of each parameter a rank has: the trainer's layout (TP, PP, EP, FSDP, replicas), and an engine's. Pure.
+"""Which part of each parameter a rank has: Megatron's layout (TP, PP, EP, replicas), and an engine's. Pure.
 
 A rank's tensor is boxes of the whole one, stacked along one axis: so said once, both for who has what and for where it
-lies. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv goes by KV groups), PyTorch's FSDP2
-(torch.chunk of the first axis), vLLM's parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE.
+lies. Sources: Megatron-core's parallel_state (rank order tp-cp-ep-dp-pp; linear_qkv goes by KV groups), vLLM's
+parallel_state, QKVParallelLinear, VocabParallelEmbedding and FusedMoE.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from planner.sync_tree.parameters import Box, Parameter, ParameterSplit, Where
 
@@ -18,22 +17,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A tensor of one rank. `part`: of a fused parameter that the trainer keeps apart, which; else empty."""
+    """A tensor of one rank."""
 
-    part: str
     axis: int  # that the boxes are stacked along; all else of them is equal
     boxes: tuple[Box, ...]
-
-    def places(self, box: Box) -> Iterator[tuple[Box, Box]]:
-        """Where parts of a box of the whole tensor are: in this tensor, and in the box."""
-        at = 0
-        for own in self.boxes:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
-            if all(first < last for first, last in common):
-                start = tuple(at - a if axis == self.axis else -a for axis, (a, _) in enumerate(own))
-                here = tuple((first + by, last + by) for (first, last), by in zip(common, start, strict=True))
-                yield here, tuple((first - a, last - a) for (first, last), (a, _) in zip(common, box, strict=True))
-            at += own[self.axis][1] - own[self.axis][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,40 +61,29 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """Rank is ((stage * replicas + replica) * FSDP + fsdp) * TP + tp; context parallelism counts among the replicas (or
-    in FSDP). Experts have their own grid inside a stage: ((replica * expert_fsdp + fsdp) * EP + ep) * expert_tp + tp.
-
-    `fused`: "groups" as Megatron keeps them (q, k and v of one KV group after another; gate and up of each rank
-    together); "apart" as Hugging Face's modules and DTensor do: each part a tensor, divided as torch.chunk does.
+    """Rank is (stage * replicas + replica) * TP + tp; context parallelism counts among the replicas. Experts have their
+    own grid inside a stage: (replica * EP + ep) * expert_tp + tp. Fused parameters are as Megatron keeps them: q, k and
+    v of one KV group after another; gate and up of each rank together.
     """
 
     endpoints: tuple[int, ...]  # [rank]
     tp: int = 1
     pp: int = 1
-    fsdp: int = 1
     replicas: int = 1
     ep: int = 1
     expert_tp: int = 1
-    expert_fsdp: int | None = None  # needed with FSDP where experts have another grid
-    fused: Literal["groups", "apart"] = "groups"
-    vocab_multiple: int = 1  # Megatron: make_vocab_size_divisible_by times TP
+    vocab_multiple: int = 1  # make_vocab_size_divisible_by times TP
     stage_of_layer: tuple[int, ...] = ()  # needed where PP > 1: `megatron_stages`
 
     def __post_init__(self) -> None:
-        _check_grid(self.endpoints, {"pp": self.pp, "replicas": self.replicas, "fsdp": self.fsdp, "tp": self.tp})
+        _check_grid(self.endpoints, {"pp": self.pp, "replicas": self.replicas, "tp": self.tp})
         _check_stages(self.stage_of_layer, self.pp)
-        if self.expert_fsdp is None and self.fsdp > 1 and self.ep * self.expert_tp != self.tp:
-            raise ValueError("expert_fsdp must be given where EP times expert TP is not TP")
-        width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp * self._expert_fsdp
+        width, experts = len(self.endpoints) // self.pp, self.ep * self.expert_tp
         if width % experts:
             raise ValueError(f"a stage of {width} ranks cannot hold experts over {experts}")
 
     def stages(self, where: Where) -> tuple[int, ...]:
         return _stages(where, self.pp, self.stage_of_layer)
-
-    @property
-    def _expert_fsdp(self) -> int:
-        return self.fsdp if self.expert_fsdp is None else self.expert_fsdp
 
     def local(self, parameter: Parameter, rank: int) -> tuple[LocalShard, ...]:
         """Raises ValueError where Megatron could not divide it."""
@@ -115,24 +91,15 @@ class TrainerLayout:
         if stage not in self.stages(parameter.where):
             return ()
         shape, split = parameter.shape, parameter.split
-        if split.has_experts:
-            tp, ep = number % self.expert_tp, number // self.expert_tp % self.ep
-            part, of = number // (self.expert_tp * self.ep) % self._expert_fsdp, self._expert_fsdp
-            if shape[0] % self.ep:
-                raise ValueError(f"{parameter.name}: {shape[0]} experts cannot be divided by EP {self.ep}")
-            each = shape[0] // self.ep
-            whole = _within(self._divided(shape, split, tp, self.expert_tp), ep * each, (ep + 1) * each)
-        else:
-            part, of = number // self.tp % self.fsdp, self.fsdp
-            whole = self._divided(shape, split, number % self.tp, self.tp)
-        padded = 0
-        if split.is_vocab and self.fused == "groups":
-            padded = _padded(shape, split, self.tp, self.vocab_multiple) // self.tp
-        return tuple(each for each in (_first_axis(each, part, of, padded) for each in whole) if each.boxes)
+        if not split.has_experts:
+            return self._divided(shape, split, number % self.tp, self.tp)
+        tp, ep = number % self.expert_tp, number // self.expert_tp % self.ep
+        if shape[0] % self.ep:
+            raise ValueError(f"{parameter.name}: {shape[0]} experts cannot be divided by EP {self.ep}")
+        each = shape[0] // self.ep
+        return _within(self._divided(shape, split, tp, self.expert_tp), ep * each, (ep + 1) * each)
 
     def _divided(self, shape: tuple[int, ...], split: ParameterSplit, tp: int, of: int) -> tuple[LocalShard, ...]:
-        if self.fused == "apart":
-            return _apart(shape, split, tp, of)
         if any(part.heads for part in split.parts):
             return _by_groups(shape, split, tp, of)
         return _blocks(shape, split, tp, of, self.vocab_multiple)
@@ -200,21 +167,6 @@ def _by_groups(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int
     return _local(shape, axis, between(rows, rank * each, (rank + 1) * each))
 
 
-@lru_cache(maxsize=4096)
-def _apart(shape: tuple[int, ...], split: ParameterSplit, rank: int, of: int) -> tuple[LocalShard, ...]:
-    """Each part a tensor, divided as torch.chunk does: the last may be shorter, or empty."""
-    axis = split.axis
-    if axis is None:
-        return _local(shape, 0, [(0, shape[0])])
-    found: list[LocalShard] = []
-    start = 0
-    for name, length in [(part.name, part.length) for part in split.parts] or [("", shape[axis])]:
-        first, last = chunk(length, rank, of)
-        found += _local(shape, axis, [(start + first, start + last)], name)
-        start += length
-    return tuple(found)
-
-
 def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: int) -> int:
     """Rows of a vocabulary with those that are there to fill it up."""
     rows = -(-shape[split.axis or 0] // multiple) * multiple
@@ -223,32 +175,17 @@ def _padded(shape: tuple[int, ...], split: ParameterSplit, of: int, multiple: in
     return rows
 
 
-def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range], part: str = "") -> tuple[LocalShard, ...]:
+def _local(shape: tuple[int, ...], axis: int, ranges: Sequence[Range]) -> tuple[LocalShard, ...]:
     whole = tuple((0, length) for length in shape)
     boxes = tuple((*whole[:axis], each, *whole[axis + 1 :]) for each in ranges if each[0] < each[1])
-    return (LocalShard(part, axis, boxes),) if boxes else ()
+    return (LocalShard(axis, boxes),) if boxes else ()
 
 
 def _within(whole: tuple[LocalShard, ...], first: int, last: int) -> tuple[LocalShard, ...]:
     """Some of the experts."""
     if first == last:
         return ()
-    return tuple(
-        LocalShard(each.part, each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole
-    )
-
-
-def _first_axis(local: LocalShard, part: int, of: int, padded: int) -> LocalShard:
-    """What FSDP leaves of it. `padded`: its rows where some at its end are padding; else 0."""
-    if of == 1:
-        return local
-    rows = [box[0] for box in local.boxes]
-    if local.axis:  # all have the same
-        first, last = chunk(rows[0][1] - rows[0][0], part, of)
-        own = (rows[0][0] + first, rows[0][0] + last)
-        return LocalShard(local.part, local.axis, tuple((own, *box[1:]) for box in local.boxes) if first < last else ())
-    kept = between(rows, *chunk(padded or sum(last - first for first, last in rows), part, of))
-    return LocalShard(local.part, 0, tuple((each, *local.boxes[0][1:]) for each in kept))
+    return tuple(LocalShard(each.axis, tuple(((first, last), *box[1:]) for box in each.boxes)) for each in whole)
 
 
 def chunk(length: int, part: int, of: int) -> Range:

@@ -1,4 +1,4 @@
-"""The named parameters of a model, how parallelism divides each, and what of it travels. Pure.
+"""The named parameters of a model, and how parallelism divides each. Pure.
 
 Coordinates are those of the whole tensor in vLLM's order, without padding: fused parameters are their parts one behind
 the other ([q; k; v], [gate; up]), and experts are the first axis. Trainers may keep them otherwise (`layout.py`).
@@ -63,45 +63,12 @@ def experts(split: ParameterSplit) -> ParameterSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPayload:
-    """What travels of a slice: everything as it is; or fewer bits, in blocks with scales; or what has changed.
-
-    Blocks begin with the slice. A delta is at most `changed` of the elements, each with its place. Where an engine
-    keeps quantised weights, these and their scales are parameters of their own, and travel as they are.
-    """
-
-    element_bits: int = 0  # 0: as the parameter has them
-    block_elements: int = 0  # 0: no scales
-    scale_bytes: int = 0
-    changed: float = 1.0  # 1: no delta, and no places
-    index_bytes: int = 4
-
-    def __post_init__(self) -> None:
-        if min(self.element_bits, self.block_elements, self.scale_bytes, self.index_bytes) < 0:
-            raise ValueError("bits, elements and bytes of a payload must be >= 0")
-        if not 0 < self.changed <= 1:
-            raise ValueError(f"changed must be in (0, 1], got {self.changed}")
-
-    def bytes_of(self, elements: int, dtype_bytes: int) -> int:
-        if self.changed < 1:
-            elements = max(1, round(elements * self.changed))
-        size = -(-elements * (self.element_bits or 8 * dtype_bytes) // 8)
-        if self.block_elements:
-            size += -(-elements // self.block_elements) * self.scale_bytes
-        return size + (elements * self.index_bytes if self.changed < 1 else 0)
-
-
-WHOLE = ParameterPayload()
-
-
-@dataclass(frozen=True, slots=True)
 class Parameter:
     name: str  # as vLLM has it
     shape: tuple[int, ...]  # elements, of the whole tensor without padding
     dtype_bytes: int
     split: ParameterSplit
     where: Where
-    payload: ParameterPayload = WHOLE
 
     def __post_init__(self) -> None:
         axis = self.split.axis

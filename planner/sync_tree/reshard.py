@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from planner.sync_tree.layout import EngineLayout, TrainerLayout
 from planner.sync_tree.model import Ints, Shard
-from planner.sync_tree.parameters import WHOLE, Box, Parameter, ParameterPayload
+from planner.sync_tree.parameters import Box, Parameter
 
 Ends = tuple[int, ...]  # endpoints, in order
 
@@ -49,7 +49,7 @@ def reshard(
         key = parameter.shape, parameter.split, stages
         if key not in known:  # layers are alike
             known[key] = _cells(parameter.name, _boxes(parameter, [trainer]), _boxes(parameter, engines))
-        _add(parts, known[key], _Of(parameter.name, parameter.dtype_bytes, parameter.payload))
+        _add(parts, known[key], _Of(parameter.name, parameter.dtype_bytes))
     return _numbered(parts)
 
 
@@ -70,7 +70,7 @@ def reshard_boxes(
         key = shape, tuple(has.items()), tuple(needs.items())
         if key not in known:
             known[key] = _cells(name, has, needs)
-        _add(parts, known[key], _Of(name, dtype_bytes, WHOLE))
+        _add(parts, known[key], _Of(name, dtype_bytes))
     return _numbered(parts)
 
 
@@ -78,7 +78,6 @@ def reshard_boxes(
 class _Of:
     name: str
     dtype_bytes: int
-    payload: ParameterPayload
 
 
 _Cell = tuple[Ends, Ends, list[Box]]  # who has these, who needs them
@@ -101,8 +100,7 @@ def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_
     slices: list[ShardSlice] = []
     offset = 0
     for of, box in pieces:
-        elements = math.prod(last - first for first, last in box)
-        size = of.payload.bytes_of(elements, of.dtype_bytes)
+        size = of.dtype_bytes * math.prod(last - first for first, last in box)
         slices.append(ShardSlice(of.name, box, offset, size))
         offset += size
     held = set(holders)

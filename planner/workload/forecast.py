@@ -129,12 +129,6 @@ class Forecast:
             return np.zeros(0, dtype=np.int64)
         return self.lengths.quantile(self.generated_tokens, quantiles, self.rows, self.limit_tokens)
 
-    def expected_tokens(self) -> NDArray[np.float64]:
-        """[request]: mean remaining tokens."""
-        if self.lengths is None:
-            return np.zeros(0)
-        return self.lengths.mean(self.generated_tokens, self.rows, self.limit_tokens)
-
 
 def forecast(
     requests: Sequence[RequestView],

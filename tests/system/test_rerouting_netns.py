@@ -14,7 +14,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
-from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter, links_of
+from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter
 
 OCS = OcsId("ocs")
 PORTS = 3  # of each ToR
@@ -65,7 +65,8 @@ class Site:
             self.ocs.disconnect(a, b)
 
     def links(self, *circuits: tuple[int, int]) -> tuple[RoutedLink, ...]:
-        return links_of(self.fibres, [port_pair(OCS, a, b) for a, b in circuits])
+        ends = [(self.fibres[OCS][a], self.fibres[OCS][b]) for a, b in circuits]
+        return tuple(sorted(RoutedLink.of(*one, *other) for one, other in ends))
 
     def _packet_switch(self) -> None:
         switch = self.lab.add("eps")

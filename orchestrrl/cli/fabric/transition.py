@@ -60,7 +60,7 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
 
     `points` says what is left: all circuits, and those of the endpoint that has least of its fewer before or after.
     """
-    from planner.fabric.transition import bandwidth
+    from planner.fabric.transition import circuits_up
 
     def parts(cross_connects: "Iterable[PortPair]") -> list[dict[str, Any]]:
         return [fields(each, "switch port_a port_b") for each in cross_connects]
@@ -71,7 +71,7 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
         "thin_endpoints": list(found.thin_endpoints),
         "points": [
             {"stage": light.stage, "kind": light.kind, "circuits": sum(light.pairs.values()), "least": least._asdict()}
-            for light, least in _leasts(bandwidth(problem, found, 1.0))
+            for light, least in _leasts(circuits_up(problem, found))
         ],
         "stages_at_least": found.stages_at_least,
         "fewest_suffer": found.fewest_suffer,
@@ -79,7 +79,7 @@ def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:
 
 
 def _view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> View:
-    from planner.fabric.transition import bandwidth
+    from planner.fabric.transition import circuits_up
 
     count, down = len(found.stages), sum(len(stage.remove) for stage in found.stages)
     up = sum(len(stage.add) for stage in found.stages)
@@ -93,7 +93,7 @@ def _view(problem: "TransitionProblem", found: "Transition", solve_s: float) -> 
         + ("" if found.fewest_suffer else " (fewer may do: not proven)")
     )
     columns = ("stage", "point", "cross-connects", "circuits", "least of an endpoint", "")
-    rows = list(_rows(found, bandwidth(problem, found, 1.0)))
+    rows = list(_rows(found, circuits_up(problem, found)))
     yield cells_table("Stages", columns, rows[: 2 * SHOWN_STAGES + 1])
     if len(found.stages) > SHOWN_STAGES:
         yield f"... and {len(found.stages) - SHOWN_STAGES:,} more; --json has them all"

@@ -35,6 +35,9 @@ class EntryKind(StrEnum):
     PROFILE_REFITTED = "profile.refitted"
     BALANCE = "balance"
     BARRIER = "barrier"
+    PAUSE_BEGAN = "pause.began"  # the fleet is being brought to rest
+    PAUSE_STEP = "pause.step"
+    PAUSE_ENDED = "pause.ended"  # it is at rest, or goes on as before
     ROUTES = "routes"
     OPERATION_INTENT = "operation.intent"
     OPERATION_SENT = "operation.sent"
@@ -69,4 +72,5 @@ REDEPLOYMENTS = OperationEntries(
     EntryKind.REDEPLOYMENT_BEGAN, EntryKind.REDEPLOYMENT_ENDED, EntryKind.REDEPLOYMENT_STEP
 )
 WEIGHT_SYNCS = OperationEntries(EntryKind.SYNC_BEGAN, EntryKind.SYNC_ENDED, EntryKind.SYNC_STEP)
-OPERATIONS = (NODE_OPERATIONS, CIRCUIT_CHANGES, REDEPLOYMENTS, WEIGHT_SYNCS)
+FLEET_PAUSES = OperationEntries(EntryKind.PAUSE_BEGAN, EntryKind.PAUSE_ENDED, EntryKind.PAUSE_STEP)
+OPERATIONS = (NODE_OPERATIONS, CIRCUIT_CHANGES, REDEPLOYMENTS, WEIGHT_SYNCS, FLEET_PAUSES)

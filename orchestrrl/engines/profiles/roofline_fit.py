@@ -7,6 +7,7 @@ Two checkpoints of one architecture (bf16 and fp8) are one model. What no fit ca
 and its priors: they were chosen once, for all models and engines alike, with this file at hand.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -126,9 +127,10 @@ def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:
     """As a Python module of literals, for the pure planner to import. `errors` are those of models left out [row]."""
+    rows = [(name, ", ".join(f"{values[name]:.4g}" for values in sets.values())) for name in sets[ALL_MODELS]]
     lines = [
-        '"""Engine constants after fitting, by the model that was left out; "" is fitted on all. Written by',
-        '`orchestrrl profile fit`, never by hand; what the names mean: engine_constants.py."""',
+        '"""Engine constants after fitting. Written by `orchestrrl profile fit`, never by hand; what the names mean:',
+        'engine_constants.py."""',
         "",
         f'FITTED_ON = "{today.isoformat()}"',
         f'FITTED_TO = "{source}"',
@@ -136,12 +138,13 @@ def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Fl
         f"LEFT_OUT_ERROR_MEAN = {errors.mean():.4g}",
         f"LEFT_OUT_ERROR_MAX = {errors.max():.4g}",
         "",
+        "# [set]: the model that it was fitted without; the one without a name is fitted on all.",
+        f"_LEFT_OUT = [{', '.join(map(json.dumps, sets))}]",
+        "_VALUES = {  # [constant][set]",
+        *(f'    "{name}": [{row}],' for name, row in rows),
+        "}",
         "FITTED: dict[str, dict[str, float]] = {",
+        "    left_out: {name: row[place] for name, row in _VALUES.items()} for place, left_out in enumerate(_LEFT_OUT)",
+        "}",
     ]
-    for left_out, values in sets.items():
-        lines += [
-            f'    "{left_out}": {{',
-            *(f'        "{name}": {value:.4g},' for name, value in values.items()),
-            "    },",
-        ]
-    path.write_text("\n".join([*lines, "}"]) + "\n")
+    path.write_text("\n".join(lines) + "\n")

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -339,15 +339,7 @@ def _parallelism(parallelism: Parallelism) -> dict[str, Any]:
 
 
 def _provenance(provenance: Provenance) -> dict[str, Any]:
-    section: dict[str, Any] = {"source": provenance.source.value, "date": provenance.date}
-    if provenance.detail:
-        section["detail"] = provenance.detail
-    if provenance.samples:
-        section["samples"] = provenance.samples
-    for name in ("fit_error_mean", "fit_error_max"):
-        if getattr(provenance, name) is not None:
-            section[name] = getattr(provenance, name)
-    return section
+    return ProvenanceSection(**asdict(provenance)).model_dump(mode="json", exclude_defaults=True)
 
 
 def _curve(sizes: str, curve: Curve) -> dict[str, Any]:

@@ -7,16 +7,21 @@ made anew finds the engines of its fleet again, also those whose start was cut s
 (not now), `Permanent` (not like this) and `OutcomeUnknown`; after the last, `status` tells.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+from pydantic import ValidationError
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.documents import Section
+from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
+
+Options = TypeVar("Options", bound=Section)
 
 
 class EngineLife(StrEnum):
@@ -40,6 +45,11 @@ class DeployedInstance:
     detail: str = ""  # of an end: how, with the end of its log
     spec: EngineSpec | None = None
     lent: bool = False  # it sleeps, and its GPUs may serve another
+
+    @classmethod
+    def of(cls, spec: EngineSpec, url: str, life: EngineLife, detail: str, lent: bool = False) -> Self:
+        """Return the engine that was started with `spec`."""
+        return cls(spec.engine, spec.configuration, spec.gpus, url, life, detail, spec, lent)
 
 
 class Deployer(Protocol):
@@ -88,6 +98,20 @@ class Deployer(Protocol):
         ...
 
 
+class FixedGpusDeployer:
+    """A base for deployers whose engines keep their GPUs for as long as they live."""
+
+    can_lend = False
+    can_scale = False
+    keeps_gpus: ClassVar[str]  # why, for messages
+
+    async def lend(self, engine: EngineId, lent: bool) -> None:
+        raise Permanent(f"the GPUs of {engine} cannot be lent: {self.keeps_gpus}")
+
+    async def scale(self, spec: EngineSpec) -> DeployedInstance:
+        raise Permanent(f"the GPUs of {spec.engine} cannot change: {self.keeps_gpus}")
+
+
 @dataclass(frozen=True, slots=True)
 class FleetIdentity:
     """Whose engines are whose: two daemons that share a machine or a cluster leave each other's alone."""
@@ -118,3 +142,21 @@ def make_deployer(
         raise Permanent(f"deployer {product} needs {error.name}: pip install 'orchestrrl[{product}]'") from error
     deployer: Deployer = factory(launch, identity, options, clock)
     return deployer
+
+
+def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
+    """Return a deployer's options, checked. Raises ProblemFaults with every fault, its path beginning with
+    `options.`"""
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, kind)]) from None
+
+
+def gpus_in_use(
+    engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId, Collection[GpuId]]
+) -> Permanent | None:
+    """Return why the engine cannot have these GPUs, if others hold some of them."""
+    owners = {gpu: other for other, theirs in held.items() if other != engine for gpu in theirs}
+    taken = ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners)
+    return Permanent(f"engine {engine} cannot have GPUs that are in use: {taken}") if taken else None

@@ -17,6 +17,7 @@ from orchestrrl.engines import handover, vllm_weight_flags
 from orchestrrl.fleet.deployers.layout_flags import (
     ADDITIONAL,
     AFD_MICRO_BATCHES,
+    PORTS_PER_GPU,
     NodeProcesses,
     ProcessRole,
     VllmProcesses,
@@ -53,6 +54,11 @@ class EngineLaunch:
     kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
     weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
     where: str = "launch"  # what to call this in messages
+
+    @property
+    def spare_ports(self) -> Sequence[int]:
+        """The ports of the range that belong to no GPU; where there is no range, 0, which stands for any."""
+        return range(self.first_port + PORTS_PER_GPU * self.per_node, self.last_port + 1) if self.last_port else (0,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from typing import TypeVar
 from unittest import SkipTest
 
 import aiohttp
+import pytest
 
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
@@ -222,16 +223,22 @@ class DeployerConformance:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    @asynccontextmanager
-    async def bench(self, *needs: EngineBehaviour | str) -> AsyncIterator[DeployersUnderTest]:
-        for need in needs:
-            if need in self.cannot:
-                raise SkipTest(f"{need}: {self.cannot[need]}")
+    @pytest.fixture
+    async def bench(self) -> AsyncIterator[DeployersUnderTest]:
         bench = DeployersUnderTest(self)
         try:
             yield bench
         finally:
             await bench.clear()
+
+    @pytest.fixture
+    async def deployer(self, bench: DeployersUnderTest) -> Deployer:
+        return await bench.deployer()
+
+    def need(self, behaviour: EngineBehaviour | str) -> None:
+        """Skip the test where the harness has no engine that behaves so."""
+        if behaviour in self.cannot:
+            raise SkipTest(f"{behaviour}: {self.cannot[behaviour]}")
 
     async def until_it_answers(self, deployer: Deployer, engine: EngineId) -> DeployedInstance:
         async with asyncio.timeout(DEADLINE_S):
@@ -245,308 +252,283 @@ class DeployerConformance:
 
     # Start and stop.
 
-    async def test_a_fleet_begins_empty(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            assert await deployer.list_engines() == ()
-            assert await deployer.status(ONE) is None
+    async def test_a_fleet_begins_empty(self, deployer: Deployer) -> None:
+        assert await deployer.list_engines() == ()
+        assert await deployer.status(ONE) is None
 
-    async def test_an_engine_starts_answers_and_is_gone_once_stopped(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0, 1))
-            started = await deployer.start(spec)
-            assert started.life is not EngineLife.ENDED, started.detail
-            assert (started.engine, started.configuration, started.gpus) == (ONE, spec.configuration, spec.gpus)
-            assert started.url
-            assert not started.lent
-            found = await self.until_it_answers(deployer, ONE)
-            assert found.life is EngineLife.ALIVE
-            assert found.url == started.url
-            assert found.spec is not None
-            assert (found.spec.engine, found.spec.parallelism, found.spec.gpus) == (ONE, spec.parallelism, spec.gpus)
-            assert (await deployer.list_engines()) == (found,)
-            await deployer.stop(ONE)
-            assert not await self.answers(started.url)
-            assert await deployer.status(ONE) is None
-            assert await deployer.list_engines() == ()
+    async def test_an_engine_starts_answers_and_is_gone_once_stopped(self, deployer: Deployer) -> None:
+        spec = self.spec(ONE, (0, 1))
+        started = await deployer.start(spec)
+        assert started.life is not EngineLife.ENDED, started.detail
+        assert (started.engine, started.configuration, started.gpus) == (ONE, spec.configuration, spec.gpus)
+        assert started.url
+        assert not started.lent
+        found = await self.until_it_answers(deployer, ONE)
+        assert found.life is EngineLife.ALIVE
+        assert found.url == started.url
+        assert found.spec is not None
+        assert (found.spec.engine, found.spec.parallelism, found.spec.gpus) == (ONE, spec.parallelism, spec.gpus)
+        assert (await deployer.list_engines()) == (found,)
+        await deployer.stop(ONE)
+        assert not await self.answers(started.url)
+        assert await deployer.status(ONE) is None
+        assert await deployer.list_engines() == ()
 
-    async def test_engines_side_by_side_have_places_of_their_own(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            started = [await deployer.start(self.spec(engine, (gpu,))) for gpu, engine in enumerate((TWO, ONE))]
-            assert len({each.url for each in started}) == 2
-            for engine in (ONE, TWO):
-                await self.until_it_answers(deployer, engine)
-            assert names(await deployer.list_engines()) == sorted((ONE, TWO))
-            await deployer.stop(TWO)
-            assert names(await deployer.list_engines()) == [ONE]
-            await self.until_it_answers(deployer, ONE)
+    async def test_engines_side_by_side_have_places_of_their_own(self, deployer: Deployer) -> None:
+        started = [await deployer.start(self.spec(engine, (gpu,))) for gpu, engine in enumerate((TWO, ONE))]
+        assert len({each.url for each in started}) == 2
+        for engine in (ONE, TWO):
+            await self.until_it_answers(deployer, engine)
+        assert names(await deployer.list_engines()) == sorted((ONE, TWO))
+        await deployer.stop(TWO)
+        assert names(await deployer.list_engines()) == [ONE]
+        await self.until_it_answers(deployer, ONE)
 
-    async def test_starting_again_with_the_same_spec_changes_nothing(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE)
-            before = await deployer.start(spec)
-            await self.until_it_answers(deployer, ONE)
-            assert (await deployer.start(spec)).url == before.url
-            assert len(await deployer.list_engines()) == 1
-            await self.until_it_answers(deployer, ONE)
+    async def test_starting_again_with_the_same_spec_changes_nothing(self, deployer: Deployer) -> None:
+        spec = self.spec(ONE)
+        before = await deployer.start(spec)
+        await self.until_it_answers(deployer, ONE)
+        assert (await deployer.start(spec)).url == before.url
+        assert len(await deployer.list_engines()) == 1
+        await self.until_it_answers(deployer, ONE)
 
-    async def test_stopping_what_is_not_there_or_gone_changes_nothing(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            await deployer.stop(ONE)
-            await deployer.start(self.spec(TWO))
-            await deployer.stop(ONE)
-            assert names(await deployer.list_engines()) == [TWO]
-            await deployer.stop(TWO)
-            await deployer.stop(TWO)
-            assert await deployer.list_engines() == ()
+    async def test_stopping_what_is_not_there_or_gone_changes_nothing(self, deployer: Deployer) -> None:
+        await deployer.stop(ONE)
+        await deployer.start(self.spec(TWO))
+        await deployer.stop(ONE)
+        assert names(await deployer.list_engines()) == [TWO]
+        await deployer.stop(TWO)
+        await deployer.stop(TWO)
+        assert await deployer.list_engines() == ()
 
-    async def test_a_stopped_engine_can_be_started_again_otherwise(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0,)))
-            await deployer.stop(ONE)
-            await deployer.start(self.spec(ONE, (0, 1)))
-            assert (await self.until_it_answers(deployer, ONE)).gpus == (0, 1)
+    async def test_a_stopped_engine_can_be_started_again_otherwise(self, deployer: Deployer) -> None:
+        await deployer.start(self.spec(ONE, (0,)))
+        await deployer.stop(ONE)
+        await deployer.start(self.spec(ONE, (0, 1)))
+        assert (await self.until_it_answers(deployer, ONE)).gpus == (0, 1)
 
-    async def test_closing_leaves_engines_alone_and_can_be_repeated(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            started = await deployer.start(self.spec(ONE))
-            await self.until_it_answers(deployer, ONE)
-            await deployer.close()
-            await deployer.close()
-            assert await self.answers(started.url)
-            await bench.anew()
+    async def test_closing_leaves_engines_alone_and_can_be_repeated(
+        self, bench: DeployersUnderTest, deployer: Deployer
+    ) -> None:
+        started = await deployer.start(self.spec(ONE))
+        await self.until_it_answers(deployer, ONE)
+        await deployer.close()
+        await deployer.close()
+        assert await self.answers(started.url)
+        await bench.anew()
 
     # What is refused.
 
-    async def test_an_id_with_another_spec_is_refused_and_what_runs_goes_on(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            before = await deployer.start(self.spec(ONE, (0,)))
-            for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), EngineBehaviour.HANGS)):
-                async with refusal(Permanent, ONE):
-                    await deployer.start(other)
-            assert (await self.until_it_answers(deployer, ONE)).url == before.url
-            assert names(await deployer.list_engines()) == [ONE]
+    async def test_an_id_with_another_spec_is_refused_and_what_runs_goes_on(self, deployer: Deployer) -> None:
+        before = await deployer.start(self.spec(ONE, (0,)))
+        for other in (self.spec(ONE, (1,)), self.spec(ONE, (0, 1)), self.spec(ONE, (0,), EngineBehaviour.HANGS)):
+            async with refusal(Permanent, ONE):
+                await deployer.start(other)
+        assert (await self.until_it_answers(deployer, ONE)).url == before.url
+        assert names(await deployer.list_engines()) == [ONE]
 
-    async def test_gpus_that_are_taken_are_refused_by_name_of_who_has_them(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0, 1)))
-            async with refusal(Permanent, ONE, "1"):
-                await deployer.start(self.spec(TWO, (1, 2)))
-            assert names(await deployer.list_engines()) == [ONE]
-            await deployer.stop(ONE)
+    async def test_gpus_that_are_taken_are_refused_by_name_of_who_has_them(self, deployer: Deployer) -> None:
+        await deployer.start(self.spec(ONE, (0, 1)))
+        async with refusal(Permanent, ONE, "1"):
             await deployer.start(self.spec(TWO, (1, 2)))
-            await self.until_it_answers(deployer, TWO)
+        assert names(await deployer.list_engines()) == [ONE]
+        await deployer.stop(ONE)
+        await deployer.start(self.spec(TWO, (1, 2)))
+        await self.until_it_answers(deployer, TWO)
 
-    async def test_concurrent_starts_of_one_id_are_one_engine(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE)
-            both = await asyncio.gather(*(deployer.start(spec) for _ in range(4)), return_exceptions=True)
-            started = [each for each in both if isinstance(each, DeployedInstance)]
-            refused = [each for each in both if not isinstance(each, DeployedInstance)]
-            assert started
-            assert all(isinstance(each, Retryable) for each in refused), refused
-            assert len({each.url for each in started}) == 1
-            assert len(await deployer.list_engines()) == 1
-            await self.until_it_answers(deployer, ONE)
+    async def test_concurrent_starts_of_one_id_are_one_engine(self, deployer: Deployer) -> None:
+        spec = self.spec(ONE)
+        both = await asyncio.gather(*(deployer.start(spec) for _ in range(4)), return_exceptions=True)
+        started = [each for each in both if isinstance(each, DeployedInstance)]
+        refused = [each for each in both if not isinstance(each, DeployedInstance)]
+        assert started
+        assert all(isinstance(each, Retryable) for each in refused), refused
+        assert len({each.url for each in started}) == 1
+        assert len(await deployer.list_engines()) == 1
+        await self.until_it_answers(deployer, ONE)
 
-    async def test_concurrent_starts_on_one_gpu_are_one_engine(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2))]
-            both = await asyncio.gather(*map(deployer.start, specs), return_exceptions=True)
-            (started,) = [each for each in both if isinstance(each, DeployedInstance)]
-            (refused,) = [each for each in both if not isinstance(each, DeployedInstance)]
-            assert isinstance(refused, Permanent), refused
-            assert names(await deployer.list_engines()) == [started.engine]
-            await self.until_it_answers(deployer, started.engine)
+    async def test_concurrent_starts_on_one_gpu_are_one_engine(self, deployer: Deployer) -> None:
+        specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2))]
+        both = await asyncio.gather(*map(deployer.start, specs), return_exceptions=True)
+        (started,) = [each for each in both if isinstance(each, DeployedInstance)]
+        (refused,) = [each for each in both if not isinstance(each, DeployedInstance)]
+        assert isinstance(refused, Permanent), refused
+        assert names(await deployer.list_engines()) == [started.engine]
+        await self.until_it_answers(deployer, started.engine)
 
-    async def test_whatever_is_asked_at_once_a_gpu_serves_one_engine(self) -> None:
+    async def test_whatever_is_asked_at_once_a_gpu_serves_one_engine(self, deployer: Deployer) -> None:
         specs = [self.spec(ONE, (0, 1)), self.spec(TWO, (1, 2)), self.spec(EngineId("e-three"), (2, 3))]
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            for turn in range(3):
-                asked = [act for spec in specs for act in (deployer.start(spec), deployer.stop(spec.engine))]
-                asked += [deployer.start(spec) for spec in specs[turn:]]
-                outcomes = await asyncio.gather(*asked, return_exceptions=True)
-                wrong = [each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, NO)]
-                assert not wrong
-                held = [gpu for each in await deployer.list_engines() for gpu in each.gpus]
-                assert len(held) == len(set(held))
-            for spec in specs:
-                await deployer.stop(spec.engine)
-            assert await deployer.list_engines() == ()
+        for turn in range(3):
+            asked = [act for spec in specs for act in (deployer.start(spec), deployer.stop(spec.engine))]
+            asked += [deployer.start(spec) for spec in specs[turn:]]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            wrong = [each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, NO)]
+            assert not wrong
+            held = [gpu for each in await deployer.list_engines() for gpu in each.gpus]
+            assert len(held) == len(set(held))
+        for spec in specs:
+            await deployer.stop(spec.engine)
+        assert await deployer.list_engines() == ()
 
     # Those who were here before.
 
-    async def test_a_deployer_made_anew_finds_its_engines(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0, 1))
-            started = await deployer.start(spec)
-            await self.until_it_answers(deployer, ONE)
-            deployer = await bench.anew()
-            (found,) = await deployer.list_engines()
-            assert (found.engine, found.gpus, found.url) == (ONE, (0, 1), started.url)
-            assert found.life is EngineLife.ALIVE
-            assert found.configuration == spec.configuration
-            assert found.spec == started.spec
-            assert (await deployer.start(spec)).url == started.url
-            async with refusal(Permanent, ONE):
-                await deployer.start(self.spec(TWO, (1,)))
-            assert await self.answers(started.url)
-            await deployer.stop(ONE)
-            assert not await self.answers(started.url)
-            assert await deployer.list_engines() == ()
+    async def test_a_deployer_made_anew_finds_its_engines(self, bench: DeployersUnderTest, deployer: Deployer) -> None:
+        spec = self.spec(ONE, (0, 1))
+        started = await deployer.start(spec)
+        await self.until_it_answers(deployer, ONE)
+        deployer = await bench.anew()
+        (found,) = await deployer.list_engines()
+        assert (found.engine, found.gpus, found.url) == (ONE, (0, 1), started.url)
+        assert found.life is EngineLife.ALIVE
+        assert found.configuration == spec.configuration
+        assert found.spec == started.spec
+        assert (await deployer.start(spec)).url == started.url
+        async with refusal(Permanent, ONE):
+            await deployer.start(self.spec(TWO, (1,)))
+        assert await self.answers(started.url)
+        await deployer.stop(ONE)
+        assert not await self.answers(started.url)
+        assert await deployer.list_engines() == ()
 
-    async def test_fleets_leave_each_others_engines_alone(self) -> None:
-        async with self.bench() as bench:
-            a, b = await bench.deployer("a"), await bench.deployer("b")
-            mine, theirs = await a.start(self.spec(ONE, (0,))), await b.start(self.spec(ONE, (1,)))
-            assert mine.url != theirs.url
-            assert [each.gpus for each in await a.list_engines()] == [(0,)]
-            assert [each.gpus for each in await b.list_engines()] == [(1,)]
-            await a.stop(ONE)
-            assert await a.list_engines() == ()
-            await self.until_it_answers(b, ONE)
-            assert [each.gpus for each in await (await bench.anew("b")).list_engines()] == [(1,)]
+    async def test_fleets_leave_each_others_engines_alone(self, bench: DeployersUnderTest) -> None:
+        a, b = await bench.deployer("a"), await bench.deployer("b")
+        mine, theirs = await a.start(self.spec(ONE, (0,))), await b.start(self.spec(ONE, (1,)))
+        assert mine.url != theirs.url
+        assert [each.gpus for each in await a.list_engines()] == [(0,)]
+        assert [each.gpus for each in await b.list_engines()] == [(1,)]
+        await a.stop(ONE)
+        assert await a.list_engines() == ()
+        await self.until_it_answers(b, ONE)
+        assert [each.gpus for each in await (await bench.anew("b")).list_engines()] == [(1,)]
 
     # Ends.
 
-    async def test_an_engine_that_exits_is_told_with_its_last_words_and_keeps_its_gpus_until_stopped(self) -> None:
-        async with self.bench(EngineBehaviour.EXITS) as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), EngineBehaviour.EXITS)
-            await deployer.start(spec)
-            ended = await until(deployer, ONE, EngineLife.ENDED)
-            assert LAST_WORDS in ended.detail
-            assert ended.gpus == (0,)
-            assert names(await deployer.list_engines()) == [ONE]
-            async with refusal(Permanent, ONE):
-                await deployer.start(self.spec(TWO, (0,)))
-            deployer = await bench.anew()
-            assert LAST_WORDS in (await until(deployer, ONE, EngineLife.ENDED)).detail
-            await deployer.stop(ONE)
-            assert await deployer.list_engines() == ()
+    async def test_an_engine_that_exits_is_told_with_its_last_words_and_keeps_its_gpus_until_stopped(
+        self, bench: DeployersUnderTest, deployer: Deployer
+    ) -> None:
+        self.need(EngineBehaviour.EXITS)
+        spec = self.spec(ONE, (0,), EngineBehaviour.EXITS)
+        await deployer.start(spec)
+        ended = await until(deployer, ONE, EngineLife.ENDED)
+        assert LAST_WORDS in ended.detail
+        assert ended.gpus == (0,)
+        assert names(await deployer.list_engines()) == [ONE]
+        async with refusal(Permanent, ONE):
             await deployer.start(self.spec(TWO, (0,)))
-            await self.until_it_answers(deployer, TWO)
+        deployer = await bench.anew()
+        assert LAST_WORDS in (await until(deployer, ONE, EngineLife.ENDED)).detail
+        await deployer.stop(ONE)
+        assert await deployer.list_engines() == ()
+        await deployer.start(self.spec(TWO, (0,)))
+        await self.until_it_answers(deployer, TWO)
 
-    async def test_an_engine_that_has_ended_is_not_started_again_by_itself(self) -> None:
-        async with self.bench(EngineBehaviour.EXITS) as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE, (0,), EngineBehaviour.EXITS)
-            await deployer.start(spec)
-            await until(deployer, ONE, EngineLife.ENDED)
-            assert (await deployer.start(spec)).life is EngineLife.ENDED
+    async def test_an_engine_that_has_ended_is_not_started_again_by_itself(self, deployer: Deployer) -> None:
+        self.need(EngineBehaviour.EXITS)
+        spec = self.spec(ONE, (0,), EngineBehaviour.EXITS)
+        await deployer.start(spec)
+        await until(deployer, ONE, EngineLife.ENDED)
+        assert (await deployer.start(spec)).life is EngineLife.ENDED
 
-    async def test_an_engine_is_stopped_during_its_start_up(self) -> None:
-        async with self.bench(EngineBehaviour.HANGS) as bench:
-            deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0,), EngineBehaviour.HANGS))
+    async def test_an_engine_is_stopped_during_its_start_up(self, deployer: Deployer) -> None:
+        self.need(EngineBehaviour.HANGS)
+        await deployer.start(self.spec(ONE, (0,), EngineBehaviour.HANGS))
+        await deployer.stop(ONE)
+        assert await deployer.list_engines() == ()
+        starting = asyncio.create_task(deployer.start(self.spec(TWO, (0,))))
+        await asyncio.sleep(0)
+        await asyncio.gather(starting, deployer.stop(TWO), return_exceptions=True)
+        await deployer.stop(TWO)
+        assert await deployer.list_engines() == ()
+
+    async def test_an_engine_that_ignores_sigterm_is_ended_by_force(self, deployer: Deployer) -> None:
+        self.need(EngineBehaviour.IGNORES_SIGTERM)
+        await deployer.start(self.spec(ONE, (0,), EngineBehaviour.IGNORES_SIGTERM))
+        started = await self.until_it_answers(deployer, ONE)
+        async with asyncio.timeout(DEADLINE_S):
             await deployer.stop(ONE)
-            assert await deployer.list_engines() == ()
-            starting = asyncio.create_task(deployer.start(self.spec(TWO, (0,))))
-            await asyncio.sleep(0)
-            await asyncio.gather(starting, deployer.stop(TWO), return_exceptions=True)
-            await deployer.stop(TWO)
-            assert await deployer.list_engines() == ()
+        assert not await self.answers(started.url)
+        assert await deployer.list_engines() == ()
 
-    async def test_an_engine_that_ignores_sigterm_is_ended_by_force(self) -> None:
-        async with self.bench(EngineBehaviour.IGNORES_SIGTERM) as bench:
-            deployer = await bench.deployer()
-            await deployer.start(self.spec(ONE, (0,), EngineBehaviour.IGNORES_SIGTERM))
-            started = await self.until_it_answers(deployer, ONE)
-            async with asyncio.timeout(DEADLINE_S):
-                await deployer.stop(ONE)
-            assert not await self.answers(started.url)
-            assert await deployer.list_engines() == ()
-
-    async def test_concurrent_stops_are_one(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            started = await deployer.start(self.spec(ONE))
-            await self.until_it_answers(deployer, ONE)
-            await asyncio.gather(*(deployer.stop(ONE) for _ in range(3)))
-            assert not await self.answers(started.url)
-            assert await deployer.list_engines() == ()
+    async def test_concurrent_stops_are_one(self, deployer: Deployer) -> None:
+        started = await deployer.start(self.spec(ONE))
+        await self.until_it_answers(deployer, ONE)
+        await asyncio.gather(*(deployer.stop(ONE) for _ in range(3)))
+        assert not await self.answers(started.url)
+        assert await deployer.list_engines() == ()
 
     # GPUs of engines that sleep.
 
-    async def test_lending_is_declared(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            async with refusal(Permanent):
-                await deployer.lend(ONE, True)
-            if deployer.can_lend:
-                return
-            await deployer.start(self.spec(ONE))
-            async with refusal(Permanent):
-                await deployer.lend(ONE, True)
-            found = await deployer.status(ONE)
-            assert found is not None
-            assert not found.lent
+    async def test_lending_is_declared(self, deployer: Deployer) -> None:
+        async with refusal(Permanent):
+            await deployer.lend(ONE, True)
+        if deployer.can_lend:
+            return
+        await deployer.start(self.spec(ONE))
+        async with refusal(Permanent):
+            await deployer.lend(ONE, True)
+        found = await deployer.status(ONE)
+        assert found is not None
+        assert not found.lent
 
-    async def test_gpus_of_a_sleeper_serve_another_until_it_wants_them_back(self) -> None:
-        async with self.bench() as bench:
-            deployer = await bench.deployer()
-            if not deployer.can_lend:
-                raise SkipTest("declared: it cannot lend GPUs")
-            await deployer.start(self.spec(ONE, (0, 1)))
-            await deployer.lend(ONE, True)
-            await deployer.lend(ONE, True)
+    async def test_gpus_of_a_sleeper_serve_another_until_it_wants_them_back(
+        self, bench: DeployersUnderTest, deployer: Deployer
+    ) -> None:
+        if not deployer.can_lend:
+            raise SkipTest("declared: it cannot lend GPUs")
+        await deployer.start(self.spec(ONE, (0, 1)))
+        await deployer.lend(ONE, True)
+        await deployer.lend(ONE, True)
+        await deployer.start(self.spec(TWO, (1, 2)))
+        deployer = await bench.anew()
+        assert [(each.engine, each.lent) for each in await deployer.list_engines()] == [(ONE, True), (TWO, False)]
+        async with refusal(Permanent, TWO):
+            await deployer.lend(ONE, False)
+        async with refusal(Permanent, TWO):
+            await deployer.start(self.spec(EngineId("e-three"), (2,)))
+        await deployer.stop(TWO)
+        await deployer.lend(ONE, False)
+        await deployer.lend(ONE, False)
+        found = await self.until_it_answers(deployer, ONE)
+        assert not found.lent
+        async with refusal(Permanent, ONE):
             await deployer.start(self.spec(TWO, (1, 2)))
-            deployer = await bench.anew()
-            assert [(each.engine, each.lent) for each in await deployer.list_engines()] == [(ONE, True), (TWO, False)]
-            async with refusal(Permanent, TWO):
-                await deployer.lend(ONE, False)
-            async with refusal(Permanent, TWO):
-                await deployer.start(self.spec(EngineId("e-three"), (2,)))
-            await deployer.stop(TWO)
-            await deployer.lend(ONE, False)
-            await deployer.lend(ONE, False)
-            found = await self.until_it_answers(deployer, ONE)
-            assert not found.lent
-            async with refusal(Permanent, ONE):
-                await deployer.start(self.spec(TWO, (1, 2)))
 
     # GPUs of engines that grow and shrink.
 
-    async def test_scaling_is_declared(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE)
-            async with refusal(Permanent):
-                await deployer.scale(spec)
-            if deployer.can_scale:
-                return
-            await deployer.start(spec)
-            async with refusal(Permanent):
-                await deployer.scale(replicas(spec, (0, 1)))
-            found = await deployer.status(ONE)
-            assert found is not None
-            assert found.gpus == (0,)
-
-    async def test_an_engine_that_was_scaled_counts_as_started_so(self) -> None:
-        async with self.bench() as bench:
-            deployer, spec = await bench.deployer(), self.spec(ONE)
-            if not deployer.can_scale:
-                raise SkipTest("declared: it cannot scale engines")
-            started = await deployer.start(spec)
-            await deployer.start(self.spec(TWO, (3,)))
-            async with refusal(Permanent, TWO, "3"):
-                await deployer.scale(replicas(spec, (0, 3)))
-            wide = replicas(spec, (0, 1, 2))
-            for _ in range(2):
-                scaled = await deployer.scale(wide)
-                assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, EngineLife.ALIVE)
-            deployer = await bench.anew()
-            found = await self.until_it_answers(deployer, ONE)
-            assert (found.gpus, found.spec) == ((0, 1, 2), wide)
-            assert (await deployer.start(wide)).url == started.url
-            async with refusal(Permanent, ONE):
-                await deployer.start(self.spec(EngineId("e-three"), (2,)))
+    async def test_scaling_is_declared(self, deployer: Deployer) -> None:
+        spec = self.spec(ONE)
+        async with refusal(Permanent):
             await deployer.scale(spec)
-            await deployer.start(self.spec(EngineId("e-three"), (1, 2)))
-            await deployer.stop(ONE)
-            assert names(await deployer.list_engines()) == ["e-three", TWO]
+        if deployer.can_scale:
+            return
+        await deployer.start(spec)
+        async with refusal(Permanent):
+            await deployer.scale(replicas(spec, (0, 1)))
+        found = await deployer.status(ONE)
+        assert found is not None
+        assert found.gpus == (0,)
+
+    async def test_an_engine_that_was_scaled_counts_as_started_so(
+        self, bench: DeployersUnderTest, deployer: Deployer
+    ) -> None:
+        spec = self.spec(ONE)
+        if not deployer.can_scale:
+            raise SkipTest("declared: it cannot scale engines")
+        started = await deployer.start(spec)
+        await deployer.start(self.spec(TWO, (3,)))
+        async with refusal(Permanent, TWO, "3"):
+            await deployer.scale(replicas(spec, (0, 3)))
+        wide = replicas(spec, (0, 1, 2))
+        for _ in range(2):
+            scaled = await deployer.scale(wide)
+            assert (scaled.gpus, scaled.url, scaled.life) == ((0, 1, 2), started.url, EngineLife.ALIVE)
+        deployer = await bench.anew()
+        found = await self.until_it_answers(deployer, ONE)
+        assert (found.gpus, found.spec) == ((0, 1, 2), wide)
+        assert (await deployer.start(wide)).url == started.url
+        async with refusal(Permanent, ONE):
+            await deployer.start(self.spec(EngineId("e-three"), (2,)))
+        await deployer.scale(spec)
+        await deployer.start(self.spec(EngineId("e-three"), (1, 2)))
+        await deployer.stop(ONE)
+        assert names(await deployer.list_engines()) == ["e-three", TWO]

@@ -17,7 +17,14 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.fleet.deployers.base import (
+    DeployedInstance,
+    EngineLife,
+    FixedGpusDeployer,
+    FleetIdentity,
+    gpus_in_use,
+    read_options,
+)
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceConflict, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_life import (
@@ -42,7 +49,7 @@ from orchestrrl.fleet.deployers.kubernetes_objects import (
     spec_of,
     workload,
 )
-from orchestrrl.fleet.deployers.kubernetes_options import read_options
+from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
 from orchestrrl.fleet.deployers.kubernetes_view import FleetView, Found, pods_path, workloads_path
 from planner.model import EngineId, GpuId
 
@@ -54,17 +61,15 @@ RETRY_AFTER_S = 1.0
 NODES_KNOWN_POLLS = 10
 
 
-class KubernetesDeployer:
+class KubernetesDeployer(FixedGpusDeployer):
     """See the module. Give it one fleet's name in one namespace: that name is what its engines are found by."""
 
-    # Kubernetes gives a pod its GPUs for as long as it lives.
-    can_lend = False
-    can_scale = False
+    keeps_gpus = "Kubernetes gives them to a pod for as long as it lives"
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         self._launch = launch
         self._fleet = identity.name
-        self._options = read_options(options)
+        self._options = read_options(KubernetesOptions, options)
         self._clock = clock
         self._api = KubernetesApi(self._options.kubeconfig, self._options.context, self._options.request_timeout_s)
         nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
@@ -77,7 +82,7 @@ class KubernetesDeployer:
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         wanted = workload(spec, self._launch, self._options, self._fleet)
-        clash = _clash(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
+        clash = gpus_in_use(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
         if clash is not None:
             raise clash
         self._making.append(spec)
@@ -113,14 +118,6 @@ class KubernetesDeployer:
         found = [await self._deployed(made, pods, answering) for made, pods in everyone]
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
-    async def lend(self, engine: EngineId, lent: bool) -> None:
-        raise Permanent(f"the GPUs of {engine} cannot be lent: Kubernetes gives them to a pod for as long as it lives")
-
-    async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        raise Permanent(
-            f"the GPUs of {spec.engine} cannot change: Kubernetes gives them to a pod for as long as it lives"
-        )
-
     async def close(self) -> None:
         await self._view.close()
         await self._api.close()
@@ -137,7 +134,7 @@ class KubernetesDeployer:
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
-        clash = _clash(spec.engine, spec.gpus, _gpus_by_engine(everyone))
+        clash = gpus_in_use(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         if clash is not None:
             raise clash
         kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
@@ -175,7 +172,7 @@ class KubernetesDeployer:
             if made is None or deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
             # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
-            clash = None if uids(made) else _clash(engine, identity_of(made)[2], _gpus_by_engine(everyone))
+            clash = None if uids(made) else gpus_in_use(engine, identity_of(made)[2], _gpus_by_engine(everyone))
             if clash is not None:
                 return clash
             refused = cannot_be_made(made)
@@ -280,15 +277,6 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
         yield
     except Retryable as error:
         raise (OutcomeUnknown(f"{what} has begun: {error}") if begun else error) from error
-
-
-def _clash(engine: EngineId, gpus: Sequence[GpuId], held: Mapping[EngineId, Sequence[GpuId]]) -> Permanent | None:
-    """Whether others hold some of these GPUs."""
-    taken = []
-    for holder in sorted(set(held) - {engine}):
-        shared = sorted(set(held[holder]) & set(gpus))
-        taken += [f"GPUs {shared} by {holder}"] if shared else []
-    return Permanent(f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}") if taken else None
 
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:

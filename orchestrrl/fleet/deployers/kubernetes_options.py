@@ -1,12 +1,10 @@
 """What a user says about engines on Kubernetes: `fleet.deployer.options`. Pure."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from orchestrrl.core.documents import Name, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
 
 Names = Annotated[tuple[Name, ...], Field(strict=False)]
 
@@ -19,10 +17,10 @@ class KubernetesOptions(Section):
 
     image: Name  # with vLLM in it, and a shell
     namespace: Name = "default"
-    kubeconfig: Name | None = None  # a file; None: the service account of the pod that the daemon runs in
-    context: Name | None = None  # of the kubeconfig; None: its current one
     # Names of nodes in the order of the fleet's GPUs, per_node each; none: Kubernetes chooses, and only counts matter.
     nodes: Names = ()
+    kubeconfig: Name | None = None  # a file; None: the service account of the pod that the daemon runs in
+    context: Name | None = None  # of the kubeconfig; None: its current one
     gpu_resource: Name = "nvidia.com/gpu"
     service_account: Name | None = None
     image_pull_secrets: Names = ()
@@ -41,6 +39,20 @@ class KubernetesOptions(Section):
     log_lines: NonNegativeInt = 40  # of an engine that has ended, to be shown
     read_nodes: bool = True  # a right on the cluster; without it a lost node is noticed only once its pods are evicted
 
+    @field_validator("context")
+    @classmethod
+    def _of_a_kubeconfig(cls, context: str | None, given: ValidationInfo) -> str | None:
+        if context is not None and given.data.get("kubeconfig", "") is None:
+            raise ValueError("needs options.kubeconfig")
+        return context
+
+    @field_validator("nodes")
+    @classmethod
+    def _different(cls, nodes: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(nodes)) != len(nodes):
+            raise ValueError("must differ")
+        return nodes
+
     @field_validator("pod_template")
     @classmethod
     def _not_what_is_ours(cls, template: dict[str, Any]) -> dict[str, Any]:
@@ -53,19 +65,3 @@ class KubernetesOptions(Section):
         if taken:
             raise ValueError(f"must leave {', '.join(taken)} to us")
         return template
-
-
-def read_options(options: Mapping[str, Any]) -> KubernetesOptions:
-    """Raises ProblemFaults with every fault, as `options.path: what is wrong, got VALUE`."""
-    try:
-        read = KubernetesOptions.model_validate(dict(options))
-    except ValidationError as error:
-        raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, KubernetesOptions)]) from None
-    faults = []
-    if len(set(read.nodes)) != len(read.nodes):
-        faults.append(f"options.nodes: must differ, got {shorten(list(read.nodes))}")
-    if read.context is not None and read.kubeconfig is None:
-        faults.append(f"options.context: needs options.kubeconfig, got {read.context!r}")
-    if faults:
-        raise ProblemFaults(faults)
-    return read

@@ -11,22 +11,19 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
-
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, gpus_in_use, read_options
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
-from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU
 from orchestrrl.fleet.deployers.local_processes import (
     FoundProcess,
     exit_status,
@@ -83,10 +80,7 @@ class LocalDeployer:
     can_lend = True
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
-        try:
-            self._options = LocalOptions.model_validate(dict(options))
-        except ValidationError as error:
-            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, LocalOptions)]) from None
+        self._options = read_options(LocalOptions, options)
         self._launch = launch
         self._identity = identity
         self._clock = clock
@@ -188,15 +182,10 @@ class LocalDeployer:
         return self._deployed(held)
 
     def _check_gpus(self, spec: EngineSpec, seen: Mapping[EngineId, _Seen]) -> None:
-        taken = {
-            gpu: each.engine
-            for each in seen.values()
-            if each.record is not None and not each.record.lent and each.engine != spec.engine
-            for gpu in each.record.spec.gpus
-        }
-        owners = ", ".join(f"{gpu} by {taken[gpu]}" for gpu in sorted(spec.gpus) if gpu in taken)
-        if owners:
-            raise Permanent(f"engine {spec.engine} cannot have GPUs that are in use: {owners}")
+        records = [each.record for each in seen.values() if each.record is not None and not each.record.lent]
+        taken = gpus_in_use(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
+        if taken is not None:
+            raise taken
 
     def _clear(self, held: _Seen) -> None:
         """What a start or a stop that was cut short has left."""
@@ -225,7 +214,7 @@ class LocalDeployer:
     def _spawn(self, spec: EngineSpec) -> _Seen:
         wanted = spec.port or urlsplit(url_of(spec, self._launch)).port or 0
         try:
-            holder, port = hold_port(self._launch.host, wanted, self._spare_ports(), spec.port is not None)
+            holder, port = hold_port(self._launch.host, wanted, self._launch.spare_ports, spec.port is not None)
         except OSError as error:
             raise Retryable(f"engine {spec.engine}: no port for it on {self._launch.host}: {error}", LATER_S) from error
         with holder:
@@ -251,13 +240,6 @@ class LocalDeployer:
         noted = replace(record, state=RecordState.STARTED, leaders=leaders)
         self._records.write(noted)
         return _Seen(record.spec.engine, noted, tuple(found))
-
-    def _spare_ports(self) -> Iterator[int]:
-        """Those of the range that belong to no GPU; where there is no range, any."""
-        launch = self._launch
-        yield from range(launch.first_port + PORTS_PER_GPU * launch.per_node, launch.last_port + 1)
-        if not launch.last_port:
-            yield 0
 
     def _signal(self, engine: EngineId, number: signal.Signals) -> tuple[FoundProcess, ...]:
         """To all that is left of an engine, which is returned; with nothing left, it is forgotten."""
@@ -355,16 +337,7 @@ class LocalDeployer:
 
 
 def _instance_of(record: EngineRecord, life: EngineLife = EngineLife.ALIVE, detail: str = "") -> DeployedInstance:
-    return DeployedInstance(
-        engine=record.spec.engine,
-        configuration=record.spec.configuration,
-        gpus=record.spec.gpus,
-        url=record.url,
-        life=life,
-        detail=detail,
-        spec=record.spec,
-        lent=record.lent,
-    )
+    return DeployedInstance.of(record.spec, record.url, life, detail, record.lent)
 
 
 def _how(status: int | None) -> str:

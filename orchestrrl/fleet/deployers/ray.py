@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, field_validator
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Name, PositiveFloat, Section
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable, faults_of
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
+from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity, read_options
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
-from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, NodeProcesses, shares
+from orchestrrl.fleet.deployers.layout_flags import NodeProcesses, shares
 from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, RayConnectionLost, RayDriver
 from planner.model import ConfigurationId, EngineId, GpuId
 
@@ -66,18 +66,14 @@ class RayOptions(Section):
         return per_gpu
 
 
-class RayDeployer:
+class RayDeployer(FixedGpusDeployer):
     """See the module. Raises ProblemFaults for options, and Permanent where Ray is not installed."""
 
-    can_lend = False
-    can_scale = False
+    keeps_gpus = "in Ray they stay with the engine's actor while that lives"
 
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         del clock  # Ray's time is real
-        try:
-            self._options = RayOptions.model_validate(dict(options))
-        except ValidationError as error:
-            raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, RayOptions)]) from None
+        self._options = read_options(RayOptions, options)
         if self._options.python is None and find_spec("ray") is None:
             raise Permanent("deployer ray needs ray: pip install 'orchestrrl[ray]', or name a python that has it")
         self._launch = launch
@@ -94,16 +90,11 @@ class RayDeployer:
     def _settings(self, identity: FleetIdentity) -> dict[str, Any]:
         chosen = self._options
         namespace = chosen.namespace or f"orchestrrl-{identity.name}"
-        return {
+        return chosen.model_dump(mode="json") | {
             "address": chosen.address or os.environ.get("RAY_ADDRESS") or "auto",
             "namespace": namespace,
-            "per_gpu": chosen.per_gpu,
-            "placement_groups": list(chosen.placement_groups),
             "nodes": list(chosen.nodes or self._launch.nodes),
             "log_folder": str(Path(chosen.log_folder) / quote(namespace, safe="")),
-            "start_within_s": chosen.start_within_s,
-            "answer_within_s": chosen.answer_within_s,
-            "grace_s": chosen.grace_s,
         }
 
     def check(self, spec: EngineSpec) -> None:
@@ -187,12 +178,6 @@ class RayDeployer:
         self._seen.clear()
         return tuple(self._noted(state) for state in found)
 
-    async def lend(self, engine: EngineId, lent: bool) -> None:
-        raise Permanent(f"engine {engine}: in Ray its GPUs stay with its actor while that lives")
-
-    async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        raise Permanent(f"engine {spec.engine}: in Ray it has the bundles that it was started with")
-
     async def close(self) -> None:
         await self._driver.close()
 
@@ -217,10 +202,9 @@ class RayDeployer:
     def _ports(self, spec: EngineSpec) -> list[tuple[int, bool]]:
         """To be tried in turn: its own, also with connections that were just closed where it must be that; then spare
         ones, or where there is no range any."""
-        launch, wanted = self._launch, _port_of(url_of(spec, self._launch))
-        spare = range(launch.first_port + PORTS_PER_GPU * launch.per_node, launch.last_port + 1)
+        wanted = _port_of(url_of(spec, self._launch))
         own = [(wanted, False), (wanted, True)] if spec.port is not None else [(wanted, False)]
-        return [*own, *((port, False) for port in (spare if launch.last_port else (0,)))]
+        return [*own, *((port, False) for port in self._launch.spare_ports)]
 
     def _host(self, node_address: str) -> str:
         return node_address if self._launch.host in _ANYWHERE else self._launch.host
@@ -244,15 +228,8 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
     record, engine = state["record"], EngineId(state["engine"])
     if record is None:
         return DeployedInstance(engine, ConfigurationId(""), (), life=EngineLife(state["life"]), detail=state["detail"])
-    return DeployedInstance(
-        engine=engine,
-        configuration=ConfigurationId(record["spec"]["configuration"]),
-        gpus=tuple(GpuId(gpu) for gpu in record["gpus"]),
-        url=record["url"],
-        life=EngineLife(state["life"]),
-        detail=state["detail"],
-        spec=_SPEC.validate_python(record["spec"]),
-    )
+    spec = _SPEC.validate_python(record["spec"])
+    return DeployedInstance.of(spec, record["url"], EngineLife(state["life"]), state["detail"])
 
 
 def _port_of(url: str) -> int:

@@ -48,12 +48,7 @@ class RayCluster:
     def open(self) -> Json:
         address = self._settings["address"]
         try:
-            ray.init(
-                address=address,
-                namespace=self._namespace,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise RayRefusal("retryable", f"no Ray cluster at {address}: {error}") from error
         return {"version": ray.__version__}

@@ -232,6 +232,8 @@ _TYPES: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
     },
 }
 
+TYPED_FIELDS = frozenset().union(*_TYPES.values())
+
 
 def type_faults(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong with known fields that are of another type than engines expect, by name. Null is as good as absent,

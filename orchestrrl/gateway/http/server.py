@@ -20,9 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import cut, shorten
-from orchestrrl.core.operations import (
-    OperationItemResult,
-)
+from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_completion_request
@@ -50,10 +48,13 @@ DRAIN_POLL_S = 0.05
 # aiohttp's own patience with what it serves when it ends; drain() has been patient before.
 END_WITHIN_S = 1.0
 
+ENDPOINTS = {"/v1/completions": CompletionEndpoint.COMPLETIONS, "/v1/chat/completions": CompletionEndpoint.CHAT}
 OPERATOR_PREFIX = "/orchestrrl/"
 WILDCARDS = ("0.0.0.0", "::")
 
-# What the operator API shows of a request that has ended, and of a move.
+# What the operator API shows of a request in flight, of one that has ended, and of a move.
+_RECORD_FIELDS = ("id", "engine", "attempt", "endpoint", "state", "prompt_tokens", "generated_tokens", "max_tokens")
+_VIEW_FIELDS = ("group", "tag", "movable", "movable_detail", "moves", "age_s")
 _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
 
@@ -146,8 +147,7 @@ class GatewayServer:
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
         self.app.add_routes(
             [
-                web.post("/v1/completions", self._completions, expect_handler=expected),
-                web.post("/v1/chat/completions", self._chat, expect_handler=expected),
+                *(web.post(path, partial(self._answer, of), expect_handler=expected) for path, of in ENDPOINTS.items()),
                 web.get("/v1/models", self._models),
                 web.route("*", f"{OPERATOR_PREFIX}{{path:.*}}", self._operator_elsewhere),
                 *common,
@@ -215,12 +215,6 @@ class GatewayServer:
 
     # --- OpenAI ------------------------------------------------------------------------------------------------------
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionEndpoint.COMPLETIONS)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, CompletionEndpoint.CHAT)
-
     async def _usual(self, head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         """A usual request, answered at its door."""
         job = self._job(head, body)
@@ -240,7 +234,7 @@ class GatewayServer:
         else:
             connection.whole(200, json.dumps(_whole(job)).encode())
 
-    async def _answer(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
+    async def _answer(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
         """A request that is unusual for its HTTP."""
         request_id, group, tag = (request.headers.get(name, "") for name in ("X-Request-Id", "X-Group-Id", "X-Tag"))
         body = await read_body(request)
@@ -476,24 +470,8 @@ def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _shown(record: RequestRecord, now_s: float, *, tokens: bool) -> dict[str, Any]:
-    view = record.view(now_s)
-    shown: dict[str, Any] = {
-        "id": view.id,
-        "engine": view.engine,
-        "attempt": record.attempt,
-        "endpoint": record.endpoint,
-        "state": view.state,
-        "prompt_tokens": view.prompt_tokens,
-        "generated_tokens": view.generated_tokens,
-        "max_tokens": view.max_tokens,
-        "group": view.group,
-        "tag": view.tag,
-        "movable": view.movable,
-        "movable_detail": view.movable_detail,
-        "moves": view.moves,
-        "age_s": view.age_s,
-        "first_token_after_s": None if record.started_s is None else record.started_s - record.arrived_s,
-    }
+    shown = _fields(record, _RECORD_FIELDS) | _fields(record.view(now_s), _VIEW_FIELDS)
+    shown["first_token_after_s"] = None if record.started_s is None else record.started_s - record.arrived_s
     if tokens:
         shown["prompt_token_ids"] = None if record.prompt_ids is None else list(record.prompt_ids)
         shown["token_ids"] = list(record.generated_ids)

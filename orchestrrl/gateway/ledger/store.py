@@ -218,11 +218,8 @@ class LedgerStore:
                 self._claims.free(entry.key)
             return
         self._queue(entry, leaves=True)
-        entry.records, entry.cutters, entry.body = (
-            (),
-            (),
-            {},
-        )  # nobody's any longer, and the entry may have to wait for the disk
+        # Nobody's any longer, and the entry may have to wait for the disk.
+        entry.records, entry.cutters, entry.body = (), (), {}
 
     async def _claimed(self, claims: RequestClaims, key: int) -> bool:
         for _ in range(int(CLAIM_WITHIN_S / CLAIM_POLL_S)):

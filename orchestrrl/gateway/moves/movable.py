@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrrl.core.errors import cut, path_of
 from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.field_types import TYPED_FIELDS
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -61,74 +62,21 @@ _RELAYED: Mapping[str, str] = {
 _ASKED_BY_ZERO = frozenset({"prompt_logprobs", "routed_experts_prompt_start"})
 _ASKS_FOR_MORE = "return_"  # the prefix of fields that request data in the answer
 
-# Fields that engines are known to read. Any other may tie an answer to the place where it began.
-KNOWN_FIELDS = (
-    _LOOKED_AT
-    | frozenset(_RELAYED)
-    | frozenset(
-        {
-            "add_generation_prompt",
-            "add_special_tokens",
-            "allowed_token_ids",
-            "cache_salt",
-            "chat_template",
-            "chat_template_kwargs",
-            "continue_final_message",
-            "documents",
-            "group_enough",
-            "ignore_eos",
-            "include_reasoning",
-            "include_stop_str_in_output",
-            "length_penalty",
-            "logit_bias",
-            "logprobs",
-            "max_completion_tokens",
-            "max_tokens",
-            "max_version_lag",
-            "media_io_kwargs",
-            "messages",
-            "metadata",
-            "min_p",
-            "min_tokens",
-            "mm_payload",
-            "mm_processor_kwargs",
-            "model",
-            "n",
-            "on_stale",
-            "parallel_tool_calls",
-            "priority",
-            "prompt",
-            "reasoning_effort",
-            "repetition_penalty",
-            "request_id",
-            "return_mm_kwargs",
-            "return_policy_versions",
-            "return_prompt_text",
-            "return_token_ids",
-            "return_token_offsets",
-            "return_tokens_as_token_ids",
-            "safety_identifier",
-            "service_tier",
-            "session_id",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "stop_token_ids",
-            "store",
-            "stream",
-            "stream_interval",
-            "stream_options",
-            "suffix",
-            "temperature",
-            "tool_choice",
-            "top_k",
-            "top_logprobs",
-            "top_p",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "user",
-        }
-    )
-)
+# Fields that engines are known to read: those whose type is checked, and those that may be of any type. Every other may
+# tie an answer to the place where it began.
+_OF_ANY_TYPE = {
+    "metadata",
+    "mm_payload",
+    "on_stale",
+    "prompt",
+    "reasoning_effort",
+    "return_mm_kwargs",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "truncation_side",
+}
+KNOWN_FIELDS = _LOOKED_AT | frozenset(_RELAYED) | TYPED_FIELDS | _OF_ANY_TYPE
 
 # Fields of an engine's answer that do not tie it to that engine: the last value holds for all of it, ...
 PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop"})

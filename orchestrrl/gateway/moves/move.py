@@ -4,9 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrrl.core.operations import (
-    OperationItemResult,
-)
+from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves.kv_handover import KvLoadCount, LeftKv
 from orchestrrl.gateway.routing.backend import EngineBackend

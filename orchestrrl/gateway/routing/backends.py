@@ -16,9 +16,10 @@ from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
+from orchestrrl.gateway.routing.policies.base import RoutedRequest
 from orchestrrl.gateway.routing.policies.prefix_affinity import prefix_of
 from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
-from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)
@@ -261,12 +262,7 @@ class EngineBackends:
                 backend.set_result(outcome)
 
         waiter = self.enqueue(
-            record,
-            placed,
-            without=frozenset(without),
-            avoiding=frozenset(avoiding),
-            again=again,
-            patience_s=patience_s,
+            record, placed, without=frozenset(without), avoiding=frozenset(avoiding), again=again, patience_s=patience_s
         )
         try:
             if not backend.done():

@@ -8,27 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orchestrrl.gateway.routing.policies import least_tokens, load_index, prefix_affinity, round_robin
-from orchestrrl.gateway.routing.policies.base import (
-    AffinitySlack,
-    BackendLoad,
-    EngineLoad,
-    L,
-    RoutedRequest,
-    RoutingSnapshot,
-)
+from orchestrrl.gateway.routing.policies.base import AffinitySlack, L, RoutedRequest, RoutingSnapshot
 from orchestrrl.gateway.routing.policies.hardware_affinity import narrow
 from planner.model import EngineId
-
-__all__ = [
-    "DEFAULT_POLICY",
-    "STRATEGIES",
-    "EngineLoad",
-    "BackendLoad",
-    "RoutedRequest",
-    "RoutingPolicy",
-    "AffinitySlack",
-    "RoutingSnapshot",
-]
 
 
 class RoutingStrategy(Protocol):

@@ -22,15 +22,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.kv_entries import (
-        KvEntryContents,
-        KvEntryStore,
-        KvEvictor,
-        UnusableEntry,
-        is_entry_id,
-    )
+    from orchestrrl.integrations.instrument import kv_entries
 else:  # in vLLM's process, where this folder is on the path
-    from kv_entries import KvEntryContents, KvEntryStore, KvEvictor, UnusableEntry, is_entry_id
+    import kv_entries
 
 PARAMETER = "handover"
 WEIGHTS, SAVE, LOAD, WAIT_S = "weights", "save", "load", "wait_s"
@@ -57,7 +51,7 @@ class SaveJob:
 
     request_id: str
     entry: str
-    contents: KvEntryContents
+    contents: kv_entries.KvEntryContents
     block_ids: tuple[int, ...]
 
 
@@ -77,7 +71,7 @@ class _Waiting:
     """A request that has not loaded yet."""
 
     entry: str
-    found: KvEntryContents | None = None
+    found: kv_entries.KvEntryContents | None = None
     computed: int = 0  # tokens that were there already when the rest was offered
     first_poll_s: float | None = None
     last_poll_s: float = -math.inf
@@ -99,7 +93,7 @@ def read_transfer_params(params: object) -> TransferParams | None:
         faults.append(f"{path}.{WAIT_S}: must be 0 to {MAX_WAIT_S:g}, got {wait_s!r}")
     for name in (SAVE, LOAD):
         entry = given.get(name)
-        if entry is not None and not (isinstance(entry, str) and is_entry_id(entry)):
+        if entry is not None and not (isinstance(entry, str) and kv_entries.is_entry_id(entry)):
             faults.append(f"{path}.{name}: must be 1 to 128 letters, digits, '.', '_', '~' or '-', got {entry!r}")
     if given.get(SAVE) is not None and given.get(SAVE) == given.get(LOAD):
         faults.append(f"{path}.{SAVE}: must differ from {LOAD}, got {given[SAVE]!r} for both")
@@ -113,8 +107,8 @@ class KvTransferScheduler:
 
     def __init__(
         self,
-        store: KvEntryStore,
-        keeper: KvEvictor,
+        store: kv_entries.KvEntryStore,
+        keeper: kv_entries.KvEvictor,
         *,
         block_tokens: int,
         bytes_per_block: int,  # over all ranks
@@ -157,7 +151,7 @@ class KvTransferScheduler:
                 return None
             assert waiting.found is not None
             usable = _continued(waiting.found, token_ids)
-        except UnusableEntry as error:
+        except kv_entries.UnusableEntry as error:
             self._expire(request_id, str(error))
             return 0
         if usable <= computed:
@@ -177,7 +171,7 @@ class KvTransferScheduler:
             waiting.first_poll_s = now_s
         waiting.found = self._store.lookup(waiting.entry, wish.weights, self._block_tokens)
         if waiting.found is None and now_s - waiting.first_poll_s >= wish.wait_s:
-            raise UnusableEntry(f"it did not come within {wish.wait_s:g} s")
+            raise kv_entries.UnusableEntry(f"it did not come within {wish.wait_s:g} s")
         return waiting.found is not None
 
     def _expire(self, request_id: str, why: str) -> None:
@@ -232,7 +226,7 @@ class KvTransferScheduler:
         if blocks and not self._keeper.reserve(blocks * self._bytes_per_block):
             logger.warning("%s is not saved: %s is full", request_id, self._store.root)
             count = blocks = 0
-        contents = KvEntryContents(
+        contents = kv_entries.KvEntryContents(
             wish.weights, self._store.ranks, self._block_tokens, array("I", islice(token_ids, count))
         )
         self._saves.append(SaveJob(request_id, wish.save, contents, tuple(block_ids[:blocks])))
@@ -255,9 +249,9 @@ class KvTransferScheduler:
         return saves, loads
 
 
-def _continued(found: KvEntryContents, token_ids: Sequence[int]) -> int:
+def _continued(found: kv_entries.KvEntryContents, token_ids: Sequence[int]) -> int:
     """How many of these tokens' KV the entry has. Raises Unusable when neither is the beginning of the other."""
     common = min(len(found.token_ids), len(token_ids))
     if found.token_ids[:common] != array("I", islice(token_ids, common)):
-        raise UnusableEntry("it belongs to other tokens")
+        raise kv_entries.UnusableEntry("it belongs to other tokens")
     return min(common, len(token_ids) - 1)

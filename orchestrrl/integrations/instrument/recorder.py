@@ -23,17 +23,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
+    from orchestrrl.integrations.instrument import rings
     from orchestrrl.integrations.instrument.collective_hooks import CollectiveHooks
-    from orchestrrl.integrations.instrument.rings import (
-        DEFAULT_CAPACITY,
-        DEFAULT_DIRECTORY,
-        PAYLOAD_BYTES,
-        RingWriter,
-        remove_dead,
-    )
 else:  # in the traced process, where this folder is on the path
+    import rings
     from collective_hooks import CollectiveHooks
-    from rings import DEFAULT_CAPACITY, DEFAULT_DIRECTORY, PAYLOAD_BYTES, RingWriter, remove_dead
 
 SWITCH = "ORCHESTRRL_RECORDER"
 JOB = "ORCHESTRRL_RECORDER_JOB"
@@ -47,7 +41,7 @@ class Recorder:
 
     def __init__(self, directory: Path, job: str, capacity: int, ddp: bool) -> None:
         self._directory, self._job, self._capacity = directory, job, capacity
-        self._writer: RingWriter | None = None
+        self._writer: rings.RingWriter | None = None
         self._off = False
         self._warned: set[str] = set()
         self._hooks = CollectiveHooks(self.writer, self.warn_once, ddp=ddp)
@@ -76,13 +70,13 @@ class Recorder:
         self._writer = None
         self._hooks.forked()
 
-    def writer(self) -> RingWriter | None:
+    def writer(self) -> rings.RingWriter | None:
         """Where to write; None where nothing is recorded any more."""
         if self._writer is None and not self._off:
             try:
                 with contextlib.suppress(OSError):
-                    remove_dead(self._directory, older_than_s=KEEP_DEAD_S)
-                self._writer = RingWriter(self._directory, capacity=self._capacity, job=self._job)
+                    rings.remove_dead(self._directory, older_than_s=KEEP_DEAD_S)
+                self._writer = rings.RingWriter(self._directory, capacity=self._capacity, job=self._job)
             except OSError as fault:
                 self._off = True
                 self.warn_once(f"nothing is recorded: {self._directory}: {fault}")
@@ -113,7 +107,7 @@ def start(
     directory: str | os.PathLike[str] | None = None,
     *,
     job: str | None = None,
-    capacity: int = DEFAULT_CAPACITY,
+    capacity: int = rings.DEFAULT_CAPACITY,
     ddp: bool = True,
 ) -> None:
     """Record from now on; nothing where it is on already. Raises ValueError for a capacity that is no power of two.
@@ -184,20 +178,20 @@ def announce(period: str, body: str | dict[str, Any]) -> None:
     """The communication period that comes next, for the daemon. `body`: JSON. Raises ValueError above 3.5 KiB."""
     text = json.dumps({"period": period, "body": json.loads(body) if isinstance(body, str) else body})
     payload = text.encode()
-    if len(payload) > PAYLOAD_BYTES:
-        raise ValueError(f"body: must leave the announcement under {PAYLOAD_BYTES} bytes, it has {len(payload)}")
+    if len(payload) > rings.PAYLOAD_BYTES:
+        raise ValueError(f"body: must leave the announcement under {rings.PAYLOAD_BYTES} bytes, it has {len(payload)}")
     if writer := _writing():
         writer.announce("announce", payload)
 
 
-def _writing() -> RingWriter | None:
+def _writing() -> rings.RingWriter | None:
     recorder = current()
     return None if recorder is None else recorder.writer()
 
 
 def _configured_directory() -> Path:
     said = os.environ.get(SWITCH, "")
-    return Path(said) if "/" in said else DEFAULT_DIRECTORY
+    return Path(said) if "/" in said else rings.DEFAULT_DIRECTORY
 
 
 class _Awaiting(importlib.abc.MetaPathFinder):

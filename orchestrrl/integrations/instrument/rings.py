@@ -288,14 +288,7 @@ class RingWriter:
         self._in_flight = in_flight = self._in_flight - 1
         self._state = state = self._state + 1
         _pack_state(
-            self._map,
-            _STATE_OFFSET,
-            state,
-            in_flight + 1,
-            self._queued + 1,
-            self._changed_ns,
-            self._head + 1,
-            state,
+            self._map, _STATE_OFFSET, state, in_flight + 1, self._queued + 1, self._changed_ns, self._head + 1, state
         )
         if in_flight == 0 and self._map[_ARMED_OFFSET]:
             self._ring()

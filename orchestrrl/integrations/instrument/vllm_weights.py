@@ -19,36 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import snapshot_download
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.checkpoint_files import (
-        BrokenCheckpoint,
-        StoredTensor,
-        check_same_model,
-        content_sum,
-        mapped,
-        read_checkpoint,
-        shapes_of,
-    )
+    from orchestrrl.integrations.instrument import checkpoint_files as files
 else:  # in vLLM's process, where this folder is on the path
-    from checkpoint_files import (
-        BrokenCheckpoint,
-        StoredTensor,
-        check_same_model,
-        content_sum,
-        mapped,
-        read_checkpoint,
-        shapes_of,
-    )
+    import checkpoint_files as files
 
 BACKEND = "orchestrrl"
 METHOD = "orchestrrl_weights"  # for /collective_rpc
@@ -125,7 +105,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:
             logger.exception("%s could not be loaded", update_info)
-            touched = not isinstance(error, BrokenCheckpoint)
+            touched = not isinstance(error, files.BrokenCheckpoint)
             fault = f"{type(error).__name__}: {error}" if touched else str(error)
             # Of an older version that is still whole it goes on telling.
             known = LoadedReport() if touched or self.report.is_torn else self.report
@@ -136,12 +116,12 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: FolderUpdate) -> None:
         """Raises BrokenCheckpoint where nothing has changed, and whatever vLLM does where the model may be torn."""
-        stored = read_checkpoint(Path(update_info.folder))
+        stored = files.read_checkpoint(Path(update_info.folder))
         if self._wanted is not None:
-            check_same_model(shapes_of(stored), self._wanted)
+            files.check_same_model(files.shapes_of(stored), self._wanted)
         if unknown := {each.dtype for each in stored.values()} - DTYPES.keys():
-            raise BrokenCheckpoint(f"{update_info.folder}: has tensors of {', '.join(sorted(unknown))}")
-        data = mapped(stored)
+            raise files.BrokenCheckpoint(f"{update_info.folder}: has tensors of {', '.join(sorted(unknown))}")
+        data = files.mapped(stored)
         tensors = {name: _tensor(each, data[name]) for name, each in stored.items()}
         self._load(tensors)
         if torch.accelerator.is_available():
@@ -149,7 +129,7 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         not_read_back = self._compare(tensors)
         if not_read_back:
             logger.info("version %d was not read back: %s", update_info.version, not_read_back)
-        content = content_sum(stored, data)
+        content = files.content_sum(stored, data)
         self.report = LoadedReport(
             update_info.version, content, is_read_back=not not_read_back, not_read_back=not_read_back
         )
@@ -224,7 +204,7 @@ class TensorComparison(TorchDispatchMode):  # type: ignore[misc]  # torch neithe
         return func(*args, **(kwargs or {}))
 
 
-def _tensor(stored: StoredTensor, data: memoryview) -> torch.Tensor:
+def _tensor(stored: files.StoredTensor, data: memoryview) -> torch.Tensor:
     if not data:
         return torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[stored.dtype]).view(stored.shape)
@@ -234,8 +214,8 @@ def _shapes_at_start(model: str, revision: str | None) -> dict[str, tuple[int, .
     """Of the checkpoint that it was started with; None where there is none of safetensors on this machine."""
     try:
         folder = model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
-        return shapes_of(read_checkpoint(Path(folder)))
-    except (BrokenCheckpoint, OSError, ValueError) as fault:
+        return files.shapes_of(files.read_checkpoint(Path(folder)))
+    except (files.BrokenCheckpoint, OSError, ValueError) as fault:
         logger.warning("names and shapes of versions will not be checked before they are loaded: %s", fault)
         return None
 

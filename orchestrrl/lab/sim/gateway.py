@@ -27,7 +27,8 @@ from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.strategies import BackendLoad, RoutingPolicy
+from orchestrrl.gateway.routing.policies.base import BackendLoad
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress

@@ -8,13 +8,14 @@ parts, one in each process: in the daemon (`prepare`, `install`, `relayed`), at 
 in the trainer (`sender`).
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.core.plug_points import PlugPoint
 from orchestrrl.engines.base import Engine
 from orchestrrl.weights.model import TensorMeta
@@ -175,6 +176,40 @@ class EnginesFailed(Permanent):
     def __init__(self, why: Mapping[EngineId, str]) -> None:
         super().__init__("; ".join(f"{engine}: {words}" for engine, words in sorted(why.items())))
         self.why = why
+
+
+class EngineOutcomes:
+    """What each engine became by one installation. None: it has the version. Permanent or Retryable: it has what it
+    had. OutcomeUnknown: it may have some of either."""
+
+    def __init__(self, engines: Iterable[EngineId] = ()) -> None:
+        self.by_engine: dict[EngineId, OrchestrRLError | None] = {
+            engine: Permanent("the trainer has sent nothing") for engine in engines
+        }
+
+    async def act(
+        self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]], first: bool, last: bool
+    ) -> None:
+        """Carry out `act` at all of these engines at once. `first`: nothing has changed before it; `last`: an engine
+        has the version after it. Raises the first engine's error, when all have ended."""
+
+        async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
+            try:
+                await sync.at(engine, act, body)
+            except OrchestrRLError as error:
+                is_as_it_was = first and not isinstance(error, OutcomeUnknown)
+                self.by_engine[engine] = error if is_as_it_was else OutcomeUnknown(str(error))
+                raise
+            self.by_engine[engine] = None if last else OutcomeUnknown("it began to take weights, and did not end")
+
+        for outcome in await asyncio.gather(*(one(*each) for each in bodies.items()), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def broke_off(self, error: OrchestrRLError) -> None:
+        """The installation ended with this error: it is not known of any engine that it has the version."""
+        for engine, became in self.by_engine.items():
+            self.by_engine[engine] = became if became is not None else OutcomeUnknown(str(error))
 
 
 BACKENDS = PlugPoint(

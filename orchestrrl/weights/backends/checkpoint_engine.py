@@ -11,15 +11,15 @@ Written from its source (`ps.py`, `worker.py`, `api.py` of 0.3) and run against 
 package itself, which needs CUDA, has never been run with it.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
 from orchestrrl.weights.backends.base import (
     BackendCapabilities,
     DirectSync,
+    EngineOutcomes,
     EnginesFailed,
     ReportStep,
     SenderOptions,
@@ -41,7 +41,7 @@ class CheckpointEngineBackend:
 
     def __init__(self) -> None:
         self._workers: dict[EngineId, int] = {}  # in order of rank
-        self._became: dict[EngineId, OrchestrRLError | None] = {}
+        self._outcomes = EngineOutcomes()
         self._is_open = False
 
     # --- in the daemon
@@ -73,19 +73,19 @@ class CheckpointEngineBackend:
         await sync.request_trainer(REGISTER, {"version": sync.version})
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
-        self._became = {engine: Permanent("nothing was sent") for engine in sync.engines}
+        self._outcomes = EngineOutcomes(sync.engines)
+        nothing: dict[EngineId, Mapping[str, Any]] = {engine: {} for engine in sync.engines}
         try:
-            await self._each(sync, "begin", {engine: {} for engine in sync.engines})
+            await self._outcomes.act(sync, "begin", nothing, first=True, last=False)
             self._is_open = True
             await sync.request_trainer(UPDATE, {"version": sync.version})
             self._is_open = False
-            await self._each(sync, "end", {engine: {} for engine in sync.engines})
+            await self._outcomes.act(sync, "end", nothing, first=False, last=True)
         except OrchestrRLError as error:
-            for engine, became in self._became.items():
-                self._became[engine] = became if became is not None else OutcomeUnknown(str(error))
+            self._outcomes.broke_off(error)
         finally:
             self._is_open = False
-        return self._became
+        return self._outcomes.by_engine
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         if call != TO_WORKERS or not self._is_open:
@@ -96,28 +96,11 @@ class CheckpointEngineBackend:
         for engine, workers in self._workers.items():
             own[engine] = {"sockets": dict(sockets[first : first + workers])}
             first += workers
-        await self._each(sync, "take", own)
+        await self._outcomes.act(sync, "take", own, first=False, last=False)
         return {}
 
     def forget(self) -> None:
         """Nothing is joined between versions."""
-
-    async def _each(self, sync: DirectSync, act: str, bodies: Mapping[EngineId, Mapping[str, Any]]) -> None:
-        """At all of them at once. Raises the first's error, when all have ended."""
-
-        async def one(engine: EngineId, body: Mapping[str, Any]) -> None:
-            try:
-                await sync.at(engine, act, body)
-            except OrchestrRLError as error:
-                is_first = act == "begin" and not isinstance(error, OutcomeUnknown)
-                self._became[engine] = error if is_first else OutcomeUnknown(str(error))
-                raise
-            self._became[engine] = None if act == "end" else OutcomeUnknown("it began to take weights, and did not end")
-
-        told = await asyncio.gather(*(one(*each) for each in bodies.items()), return_exceptions=True)
-        for each in told:
-            if isinstance(each, BaseException):
-                raise each
 
     # --- at an engine's peer
 

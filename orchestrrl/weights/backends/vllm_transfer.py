@@ -17,13 +17,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
 from orchestrrl.weights.backends.base import (
     JOIN,
     SEND,
     BackendCapabilities,
     DirectSync,
+    EngineOutcomes,
     EnginesFailed,
     SenderOptions,
     WeightSender,
@@ -50,7 +51,7 @@ class VllmTransferBackend:
         self._joined: tuple[Any, ...] | None = None  # by whom
         self._workers: dict[EngineId, int] = {}
         self._step = ""
-        self._became: dict[EngineId, OrchestrRLError | None] = {}
+        self._outcomes = EngineOutcomes()
 
     # --- in the daemon
 
@@ -74,14 +75,12 @@ class VllmTransferBackend:
         self._joined = joined
 
     async def install(self, sync: DirectSync) -> Mapping[EngineId, OrchestrRLError | None]:
-        self._became = {engine: Permanent("the trainer has sent nothing") for engine in sync.engines}
+        self._outcomes = EngineOutcomes(sync.engines)
         try:
             await self._request(sync, SEND, {})
         except OrchestrRLError as error:
-            for engine, became in self._became.items():
-                if became is None:
-                    self._became[engine] = OutcomeUnknown(str(error))
-        return self._became
+            self._outcomes.broke_off(error)
+        return self._outcomes.by_engine
 
     async def relayed(self, sync: DirectSync, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         step, act = CALLS.get(call, ("", ""))
@@ -89,12 +88,8 @@ class VllmTransferBackend:
             raise Permanent(
                 f"{call} is nothing that can be called while the trainer is asked to {self._step or 'wait'}"
             )
-        told = await asyncio.gather(
-            *(self._one(sync, engine, act, self._own(engine, body)) for engine in sync.engines), return_exceptions=True
-        )
-        for each in told:
-            if isinstance(each, BaseException):
-                raise each
+        bodies = {engine: self._own(engine, body) for engine in sync.engines}
+        await self._outcomes.act(sync, act, bodies, first=act in ("join", "start"), last=act == "finish")
         return {}
 
     def forget(self) -> None:
@@ -121,19 +116,6 @@ class VllmTransferBackend:
             await sync.request_trainer(step, body)
         finally:
             self._step = ""
-
-    async def _one(self, sync: DirectSync, engine: EngineId, act: str, body: Mapping[str, Any]) -> None:
-        try:
-            await sync.at(engine, act, body)
-        except OrchestrRLError as error:
-            # What failed at the very first has changed nothing; later nobody knows.
-            is_first = act in ("join", "start") and not isinstance(error, OutcomeUnknown)
-            self._became[engine] = error if is_first else OutcomeUnknown(str(error))
-            raise
-        if act == "start":
-            self._became[engine] = OutcomeUnknown("it began to take weights, and did not end")
-        elif act == "finish":
-            self._became[engine] = None
 
     def _own(self, engine: EngineId, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """What all servers are told, as one of them is."""

@@ -56,9 +56,9 @@ async def inline(work: Callable[[], Any]) -> Any:
     return work()
 
 
-class SyncFailed(Exception):
-    """Why a version does not go on. `without`: engines that another attempt leaves out, and why where each has a reason
-    of its own. `again`: another may help. `unchanged`: nothing has come of the order."""
+class SyncFailed(OrchestrRLError):
+    """A weight version cannot go on. `without`: engines that another attempt leaves out, each with its reason where it
+    has one. `again`: another attempt may help. `unchanged`: the order has changed nothing."""
 
     def __init__(
         self,

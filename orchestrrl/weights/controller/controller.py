@@ -15,12 +15,12 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend
-from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
-from orchestrrl.weights.controller.barrier_release import attached_again, go_back, own_lease, resume_new
-from orchestrrl.weights.controller.carrying import CarrierContext, Offload, SyncFailed, inline
+from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import CarrierContext, Offload, inline
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.direct import WeightBackends
 from orchestrrl.weights.controller.fence import FleetFence
@@ -45,7 +45,6 @@ from orchestrrl.weights.controller.state import (
     HOLDER,
     CommittedVersion,
     EngineNow,
-    OpenSync,
     SyncRecord,
     WeightBook,
 )
@@ -114,7 +113,7 @@ class WeightSync:
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._acts)
         self._backends = WeightBackends()
-        self._left: list[OpenSync] = []
+        self._left: list[OpenIntent[SyncReport]] = []
         self._why_left = RESTARTED
         self.defects = 0  # faults of ours that were met while running
         self._news = asyncio.Event()
@@ -130,10 +129,10 @@ class WeightSync:
         backend = self._backend(publication)
         committed = self.book.fleet.committed
         for run in filter(None, (self._next, self._running)):
-            if run.record.report.version == version and not run.record.report.over:
+            if run.sync_record.report.version == version and not run.sync_record.report.over:
                 if fingerprint(publication) in run.fingerprints:  # as it was told, wherever it is installed
-                    return run.record.id
-                raise Permanent(f"version {version} is on its way with other content, as {run.record.id}")
+                    return run.sync_record.id
+                raise Permanent(f"version {version} is on its way with other content, as {run.sync_record.id}")
         if committed is not None and committed.version == version:
             if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
@@ -166,11 +165,11 @@ class WeightSync:
             words = tuple(replace(word, install=self._settings.install.value) for word in words)
         why = f"version {collection.version} was published"
         if self._next is not None:
-            self._collector.drop(self._next.record, SyncState.SUPERSEDED, "superseded", why)
+            self._collector.drop(self._next.sync_record, SyncState.SUPERSEDED, "superseded", why)
         named = fingerprints(collection.publications)
         self._next = SyncRun(self._acts, record, words, named, self._backend(words[0]))
         record.state(SyncState.PLANNING)
-        if self._running is not None and self._running.record.report.state in MAY_BE_REPLACED:
+        if self._running is not None and self._running.sync_record.report.state in MAY_BE_REPLACED:
             self._running.call_off(SyncState.SUPERSEDED, "superseded", why)
         self._news.set()
 
@@ -180,7 +179,7 @@ class WeightSync:
         """Of a trainer's rank that sends by itself. Raises Permanent where nothing of the kind is asked, and as the
         backend does."""
         run = self._running
-        if run is None or run.record.id != sync_id or run.direct is None:
+        if run is None or run.sync_record.id != sync_id or run.direct is None:
             raise Permanent(f"weight sync {sync_id} asks nothing of a trainer")
         return await run.direct.relayed(rank, number, call, body)
 
@@ -216,9 +215,9 @@ class WeightSync:
         record = self._collector.records.get(report.id)
         if report.over or record is None:
             raise Permanent(f"weight sync {report.id} is over: {report.state}")
-        if self._running is not None and self._running.record is record:
+        if self._running is not None and self._running.sync_record is record:
             self._running.call_off(SyncState.ABORTED, "operator", why)
-        elif self._next is not None and self._next.record is record:
+        elif self._next is not None and self._next.sync_record is record:
             self._next = None
             self._collector.drop(record, SyncState.ABORTED, "operator", why)
         elif self._collector.collecting is record:
@@ -230,11 +229,11 @@ class WeightSync:
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
         """Raises Permanent where nothing is prepared."""
         run = self._running
-        if run is None or (sync_id and run.record.id != sync_id):
+        if run is None or (sync_id and run.sync_record.id != sync_id):
             raise Permanent(f"weight sync {sync_id or 'under way'}: there is none, so nothing waits to be installed")
         run.install_now()
-        run.record.note(f"installed by an operator's word: {reason or 'no reason given'}")
-        return run.record.report
+        run.sync_record.note(f"installed by an operator's word: {reason or 'no reason given'}")
+        return run.sync_record.report
 
     # --- asked by the pause barrier, and by the balancer
 
@@ -246,10 +245,14 @@ class WeightSync:
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
             return told, ()
-        if run is not None and (run.waits_for_barrier or run.borrows) and told in (None, run.record.report.version):
+        if (
+            run is not None
+            and (run.waits_for_barrier or run.borrows)
+            and told in (None, run.sync_record.report.version)
+        ):
             version, without = await run.borrow(until_s, lease.frozen is FrozenRequests.TAKEN_BACK)
             if told not in (None, version):
-                why = run.record.report.notes[-1:] or ("it was called off",)
+                why = run.sync_record.report.notes[-1:] or ("it was called off",)
                 raise Permanent(
                     f"version {told} could not be installed, so engines have not got it: {why[0]}; resume without a"
                     " version, and all goes on as before"
@@ -305,7 +308,7 @@ class WeightSync:
         """Take up what the daemon before has left."""
         self._left = self.book.recover()
         for left in self._left:
-            self._collector.records[left.report.id] = SyncRecord(left.report, self._clock)
+            self._collector.records[left.id] = SyncRecord(left.intent, self._clock)
         committed, state = self.book.fleet.committed, self._acts.fence.state
         if committed is not None and state.newest is not None:
             for engine in committed.has:
@@ -340,14 +343,14 @@ class WeightSync:
                 if not self._left:
                     self._why_left, self._left = A_DEFECT, self._half_done()
 
-    def _half_done(self) -> list[OpenSync]:
+    def _half_done(self) -> list[OpenIntent[SyncReport]]:
         """Nobody carries it out any more, and it is not over."""
-        waiting = [self._next.record] if self._next is not None else []
+        waiting = [self._next.sync_record] if self._next is not None else []
         waiting += [self._collector.collecting] if self._collector.collecting is not None else []
         ids = {record.id for record in self._collector.records.values() if not record.report.over}
         ids -= {record.id for record in waiting}
         try:
-            return [left for left in self.book.left_open() if left.report.id in ids]
+            return [left for left in self.book.left_open() if left.id in ids]
         except OrchestrRLError as error:  # the pause barrier's lease keeps requests from engines until it can be read
             logger.error("%s", error)
             return []
@@ -361,12 +364,9 @@ class WeightSync:
             self._collector.expire_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
-                self._collector.running = self._running.record
+                self._collector.running = self._running.sync_record
                 try:
                     await self._running.run()
-                except Exception:
-                    self._running.let_go()
-                    raise
                 finally:
                     self._running = self._collector.running = None
             elif not await self._repair():
@@ -378,51 +378,12 @@ class WeightSync:
 
     # --- inside
 
-    async def _settle(self, left: OpenSync) -> None:
-        """Committed: finished. Not: undone, whatever it takes."""
-        record = self._collector.records[left.report.id]
-        committed = self.book.fleet.committed
-        is_committed = committed is not None and committed.sync == record.id
+    async def _settle(self, left: OpenIntent[SyncReport]) -> None:
+        """Bring it to its end: finished where it is committed, undone where it is not."""
+        record = self._collector.records[left.id]
         code, why = self._why_left
         record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
-        engines = committed.has if is_committed and committed is not None else left.changed
-        if own_lease(self._acts, record.id) or left.changed:
-            await attached_again(self._acts, engines)
-        while True:
-            try:
-                if is_committed:
-                    await self._acts.reinstall_restarted(engines)
-                    await resume_new(self._acts, record)
-                    await self._acts.keep()
-                elif self._is_over(left):
-                    record.note("its end had not been written down")
-                else:
-                    await go_back(self._acts, record, left.changed)
-                record.note(*await self._acts.circuits.tear_down(record.id))
-                break
-            except (OrchestrRLError, SyncFailed) as error:
-                logger.error("weight sync %s, left half done: %s", record.id, error)
-                await self._clock.sleep(self._settings.patience_s / 10)
-        if is_committed:
-            quarantined = self.book.fleet.quarantined
-            code = "some_quarantined" if quarantined else "done"
-            record.over(SyncState.DONE, code, results_by_engine(quarantined))
-        else:
-            record.over(SyncState.ABORTED, code, why)
-        self._collector.write_end(record)
-
-    def _is_over(self, left: OpenSync) -> bool:
-        """Whether it had ended, which could not be written down: a version was committed since, or engines that it had
-        changed are as they were before, and the pause barrier was told so. One that changed no engine was cut off."""
-        committed, state = self.book.fleet.committed, self._acts.fence.state
-        if committed is None or own_lease(self._acts, left.report.id):
-            return False
-        if committed.at_s > left.report.began_s:
-            return True
-        has = set(committed.has).difference(self._acts.lacking(committed.version, committed.has))
-        if not left.changed:
-            return False
-        return all(engine in has and state.versions.get(engine) == committed.version for engine in left.changed)
+        await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
 
     async def _repair(self) -> bool:
         """Whether there was something to do."""
@@ -474,7 +435,7 @@ class WeightSync:
             self._news.set()
 
     def _wanted(self) -> list[int]:
-        runs = [run.record.report.version for run in (self._running, self._next) if run is not None]
+        runs = [run.sync_record.report.version for run in (self._running, self._next) if run is not None]
         return runs + ([] if self._collector.collecting is None else [self._collector.collecting.report.version])
 
 

@@ -1,5 +1,5 @@
-"""A version into engines behind a closed barrier, and whether they have it: by sums of what they were given, and by
-what they answer."""
+"""Install a version into engines behind a closed barrier, and verify it: by the sums of what they were given, and by
+their answers to a probe."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,18 @@ from orchestrrl.core.errors import OutcomeUnknown
 from orchestrrl.weights.controller.actions import SyncActions, odd_ones, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed, each_done
 from orchestrrl.weights.controller.direct import DirectTransfer
-from orchestrrl.weights.controller.participants import SyncAttempt
+from orchestrrl.weights.controller.participants import SyncAttempt, VerifiedEngines
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId, PeerId
+from planner.model import EngineId
 
 
 @dataclass(slots=True)
 class BorrowedPause:
-    """Somebody else's closed barrier, to be used until then. `outcome`: what it is to be opened with."""
+    """Another holder's closed barrier, to be used until `until_s`. `outcome`: the version to open it with, and engines
+    without it."""
 
     until_s: float
     may_probe: bool
@@ -46,20 +47,17 @@ class Installing:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
         return (probe.prompt_ids, probe.max_tokens) if probe is not None else ((), 0)
 
-    async def install(
-        self, attempt: SyncAttempt, targets: Mapping[EngineId, PeerId], lease: str, borrowed: BorrowedPause | None
-    ) -> tuple[list[EngineId], tuple[int, ...], dict[str, tuple[int, ...]]]:
-        """Who has it, verified; the prompt, and what it was answered with, by configuration."""
+    async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> VerifiedEngines:
+        """Install the version into the attempt's targets, and verify it. From the first moment on they may have it."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
-        engines = sorted(targets)
-        acts.book.step(record.id, "install", engines)  # from here on they may have it
+        engines = sorted(attempt.targets)
         attempt.changed.update(engines)
-        if not lease:  # if it is opened before we are done, nothing goes there
-            attempt.reported = {e: v for e, v in acts.fence.state.versions.items() if e in targets}
+        if not attempt.lease:  # if it is opened before we are done, nothing goes there
+            attempt.reported = {e: v for e, v in acts.fence.state.versions.items() if e in attempt.targets}
             acts.fence.forget(engines, "are being given other weights")
         with record.phase(SyncPhase.INSTALL):
-            if not lease and borrowed is None:
+            if not attempt.lease and borrowed is None:
                 await each_done(acts.rest(engine, True) for engine in engines)
             if self._direct is not None:
                 results = await self._sent(self._direct, attempt, borrowed)
@@ -69,8 +67,7 @@ class Installing:
                 raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):
-            prompt, answers = await self._verified(results, borrowed)
-            return sorted(results), prompt, answers
+            return await self._verified(results, borrowed)
 
     def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
         """Without engines that have left it by order."""
@@ -131,7 +128,7 @@ class Installing:
 
     async def _verified(
         self, results: Mapping[EngineId, PeerResult], borrowed: BorrowedPause | None
-    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    ) -> VerifiedEngines:
         configuration = {engine: now.configuration for engine, now in self._acts.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
         peers = {engine: self._acts.peer_of(engine) for engine in results}
@@ -159,4 +156,5 @@ class Installing:
                 raise SyncFailed("probe_differs", results_by_engine(odd), odd)
         for engine in results:
             self._record.engine(engine, EngineSync.VERIFIED)
-        return prompt if answers else (), {configuration[e]: t for e, t in answers.items() if e in configuration}
+        by_configuration = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
+        return VerifiedEngines(sorted(results), prompt if answers else (), by_configuration)

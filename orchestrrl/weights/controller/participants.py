@@ -1,41 +1,61 @@
-"""Which engines take part in a version, attempt by attempt: who is waited for, who is left out, who came and went."""
+"""Choose the engines that take part in a version, attempt by attempt."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
 from orchestrrl.weights.controller.carrying import SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync
 from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.model import VersionMap
 from planner.model import EngineId, PeerId
 
 SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
 LOOK_S = 0.25  # how often it is looked whether what is waited for has come
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedEngines:
+    """Engines that have a version, verified. `answers`: to the prompt, by configuration."""
+
+    engines: Sequence[EngineId]
+    prompt: tuple[int, ...]  # empty: engines were not asked
+    answers: Mapping[str, tuple[int, ...]]
+
+
 @dataclass(slots=True)
 class SyncAttempt:
-    """What an attempt has come to."""
+    """What one attempt to bring a version has come to. `without`: engines that are left out, and why."""
 
-    without: Mapping[EngineId, str] = field(default_factory=dict)  # engines that are left out, and why
-    failed: Collection[EngineId] = ()  # of these, those that did not do in an attempt before
+    without: Mapping[EngineId, str] = field(default_factory=dict)
+    failed: Collection[EngineId] = ()  # of these, those that failed in an attempt before
+    targets: Mapping[EngineId, PeerId] = field(default_factory=dict)  # engines that are to have it, and their peers
+    receivers: Collection[PeerId] = ()
+    map: VersionMap | None = None  # with all sums, once every receiver has all bytes
+    lease: str = ""  # the pause barrier's; empty: another holder's, or peers keep engines still
     changed: set[EngineId] = field(default_factory=set)
-    untouched: set[EngineId] = field(default_factory=set)  # of those that were changed: they are as they were after all
-    reported: dict[EngineId, int] = field(
-        default_factory=dict
-    )  # what the pause barrier had of these before it forgot it for this
+    untouched: set[EngineId] = field(default_factory=set)  # of the changed ones: they are as they were after all
+    reported: dict[EngineId, int] = field(default_factory=dict)  # what the pause barrier forgot of the changed ones
+    verified: VerifiedEngines | None = None
 
 
 class SyncParticipants:
-    """Of one publication. `is_direct`: the trainer sends by itself, and hosts' peers carry nothing."""
+    """Chooses the engines of one publication. `is_direct`: the trainer sends by itself, and peers carry nothing."""
 
     def __init__(self, acts: SyncActions, record: SyncRecord, *, is_direct: bool) -> None:
         self._acts = acts
         self._record = record
         self._is_direct = is_direct
 
-    async def engines_there(self, attempt: SyncAttempt) -> None:
-        """Nobody is left out for being away for a moment."""
+    async def choose(self, attempt: SyncAttempt) -> None:
+        """Set the attempt's targets and receivers. Raises SyncFailed where no engine can have the version."""
+        await self._engines_there(attempt)
+        await self._served()
+        attempt.targets = self._targets(attempt)
+        attempt.receivers = self._receivers(attempt)
+
+    async def _engines_there(self, attempt: SyncAttempt) -> None:
+        """Wait for engines that are away for a moment."""
         told: list[EngineId] = []
         while away := [engine for engine in self._acts.awaited() if engine not in attempt.without]:
             if away != told:
@@ -45,52 +65,54 @@ class SyncParticipants:
         if told:
             self._record.put(detail="")
 
-    async def served(self) -> None:
+    async def _served(self) -> None:
         """Peers are told of engines that have just come; that takes a moment."""
         until_s = self._acts.clock.now_s() + SETTLED_WITHIN_S
         while not self._acts.settled() and self._acts.clock.now_s() < until_s:
             await self._acts.clock.sleep(LOOK_S)
 
-    def receivers(self, targets: Mapping[EngineId, PeerId]) -> set[PeerId]:
-        """Peers of engines, and those of hosts where engines may be started: they find the fleet's weights there. If
-        one of these fails it is left out."""
+    def _receivers(self, attempt: SyncAttempt) -> set[PeerId]:
+        """Return the peers of engines, and those of hosts where engines may be started, which find the fleet's weights
+        there then. One of these that fails is left out of the next attempt."""
         if self._is_direct:
             return set()
         idle = [id for id, peer in self._acts.attached().items() if peer.serves and not peer.engines]
-        hosts = {id for engine in targets for id in self._acts.hosts_of(engine)}
+        hosts = {id for engine in attempt.targets for id in self._acts.hosts_of(engine)}
         return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
 
-    def still_there(
-        self, attempt: SyncAttempt, targets: Mapping[EngineId, PeerId], prepared: Collection[PeerId]
-    ) -> dict[EngineId, PeerId]:
-        """While it was on its way engines may have left, by order, and others come: those take it, too, whose peers
-        have the bytes."""
+    def update(self, attempt: SyncAttempt) -> None:
+        """Drop engines that have left the fleet by order, and add those that have come and whose peers have the bytes.
+
+        Raises SyncFailed where no engine is left."""
         acts = self._acts
         there: dict[EngineId, PeerId] = {}
         left_out = dict(attempt.without)
         for engine, now in sorted(acts.engines().items()):
             peer = acts.peer_of(engine)
-            if engine in targets:
-                there[engine] = targets[engine]
+            if engine in attempt.targets:
+                there[engine] = attempt.targets[engine]
             elif (
-                engine not in attempt.failed and peer is not None and self._has_bytes(engine, prepared) and now.healthy
+                engine not in attempt.failed
+                and peer is not None
+                and self._has_bytes(engine, attempt.receivers)
+                and now.healthy
             ):
                 there[engine] = peer.id
                 left_out.pop(engine, None)
                 self._record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
-        gone = [engine for engine in targets if engine not in there]
+        gone = [engine for engine in attempt.targets if engine not in there]
         if gone:
             self._record.without_engines(gone)
             self._record.note(f"{', '.join(sorted(gone))} left the fleet while the version was on its way")
         attempt.without = left_out
+        attempt.targets = there
         if not there:
             raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
-        return there
 
     def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
         return not self._acts.why_not_whole(engine) and set(self._acts.hosts_of(engine)) <= set(prepared)
 
-    def targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
+    def _targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
         """Engines that are to have it before it counts; the others are quarantined then."""
         targets: dict[EngineId, PeerId] = {}
         left: dict[EngineId, str] = dict(attempt.without)

@@ -30,17 +30,19 @@ def named(planned: PlannedSync, name: str) -> PlannedSync:
 
 
 class Preparation:
-    """Of one sync, attempt by attempt."""
+    """The preparation of one sync, attempt by attempt. `is_up`: circuits may be there, by an earlier daemon."""
 
-    def __init__(self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication]) -> None:
+    def __init__(
+        self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, is_up: bool = False
+    ) -> None:
         self.network: SyncNetwork | None = None  # as it is since the last plan
         self._acts = acts
         self._record = record
         self._publications = publications
-        self._stands_still = publications[0].install == "at_once"  # the trainer
+        self._stands_still = any(each.install == "at_once" for each in publications)  # the trainer
         self._plans = 0
         self._opened: dict[PeerId, VersionMap] = {}  # with this version, by an earlier attempt
-        self._is_up = False  # circuits, or on their way
+        self._is_up = is_up  # circuits, or on their way
         self._tearing: asyncio.Task[None] | None = None
 
     async def plan(self, receivers: Collection[PeerId]) -> tuple[PlannedSync, VersionMap]:
@@ -136,16 +138,14 @@ class Preparation:
             raise SyncFailed("unreachable", str(error)) from error
         return named(planned, self._record.id)
 
-    def tear_down(self) -> None:
-        """Begin to, where circuits were asked for."""
+    async def tear_down(self) -> None:
+        """Give circuits back where they were asked for. It goes on where this is cancelled, and is then waited for by
+        the next call."""
         if self._is_up:
             self._is_up = False
             self._tearing = asyncio.ensure_future(self._tear_down())
-
-    async def torn_down(self) -> None:
-        self.tear_down()
         if self._tearing is not None:
-            await asyncio.gather(self._tearing, return_exceptions=True)
+            await asyncio.shield(self._tearing)
 
     async def _tear_down(self) -> None:
         with self._record.phase(SyncPhase.TEAR_DOWN):

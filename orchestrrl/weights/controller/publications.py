@@ -1,20 +1,17 @@
 """Where trainers say what they have of a version, until it is complete, and where it is told what became of them."""
 
 import itertools
-import logging
 from collections.abc import AsyncIterator, Callable
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
+from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable, few
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
 from orchestrrl.weights.controller.publishing import PublicationSet, same_publication
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook
 from orchestrrl.weights.publication import NOT_ATTACHED, Publication
-
-logger = logging.getLogger(__name__)
 
 
 class PublicationCollector:
@@ -87,13 +84,7 @@ class PublicationCollector:
     def drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
         """It has touched nothing yet."""
         record.over(state, code, why)
-        self.write_end(record)
-
-    def write_end(self, record: SyncRecord) -> None:
-        try:
-            self._book.ended(record.report)
-        except OrchestrRLError as error:
-            logger.error("the end of weight sync %s cannot be written down: %s", record.id, error)
+        self._book.ended(record.report)
 
     # --- what became of versions
 

@@ -88,7 +88,7 @@ class EngineRepairs:
         if committed is None or peer is None:
             return False
         try:
-            acts.book.step(committed.sync, "repair", [engine])
+            acts.book.repairs(committed.sync, engine)
             tried = self._tried.get(engine)
             await acts.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
             if why := acts.why_not_whole(engine):

@@ -1,82 +1,139 @@
-"""One version's way: planned, carried, fenced, installed, verified, committed. Before that last step everything can be
-undone and begun again; after it nothing is.
+"""A weight version as an operation: what each of its steps does, and how it goes back.
+
+Before the version is committed everything can be undone and begun again; after it nothing is. Running the steps,
+journalling them and resuming after a restart is core/operation.py.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
+from orchestrrl.core.journal.store import JournalEntry
+from orchestrrl.core.operation import Description, OperationFailure, OperationRun, OperationState, Stage, StepEntry
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
-from orchestrrl.weights.controller.barrier_release import go_back, is_closed, own_lease, resume_new
-from orchestrrl.weights.controller.carrying import Carrying, SyncFailed, each_done
+from orchestrrl.weights.controller.barrier_release import attached_again, go_back, is_closed, own_lease, resume_new
+from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.foreign_versions import notice_others
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing
 from orchestrrl.weights.controller.participants import LOOK_S, SyncAttempt, SyncParticipants
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, SyncRecord
-from orchestrrl.weights.model import (
-    VersionMap,
-)
+from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, SyncRecord, sync_body
 from orchestrrl.weights.publication import Publication
-from planner.model import EngineId, PeerId
+from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
 MAY_BE_REPLACED = frozenset({SyncState.PLANNING, SyncState.CARRYING, SyncState.PREPARED})
 
 
-class SyncRun:
-    """A publication that is complete. `run` ends when it is over; errors of the world end in its report."""
+class SyncStepKind(StrEnum):
+    CHOOSE = "choose"  # the engines that are to have it
+    PREPARE = "prepare"  # bring all bytes to them, or what the trainer's own backend does before the fence
+    FENCE = "fence"  # close the pause barrier, or wait until another holder has closed it
+    INSTALL = "install"  # and verify
+    COMMIT = "commit"  # the point of no return
+    RESUME = "resume"
+    TEAR_DOWN = "tear down"  # circuits as they were
+    KEEP = "keep"  # peers let go of older versions
+    RESTORE = "restore"  # the way back: engines get the version from before
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStep:
+    """`within_s` is None for all: each order to a peer has its own limit, and the next pause is waited for."""
+
+    number: int
+    kind: SyncStepKind
+    within_s: None = None
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+_TEAR_DOWN = SyncStep(7, SyncStepKind.TEAR_DOWN)
+_STAGES: tuple[Stage[SyncStep], ...] = (
+    ((SyncStep(1, SyncStepKind.CHOOSE), SyncStep(2, SyncStepKind.PREPARE)),),
+    (
+        (
+            SyncStep(3, SyncStepKind.FENCE),
+            SyncStep(4, SyncStepKind.INSTALL),
+            SyncStep(5, SyncStepKind.COMMIT),
+            SyncStep(6, SyncStepKind.RESUME),
+        ),
+        (_TEAR_DOWN,),
+    ),
+    ((SyncStep(8, SyncStepKind.KEEP),),),
+)
+_TO_COMMIT = frozenset(range(1, 6))
+
+
+class SyncRun(Description[SyncStep]):
+    """One version that all ranks have published, or that an earlier daemon has left open: `left`, without
+    publications, why it ended. Errors of the world end in its report."""
 
     def __init__(
         self,
         acts: SyncActions,
         record: SyncRecord,
-        publications: Sequence[Publication],
-        fingerprints: tuple[str, ...],
+        publications: Sequence[Publication] = (),
+        fingerprints: tuple[str, ...] = (),
         backend: DirectBackend | None = None,
+        left: tuple[SyncState, str, str] | None = None,
     ) -> None:
-        self.record = record
+        self.sync_record = record
         self.publications = publications
         self.fingerprints = fingerprints
         self.carrying: Carrying | None = None
-        self.preparation = Preparation(acts, record, publications)
+        self.preparation = Preparation(acts, record, publications, is_up=left is not None)
         self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
         self._acts = acts
-        self._going: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None  # the pause barrier's lease
-        self._stop: tuple[SyncState, str, str] | None = None
-        self._go = asyncio.Event()  # install it, whoever waits for what
-        self._at_once = publications[0].install == "at_once"
+        self._is_left = left is not None
+        self._stop = left  # what it ends in, where it is not committed
+        self._may_install = asyncio.Event()  # without waiting for the next pause
+        self._at_once = any(each.install == "at_once" for each in publications)
         self._borrowed: BorrowedPause | None = None
         self._waits_for_barrier = False
         self._committed = False
+        self._is_restored = False
+        self._failed: SyncFailed | None = None  # the last attempt
+        self._defect: Exception | None = None  # that leaves the fleet to be taken up once more
+        self._attempt = SyncAttempt()
         self._participants = SyncParticipants(acts, record, is_direct=backend is not None)
         self._installing = Installing(acts, record, publications, self.direct)
+        self._operation = OperationRun(self, acts.book.log, acts.clock, lambda: None)
 
-    # --- told from outside
+    @property
+    def id(self) -> str:
+        return self.sync_record.id
+
+    def __str__(self) -> str:
+        return f"weight sync {self.id}"
+
+    # --- called from outside
 
     def call_off(self, state: SyncState, code: str, why: str) -> None:
         """Raises Permanent where it is too late."""
-        if self._committed or self.record.report.over:
-            raise Permanent(f"weight sync {self.record.id} is {self.record.report.state}: it cannot be called off")
+        if self._committed or self.sync_record.report.over:
+            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: it cannot be called off")
         if self._stop is None:
             self._stop = (state, code, why)
-            if self._going is not None:
-                self._going.cancel()
+            with contextlib.suppress(Permanent):  # it goes back already, and does not begin again then
+                self._operation.call_off(why)
 
     def install_now(self) -> None:
         """Raises Permanent where nothing is prepared."""
-        if self.record.report.state is not SyncState.PREPARED:
-            raise Permanent(
-                f"weight sync {self.record.id} is {self.record.report.state}: nothing waits to be installed"
-            )
-        self._go.set()
+        if self.sync_record.report.state is not SyncState.PREPARED:
+            raise Permanent(f"weight sync {self.id} is {self.sync_record.report.state}: nothing waits to be installed")
+        self._may_install.set()
 
     @property
     def waits_for_barrier(self) -> bool:
@@ -84,183 +141,180 @@ class SyncRun:
         return self._waits_for_barrier and self._borrowed is None and self._stop is None
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
-        """Install while somebody else has the pause barrier closed: the version to open it with, and engines without
-        it. Whoever asks again, as the answer was lost, waits for the same."""
+        """Install while another holder has the pause barrier closed; return the version to open it with, and engines
+        without it. A call that is repeated, as the answer was lost, waits for the same."""
         if self._borrowed is None:
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
-            self._go.set()
+            self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
 
     @property
     def borrows(self) -> bool:
-        """Somebody else's closed barrier is used to install it."""
+        """Another holder's closed barrier is used to install it."""
         return self._borrowed is not None
 
-    def let_go(self) -> None:
-        """It is over, whatever came of it: nobody waits for it any longer."""
-        self._give_back()
-
-    # --- run
-
     async def run(self) -> None:
-        acts, record = self._acts, self.record
-        without: dict[EngineId, str] = {}
-        while True:
-            attempt = SyncAttempt(dict(without), frozenset(without))
-            failure = await self._forward(attempt)
-            if failure is None:
-                break
-            record.note(f"attempt {record.report.attempt}: {failure.code}: {failure.detail}")
-            if self.direct is not None:
-                self.direct.broken()
-            await self._back(attempt)
-            self._give_back()
-            await self.preparation.torn_down()
-            if not {*acts.engines()} <= {*without, *failure.without}:  # where none is left, all are tried again
-                without |= failure.without
-            if self._stop is not None:
-                await self._over(*self._stop)
-                return
-            by_order = acts.all_gone(failure.without)  # that engines leave the fleet is no failure of it
-            if not failure.again or (record.report.attempt >= acts.settings.attempts and not by_order):
-                await self._over(SyncState.ABORTED, failure.code, failure.detail)
-                return
-            logger.warning("weight sync %s begins again: %s", record.id, failure)
-            if not by_order:
-                record.put(attempt=record.report.attempt + 1)
-        await self._finish()
+        """Run it to its end; its intent has been written. A defect that leaves the fleet half done is raised."""
+        await self._operation.carry_out()
+        await self._over()
 
-    async def _finish(self) -> None:
-        try:
-            await self._after_commit()
-        except (SyncFailed, OrchestrRLError) as error:  # it is the fleet's version all the same
-            self.record.note(str(error))
-            logger.error("weight sync %s: %s", self.record.id, error)
-        quarantined = self._acts.book.fleet.quarantined
-        code, detail = "done", ""
-        if quarantined:
-            code = "some_quarantined"
-            detail = results_by_engine(quarantined)
-        await self._over(SyncState.DONE, code, detail)
+    async def resume(self, entries: Sequence[JournalEntry]) -> None:
+        """Bring it to its end after its daemon ended; `entries` are those of its steps."""
+        committed = self._acts.book.fleet.committed
+        self._committed = committed is not None and committed.sync == self.id
+        for entry in entries:
+            self._attempt.changed.update(map(EngineId, entry.body["engines"]))
+        await self._operation.resume(entries)
+        await self._over()
 
-    async def _after_commit(self) -> None:
-        if self._borrowed is not None:
-            await resume_new(self._acts, self.record)  # tells who has what; the pause barrier is opened by its holder
-            self._give_back()
-            await self._acts.keep()
-            return
-        await each_done([self._acts.keep(), resume_new(self._acts, self.record)])
+    # --- what core/operation.py asks of it
 
-    async def _over(self, state: SyncState, code: str, detail: str) -> None:
-        await self.preparation.torn_down()
-        if state is not SyncState.DONE:  # before a trainer hears of it, and stages anew
-            await self._acts.discard(self.record.report.version)
-        self.record.over(state, code, detail)
-        try:
-            self._acts.book.ended(self.record.report)
-        except OrchestrRLError as error:
-            logger.error("the end of weight sync %s cannot be written down: %s", self.record.id, error)
+    def forward(self) -> tuple[Stage[SyncStep], ...]:
+        return _STAGES
 
-    async def _forward(self, attempt: SyncAttempt) -> SyncFailed | None:
-        self._going = asyncio.ensure_future(self._to_commit(attempt))
-        if self._stop is not None:
-            self._going.cancel()
-        try:
-            await self._going
-        except asyncio.CancelledError:
-            if self._stop is None:  # the daemon ends: the next one takes it up
-                self._going.cancel()
-                await asyncio.gather(self._going, return_exceptions=True)
-                raise
-            return SyncFailed(self._stop[1], self._stop[2], again=False)
-        except SyncFailed as failure:
-            return failure
-        except ProblemFaults as error:
-            return SyncFailed("unreachable", few(error.faults), again=False)
-        except OrchestrRLError as error:
-            return SyncFailed("internal", str(error))
-        except Exception as error:  # a defect must not leave the fleet between two versions
-            logger.exception("weight sync %s", self.record.id)
-            return SyncFailed("internal", f"a defect: {error!r}", again=False)
-        finally:
-            self._waits_for_barrier = False
-            if self._renewing is not None:
-                self._renewing.cancel()
-        return None
+    def intent(self) -> Mapping[str, Any]:
+        return sync_body(self.sync_record.report)
 
-    async def _back(self, attempt: SyncAttempt) -> None:
-        while True:
-            try:
-                return await go_back(self._acts, self.record, attempt.changed, attempt.untouched, attempt.reported)
-            except (OrchestrRLError, SyncFailed) as error:
-                # Nothing else may be done to engines before this is; the pause barrier's lease keeps requests from
-                # them.
-                logger.error("weight sync %s cannot be undone: %s", self.record.id, error)
-                await self._acts.clock.sleep(self._acts.settings.patience_s / 10)
+    def record(self, step: SyncStep) -> Mapping[str, Any]:
+        engines = sorted(self._attempt.targets) if step.kind is SyncStepKind.INSTALL else []
+        return {"step": step.kind, "engines": engines}
 
-    async def _to_commit(self, attempt: SyncAttempt) -> None:
-        record, acts = self.record, self._acts
-        await self._not_held()
-        await self._participants.engines_there(attempt)
-        await self._participants.served()
-        targets = self._participants.targets(attempt)
-        receivers = self._participants.receivers(targets)
-        map = await self._prepared(targets, receivers)
-        acts.book.step(record.id, "prepared")
-        for engine in targets:
-            record.engine(engine, EngineSync.PREPARED)
-        lease = await self._close_barrier()
-        notice_others(acts)
-        targets = self._participants.still_there(attempt, targets, receivers)
-        has, prompt, answers = await self._installing.install(attempt, targets, lease, self._borrowed)
-        self._commit(lease, has, map, prompt, answers)
+    async def do(self, step: SyncStep) -> str:
+        match step.kind:
+            case SyncStepKind.CHOOSE:
+                await self._not_held()
+                await self._participants.choose(self._attempt)
+            case SyncStepKind.PREPARE:
+                await self._prepare()
+            case SyncStepKind.FENCE:
+                await self._close_barrier()
+            case SyncStepKind.INSTALL:
+                self._attempt.verified = await self._installing.install(self._attempt, self._borrowed)
+            case SyncStepKind.COMMIT:
+                self._commit()
+            case SyncStepKind.RESUME:
+                await self._reporting_defects(self._resume())
+            case SyncStepKind.TEAR_DOWN:
+                await self.preparation.tear_down()
+            case SyncStepKind.KEEP:
+                await self._acts.keep()
+        return ""
+
+    async def undo(self, step: SyncStep) -> str:
+        if step.kind is SyncStepKind.TEAR_DOWN:
+            await self.preparation.tear_down()
+        else:
+            await self._reporting_defects(self._restore())
+        return ""
+
+    async def observe(self) -> None:
+        """Engines are asked while they are restored; here their peers are waited for after a restart."""
+        changed = self._attempt.changed
+        if self._is_left and not self._is_restored and (changed or own_lease(self._acts, self.id)):
+            await attached_again(self._acts, changed)
+
+    def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:
+        assert self._operation.failure is not None
+        self._failed = self._as_failed(self._operation.failure)
+        if self._is_left:
+            if self._is_over():
+                self.sync_record.note("its end had not been written down")
+                self._is_restored = True
+                return (((_TEAR_DOWN,),),)
+        else:
+            self.sync_record.note(
+                f"attempt {self.sync_record.report.attempt}: {self._failed.code}: {self._failed.detail}"
+            )
+        if self.direct is not None:
+            self.direct.broken()
+        return (((SyncStep(1, SyncStepKind.RESTORE),), (_TEAR_DOWN,)),)
+
+    def restored(self) -> bool:
+        return self._is_restored
+
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
+        return _TO_COMMIT if self._committed else None
+
+    def is_final(self, step: SyncStep) -> bool:
+        return step.kind is SyncStepKind.COMMIT
+
+    def is_committed(self) -> bool:
+        return self._committed
+
+    def retry(self, failure: OperationFailure[SyncStep]) -> bool:
+        """Begin again without the engines that failed; where none is left, with all."""
+        acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
+        assert failed is not None
+        without = {engine: why for engine, why in before.without.items() if engine in before.failed}
+        if not {*acts.engines()} <= {*without, *failed.without}:
+            without |= failed.without
+        by_order = acts.all_gone(failed.without)  # that engines leave the fleet is no failure of it
+        is_last = record.report.attempt >= acts.settings.attempts and not by_order
+        if self._stop is not None or not failed.again or is_last:
+            return False
+        if not by_order:
+            record.put(attempt=record.report.attempt + 1)
+        self._attempt = SyncAttempt(without, frozenset(without))
+        self._is_restored = False
+        return True
+
+    def hold(self, step: SyncStep) -> Coroutine[Any, Any, None] | None:
+        lease = self._attempt.lease
+        return self._renew(lease) if step.kind is SyncStepKind.FENCE and lease else None
 
     # --- its steps
 
-    async def _prepared(self, targets: Mapping[EngineId, PeerId], receivers: Collection[PeerId]) -> VersionMap:
-        """All that can be done before the fence."""
-        record, acts = self.record, self._acts
+    async def _prepare(self) -> None:
+        """Do all that can be done before the fence."""
+        record, acts, attempt = self.sync_record, self._acts, self._attempt
         if self.direct is not None:
-            return await self.direct.prepare(list(targets))
-        planned, map = await self.preparation.plan(receivers)
-        record.state(SyncState.CARRYING)
-        assert self.preparation.network is not None
-        self.carrying = Carrying(acts.context, record, planned, map, self.preparation.network)
-        try:
-            await self.carrying.run()
-        finally:
-            self.carrying = None
-            self.preparation.tear_down()
-        return map
+            attempt.map = await self.direct.prepare(list(attempt.targets))
+        else:
+            planned, map = await self.preparation.plan(attempt.receivers)
+            record.state(SyncState.CARRYING)
+            assert self.preparation.network is not None
+            self.carrying = Carrying(acts.context, record, planned, map, self.preparation.network)
+            try:
+                await self.carrying.run()
+            finally:
+                self.carrying = None
+            attempt.map = map
+        for engine in attempt.targets:
+            record.engine(engine, EngineSync.PREPARED)
 
     async def _not_held(self) -> None:
-        """An operator may have paused syncs."""
+        """Wait while an operator has paused syncs."""
         told = ""
         while (hold := self._acts.pause_registry.hold(PauseScope.SYNC)) is not None:
             if hold.detail != told:
                 told = hold.detail
-                self.record.put(detail=f"waits: {told}")
+                self.sync_record.put(detail=f"waits: {told}")
             await self._acts.clock.sleep(LOOK_S)
         if told:
-            self.record.put(detail="")
+            self.sync_record.put(detail="")
 
-    async def _close_barrier(self) -> str:
-        """The lease; empty: somebody else's, or there is no gateway and peers keep engines still."""
-        record = self.record
+    async def _close_barrier(self) -> None:
+        record = self.sync_record
         record.state(SyncState.PREPARED)
         self._waits_for_barrier = True
-        if not self._at_once:
-            with record.phase(SyncPhase.NEXT_PAUSE):
-                await self._go.wait()
-        await self._not_held()
-        record.begins(SyncPhase.FENCE)
         try:
-            return await self._fenced()
+            if not self._at_once:
+                with record.phase(SyncPhase.NEXT_PAUSE):
+                    await self._may_install.wait()
+            await self._not_held()
+            with record.phase(SyncPhase.FENCE):
+                await self._until_free()
+                self._waits_for_barrier = False
+                record.state(SyncState.FENCING)
+                self._attempt.lease = await self._lease()
         finally:
-            record.ends(SyncPhase.FENCE)
+            self._waits_for_barrier = False
+        notice_others(self._acts)
+        self._participants.update(self._attempt)
 
-    async def _fenced(self) -> str:
-        record, acts, settings = self.record, self._acts, self._acts.settings
+    async def _until_free(self) -> None:
+        """Wait until the pause barrier may be closed, or another holder's closed barrier may be used."""
+        record, acts, settings = self.sync_record, self._acts, self._acts.settings
         until_s = acts.clock.now_s() + settings.fence_within_s
         while self._borrowed is None:
             if is_closed(acts):  # before it opens we are asked
@@ -275,51 +329,44 @@ class SyncRun:
             else:
                 break
             await acts.clock.sleep(LOOK_S)
-        self._waits_for_barrier = False
-        record.state(SyncState.FENCING)
-        acts.book.step(record.id, "fence")
+
+    async def _lease(self) -> str:
+        """Return the lease; empty: another holder's, or there is no gateway and peers keep engines still."""
+        acts, settings = self._acts, self._acts.settings
         if self._borrowed is not None or not acts.fence.is_manned():
             return ""
         try:
-            lease = await acts.fence.pause(
-                HOLDER + record.id,
+            return await acts.fence.pause(
+                HOLDER + self.id,
                 empty=bool(self._installing.prompt[0]),
                 lease_s=settings.lease_s,
                 deadline_s=settings.fence_within_s,
             )
         except OrchestrRLError as error:
             raise SyncFailed("not_quiet", str(error)) from error
-        self._renewing = asyncio.ensure_future(self._renew(lease))
-        return lease
 
     async def _renew(self, lease: str) -> None:
         lease_s = self._acts.settings.lease_s
         while True:
             await self._acts.clock.sleep(lease_s / 3)
+            if self._committed:  # it is opened at once
+                return
             try:
                 await self._acts.fence.renew(lease, lease_s)
             except Permanent as error:
-                logger.error("weight sync %s: %s", self.record.id, error)
+                logger.error("weight sync %s: %s", self.id, error)
                 return  # it is seen before the commit
             except OrchestrRLError as error:
-                logger.warning("weight sync %s: %s", self.record.id, error)
+                logger.warning("weight sync %s: %s", self.id, error)
 
-    def _commit(
-        self,
-        lease: str,
-        has: Sequence[EngineId],
-        map: VersionMap,
-        prompt: tuple[int, ...],
-        answers: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        record, acts = self.record, self._acts
-        if lease and own_lease(acts, record.id) != lease:
-            raise SyncFailed("not_quiet", "the pause barrier has opened by itself while engines were being changed")
-        if not lease and self._borrowed is not None and not is_closed(acts):
-            raise SyncFailed("not_quiet", "the pause barrier was opened while engines were being changed")
-        if not lease and self._borrowed is None and acts.fence.is_manned():
-            raise SyncFailed("not_quiet", "a gateway has come while peers kept engines still")
-        has = [engine for engine in has if not acts.gone(engine)]
+    def _commit(self) -> None:
+        record, acts, attempt = self.sync_record, self._acts, self._attempt
+        assert attempt.verified is not None
+        assert attempt.map is not None
+        if self._stop is not None:
+            raise SyncFailed(self._stop[1], self._stop[2], again=False)
+        self._check_closed()
+        has = [engine for engine in attempt.verified.engines if not acts.gone(engine)]
         if not has:
             raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         if lost := acts.lacking(record.report.version, has):
@@ -339,24 +386,122 @@ class SyncRun:
                     record.id,
                     tuple(has),
                     quarantined,
-                    prompt,
-                    answers,
+                    attempt.verified.prompt,
+                    attempt.verified.answers,
                     self.fingerprints,
                     acts.clock.now_s(),
                     record.report.backend,
                     acts.fence.state.newest,
                 ),
-                map,
+                attempt.map,
             )
         self._committed = True
         record.state(SyncState.COMMITTED)
 
+    def _check_closed(self) -> None:
+        """Raise SyncFailed where requests may have run while engines were being changed."""
+        acts, lease = self._acts, self._attempt.lease
+        why = ""
+        if lease and own_lease(acts, self.id) != lease:
+            why = "the pause barrier has opened by itself while engines were being changed"
+        elif not lease and self._borrowed is not None and not is_closed(acts):
+            why = "the pause barrier was opened while engines were being changed"
+        elif not lease and self._borrowed is None and acts.fence.is_manned():
+            why = "a gateway has come while peers kept engines still"
+        if why:
+            raise SyncFailed("not_quiet", why)
+
+    async def _resume(self) -> None:
+        """Let requests go on by the new version. A borrowed barrier is opened by its holder."""
+        acts = self._acts
+        if not self._is_left:
+            await resume_new(acts, self.sync_record)
+        else:
+            committed = acts.book.fleet.committed
+            assert committed is not None
+            await attached_again(acts, committed.has)
+            await self._until_done(lambda: acts.reinstall_restarted(committed.has))
+            await self._until_done(lambda: resume_new(acts, self.sync_record))
+        self._give_back()
+
+    async def _restore(self) -> None:
+        attempt = self._attempt
+        await self._until_done(
+            lambda: go_back(self._acts, self.sync_record, attempt.changed, attempt.untouched, attempt.reported)
+        )
+        self._is_restored = True
+        self._give_back()
+
+    async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Nothing else may be done to engines before; the pause barrier's lease keeps requests from them."""
+        while True:
+            try:
+                return await work()
+            except OrchestrRLError as error:
+                logger.error("weight sync %s is half done: %s", self.id, error)
+                await self._acts.clock.sleep(self._acts.settings.patience_s / 10)
+
+    async def _reporting_defects(self, work: Coroutine[Any, Any, None]) -> None:
+        self._defect = None
+        try:
+            await work
+        except OrchestrRLError:
+            raise
+        except Exception as error:
+            self._defect = error
+            raise
+
+    # --- its end
+
+    def _as_failed(self, failure: OperationFailure[SyncStep]) -> SyncFailed:
+        if self._stop is not None:
+            return SyncFailed(self._stop[1], self._stop[2], again=False)
+        match failure.error:
+            case SyncFailed() as failed:
+                return failed
+            case ProblemFaults() as error:
+                return SyncFailed("unreachable", few(error.faults), again=False)
+            case _:
+                is_defect = failure.error is None and failure.step is not None
+                return SyncFailed("internal", failure.why, again=not is_defect)
+
+    def _is_over(self) -> bool:
+        """Return whether it had ended, which could not be written down: a version was committed since, or engines that
+        it had changed are as they were before, and the pause barrier was told so. One that changed no engine was cut
+        off."""
+        acts, changed = self._acts, self._attempt.changed
+        committed, state = acts.book.fleet.committed, acts.fence.state
+        if committed is None or own_lease(acts, self.id):
+            return False
+        if committed.at_s > self.sync_record.report.began_s:
+            return True
+        has = set(committed.has).difference(acts.lacking(committed.version, committed.has))
+        same = all(engine in has and state.versions.get(engine) == committed.version for engine in changed)
+        return bool(changed) and same
+
+    async def _over(self) -> None:
+        self._give_back()
+        if self._defect is not None:
+            raise self._defect
+        record, book = self.sync_record, self._acts.book
+        if self._operation.state is OperationState.DONE:
+            quarantined = book.fleet.quarantined
+            record.note(self._operation.detail)  # it is the fleet's version all the same
+            record.over(SyncState.DONE, "some_quarantined" if quarantined else "done", results_by_engine(quarantined))
+        else:
+            assert self._failed is not None
+            if not self._is_left:  # before a trainer hears of it, and stages anew
+                await self._acts.discard(record.report.version)
+            state, code, detail = self._stop or (SyncState.ABORTED, self._failed.code, self._failed.detail)
+            record.over(state, code, detail)
+        book.ended(record.report)
+
     def _give_back(self) -> None:
-        """Whoever waits for the pause barrier's opening may go on."""
+        """Let the borrowed barrier's holder open it."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed is None:
             return
-        self._go.clear()  # an operator's word stays
+        self._may_install.clear()  # an operator's word stays
         if borrowed.outcome.done():
             return
         fleet, known = self._acts.book.fleet, self._acts.engines()

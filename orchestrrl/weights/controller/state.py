@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import cut
+from orchestrrl.core.errors import OrchestrRLError, cut
 from orchestrrl.core.journal.kinds import WEIGHT_SYNCS
-from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.operation_journal import OperationJournal
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
+from orchestrrl.core.operation import check_record
+from orchestrrl.core.operation_journal import OpenIntent, OperationJournal
 from orchestrrl.weights.backends.base import TREE
 from orchestrrl.weights.controller.reports import (
     SYNC,
@@ -40,6 +41,7 @@ REMEMBERED = 256  # syncs that are over
 NOTES, NOTE, WORDS = 64, 500, 3000  # of a report: notes, and the characters of one and of its detail
 # Who holds the pause barrier's lease, so that a daemon that comes back knows its own.
 HOLDER = "weight sync "
+REPAIR = "repair"  # an entry beside the steps of the sync that committed the version
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +199,13 @@ class SyncRecord:
             yield seen
 
 
-@dataclass(frozen=True, slots=True)
-class OpenSync:
-    """A sync that a daemon before did not end. `changed`: engines that may have been given its version."""
-
-    report: SyncReport
-    changed: tuple[EngineId, ...]
-
-
 class WeightBook:
     """The fleet's weights and all syncs, in the journal. The committed version's map is in a file beside it."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
         self._journal = journal
         self._clock = clock
-        self._log = OperationJournal(journal, clock, WEIGHT_SYNCS)
+        self.log = OperationJournal(journal, clock, WEIGHT_SYNCS)
         self.fleet = FleetWeights()
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
@@ -223,8 +217,8 @@ class WeightBook:
     def generation(self) -> int:
         return self._journal.generation
 
-    def recover(self) -> list[OpenSync]:
-        """What the daemon before has left."""
+    def recover(self) -> list[OpenIntent[SyncReport]]:
+        """Read what the daemon before has left; return the syncs that it did not end."""
         fleet = self._journal.newest(EntryKind.WEIGHTS, lambda body: _FLEET.validate_python(body["fleet"]))
         self.fleet = fleet or FleetWeights()
         for entry in self._journal.tail(REMEMBERED, (EntryKind.SYNC_ENDED,)):
@@ -237,28 +231,27 @@ class WeightBook:
             self.recovered_s = self._clock.now_s()
         return left
 
-    def left_open(self) -> list[OpenSync]:
-        """Begun, and not ended."""
-        left = []
-        for each in self._log.left_open(lambda entry: _report_from(entry.body)):
-            changed: dict[EngineId, None] = {}
-            for step in each.steps:
-                if step.body.get("step") == "install":
-                    engines = self._journal.interpret(step, lambda body: [EngineId(name) for name in body["engines"]])
-                    changed.update(dict.fromkeys(engines or ()))
-            left.append(OpenSync(each.intent, tuple(changed)))
-        return left
+    def left_open(self) -> list[OpenIntent[SyncReport]]:
+        left = self.log.left_open(lambda entry: _report_from(entry.body))
+        return [replace(each, steps=tuple(filter(self._is_step, each.steps))) for each in left]
+
+    def _is_step(self, entry: JournalEntry) -> bool:
+        """Return whether it is an entry of the operation, which repairs of engines are not, and can be read."""
+        return entry.body.get("step") != REPAIR and self._journal.interpret(entry, _checked_step) is not None
 
     def began(self, report: SyncReport) -> None:
-        self._log.begin(report.id, {"report": SYNC.dump_python(report, mode="json")})
+        self.log.begin(report.id, sync_body(report))
 
-    def step(self, sync_id: str, step: str, engines: Sequence[EngineId] = (), **more: Any) -> None:
-        """What it is about to do."""
-        self._log.step(sync_id, {"step": step, "engines": list(engines), **more})
+    def repairs(self, sync_id: str, engine: EngineId) -> None:
+        """Write down that an engine is about to be given the committed version."""
+        self.log.step(sync_id, {"step": REPAIR, "engines": [engine]})
 
     def ended(self, report: SyncReport) -> None:
         self.over.append(report)  # it has, though that may not be written down
-        self._log.end(report.id, {"report": SYNC.dump_python(report, mode="json")})
+        try:
+            self.log.end(report.id, sync_body(report))
+        except OrchestrRLError as error:
+            logger.error("the end of weight sync %s cannot be written down: %s", report.id, error)
 
     def commit(self, committed: CommittedVersion, map: VersionMap) -> None:
         """The point of no return."""
@@ -300,6 +293,18 @@ class WeightBook:
         except (OSError, ValueError) as error:
             logger.error("%s: %s; engines that lack bytes wait for the next version", path, error)
             return None
+
+
+def sync_body(report: SyncReport) -> Mapping[str, Any]:
+    """Return the body of the entries that begin and end a sync."""
+    return {"report": SYNC.dump_python(report, mode="json")}
+
+
+def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a step's entry, with what a resumed sync reads of it. Raises ValueError."""
+    if not all(isinstance(engine, str) for engine in body["engines"]):
+        raise ValueError("engines: must be names")
+    return check_record(body)
 
 
 def _report_from(body: Mapping[str, Any]) -> SyncReport:

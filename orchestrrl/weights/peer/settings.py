@@ -4,7 +4,7 @@ trainer's environment need not have them."""
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,18 +13,11 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import (
-    EngineShare,
-    PeerLocation,
-    PeerRole,
-)
+from orchestrrl.weights.model import EngineShare, PeerLocation, PeerRole
+from orchestrrl.weights.peer.arguments import FOLDERS, PREFERRED, PeerArguments
 from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name, parse_where
 from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId, PeerId
-
-PREFERRED = ("nccl", "tcp", "gloo")
-FOLDERS = "/dev/shm/orchestrrl-weights-"
-ASK_ENGINES_S = 2.0
 
 _Value = TypeVar("_Value")
 
@@ -51,34 +44,6 @@ class PeerSettings:
     @property
     def host(self) -> str:
         return socket.gethostname()
-
-
-@dataclass(frozen=True, slots=True)
-class PeerArguments:
-    """As they were written."""
-
-    id: str
-    daemon: str
-    engines: Sequence[str] = ()
-    engines_here: bool = False
-    engines_at: Sequence[str] = ()
-    ranks_of: Sequence[str] = ()
-    product: str = "vllm"
-    folder: str = ""
-    host: str = ""
-    allow_remote: bool = False
-    transports: Sequence[str] = ()
-    gpu: int | None = None
-    pod: str = ""
-    tor: str = ""
-    nic_gbps: float = 0.0
-    tp: int = 1
-    tp_ranks: Sequence[int] = ()
-    pp: int = 1
-    pp_ranks: Sequence[int] = ()
-    ep: int = 1
-    ep_ranks: Sequence[int] = ()
-    poll_engines_s: float = ASK_ENGINES_S
 
 
 def settings_of(arguments: PeerArguments) -> PeerSettings:

@@ -31,9 +31,7 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
-from orchestrrl.weights.model import (
-    TensorMeta,
-)
+from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
 from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop
@@ -246,12 +244,7 @@ class WeightsClient:
         return self._clock.now_s()
 
     def _publish(
-        self,
-        version: int,
-        pieces: Sequence[TensorPiece],
-        copies: PieceCopies,
-        began_s: float,
-        options: PublishOptions,
+        self, version: int, pieces: Sequence[TensorPiece], copies: PieceCopies, began_s: float, options: PublishOptions
     ) -> PublishInProgress:
         neighbours = self._ranks.neighbours(pieces)
         own = to_stage(pieces, self.rank, neighbours.holders)

@@ -38,23 +38,11 @@ def pieces_of(
     tensor the first alone, as Hugging Face saves them; "each": all. `ignore`: names, or beginnings of names that end in
     a dot, which are left out. Raises Permanent for tensors that cannot be published, all at once.
     """
-    state = state_of(model)
-    faults: list[str] = []
     pieces: list[TensorPiece] = []
-    seen: set[tuple[Any, ...]] = set()
-    for name, tensor in _named(state, rename, ignore):
-        local = getattr(tensor, "_local_tensor", tensor)
-        if fault := _fault(name, tensor, local):
-            faults.append(fault)
-            continue
-        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
-        if local.numel() == 0 or (tied == "once" and (local.device, *identity) in seen):
-            continue
-        seen.add((local.device, *identity))
-        meta = TensorMeta(name, published_dtype(local.dtype, dtype), tuple(tensor.shape))
-        pieces += _placed(meta, tensor, local)
-    if faults:
-        raise Permanent("; ".join(faults))
+    for name, tensor, local in _publishable(model, tied, rename, ignore):
+        if local.numel():
+            meta = TensorMeta(name, published_dtype(local.dtype, dtype), tuple(tensor.shape))
+            pieces += _placed(meta, tensor, local)
     return pieces
 
 
@@ -215,6 +203,15 @@ class TensorCopies:
 def named_tensors(model: Any, rename: Rename | None, ignore: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Of a module or a state dict, as they are, under the names for engines; of names that share one tensor the first
     alone. Raises Permanent for tensors that cannot be published, all at once."""
+    for name, tensor, _ in _publishable(model, "once", rename, ignore):
+        yield name, tensor
+
+
+def _publishable(
+    model: Any, tied: Tied, rename: Rename | None, ignore: Sequence[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Name, tensor, and what of it lies on this rank. Raises Permanent for tensors that cannot be published, all at
+    once."""
     faults: list[str] = []
     seen: set[tuple[Any, ...]] = set()
     for name, tensor in _named(state_of(model), rename, ignore):
@@ -222,12 +219,12 @@ def named_tensors(model: Any, rename: Rename | None, ignore: Sequence[str]) -> I
         if fault := _fault(name, tensor, local):
             faults.append(fault)
             continue
-        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
-        if local.numel() and (local.device, *identity) in seen:
-            continue
-        seen.add((local.device, *identity))
-        if not faults:
-            yield name, tensor
+        storage = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+        identity = (local.device, *storage)
+        if not local.numel() or tied == "each" or identity not in seen:
+            seen.add(identity)
+            if not faults:
+                yield name, tensor, local
     if faults:
         raise Permanent("; ".join(faults))
 

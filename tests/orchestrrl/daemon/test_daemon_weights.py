@@ -650,7 +650,10 @@ def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, mon
                 engine.fails = 1
         with monkeypatch.context() as patched:
             patched.setattr(where, wrong)
-            report = await harness.over(harness.publish(2))
+            sync_id = harness.publish(2)
+            while not harness.sync.defects:
+                await harness.pass_time(0.05)
+        report = await harness.over(sync_id)
         assert harness.sync.defects == 1
         assert (report.state, report.code) in ((SyncState.DONE, "done"), (SyncState.ABORTED, "internal"))
         await harness.ends_in_one_version()

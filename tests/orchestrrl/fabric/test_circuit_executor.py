@@ -25,15 +25,14 @@ from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent as OrchestrRLPermanent
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fabric.circuit_executor import (
+from orchestrrl.fabric.circuit_change import (
     RETRY_S,
-    VALID_S,
-    CircuitExecutor,
     CircuitOperation,
     compared_with_before,
     operation_from_json,
     operation_to_json,
 )
+from orchestrrl.fabric.circuit_executor import VALID_S, CircuitExecutor
 
 OLD = (CrossConnect(1, 17), CrossConnect(2, 18))
 NEW = (CrossConnect(1, 18), CrossConnect(2, 17))

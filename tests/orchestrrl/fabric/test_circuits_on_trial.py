@@ -13,7 +13,8 @@ from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fabric.circuit_executor import VALID_S, CircuitExecutor, CircuitOperation, operation_to_json
+from orchestrrl.fabric.circuit_change import CircuitOperation, operation_to_json
+from orchestrrl.fabric.circuit_executor import VALID_S, CircuitExecutor
 
 OLD = (CrossConnect(1, 17), CrossConnect(2, 18))
 NEW = (CrossConnect(1, 18), CrossConnect(2, 17))

@@ -15,7 +15,7 @@ from ocs_drivers.model import ChangeMode, CircuitChange, Connectivity, CrossConn
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.fabric.circuit_executor import CircuitOutcome
+from orchestrrl.fabric.circuit_change import CircuitOutcome
 from orchestrrl.fabric.route_drivers import virtual
 from orchestrrl.fabric.site import parse_site
 from orchestrrl.fabric.switch_reader import SwitchReader

@@ -228,6 +228,9 @@ class Harness:
             with suppress(asyncio.CancelledError):
                 await self._loops
             self._loops = None
+        for task in self.plane.barrier.close():
+            with suppress(asyncio.CancelledError):
+                await task
         for gateway in self.gateways.values():
             if gateway.attachment is not None:
                 self.plane.nodes.detach(gateway.attachment, self.clock.now_s())

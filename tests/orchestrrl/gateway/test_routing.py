@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing.policies.base import concurrency_cap, fits
+from orchestrrl.gateway.routing.policies.base import AffinitySlack, EngineLoad, RoutedRequest, concurrency_cap, fits
 from orchestrrl.gateway.routing.policies.prefix_affinity import PREFIX_CHARACTERS, PREFIX_TOKENS, prefix_of, score
-from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, EngineLoad, RoutedRequest, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId
 
 

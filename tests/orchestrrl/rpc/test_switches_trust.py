@@ -22,7 +22,8 @@ from ocs_drivers.model import (
 from ocs_drivers.virtual import VirtualSwitch, VirtualSwitchWire
 from orchestrrl.core.clock import VirtualClock, WallClock
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fabric.circuit_executor import LATE_TIMES, RETRY_S, CircuitExecutor, CircuitOperation, operation_to_json
+from orchestrrl.fabric.circuit_change import LATE_TIMES, RETRY_S, CircuitOperation, operation_to_json
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.rpc.ocs_client import GrpcSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
 from orchestrrl.rpc.pb import control_pb2

@@ -3,11 +3,27 @@
 from dataclasses import astuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
-from planner.cost.paper import EARLY_S, FITTED, PROFILES, TAIL_S, UnknownProfile, fit_host, named_profile, phase_seconds
-from planner.cost.profile import EngineProfile
+from planner.cost.engines import engine_named, with_constants
+from planner.cost.hardware import gpu_named
+from planner.cost.models import model_named
+from planner.cost.paper import (
+    EARLY_S,
+    FITTED,
+    PROFILES,
+    TAIL_S,
+    HostFit,
+    UnknownProfile,
+    named_profile,
+    phase_seconds,
+)
+from planner.cost.predict import predict
+from planner.cost.profile import EngineProfile, Parallelism
 
 PAPER = Path(__file__).parents[4] / "shared" / "reference" / "paper.yaml"
 
@@ -32,6 +48,20 @@ def test_the_times_are_those_of_the_paper() -> None:
     phases = yaml.safe_load(PAPER.read_text())["phase_example"]
     assert phases["early"] == {f"tp{tp}_s": seconds for tp, seconds in EARLY_S.items()}
     assert phases["tail"] == {f"tp{tp}_s": seconds for tp, seconds in TAIL_S.items()}
+
+
+def fit_host() -> HostFit:
+    """Least squares on the logarithms of the six times."""
+    model, gpu = model_named("qwen2.5-14b"), gpu_named("h800")
+    logs_s = np.log([*EARLY_S.values(), *TAIL_S.values()])
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        host = HostFit(*np.exp(logs).tolist())
+        engine = with_constants(engine_named("vllm"), step_s=host.step_s, sequence_s=host.sequence_s)
+        profiles = [predict(model, gpu, Parallelism(tp=tp), engine) for tp in EARLY_S]
+        return np.asarray(np.log(phase_seconds(profiles, host)) - logs_s)
+
+    return HostFit(*np.exp(least_squares(residuals, np.log([1e-2, 50e-6, 2000.0, 10000.0])).x).tolist())
 
 
 def test_fitting_again_gives_the_same_host_time() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.collectives import double_tree, transfers_of
-from planner.fabric.demand import GENERAL, demand_of, flows_of
+from planner.fabric.demand import GENERAL, flows_of
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
 from planner.fabric.plan import FabricFailures
-from planner.fabric.topology import RESPONSES, PodRole
+from planner.fabric.topology import RESPONSES, PodRole, ServerId
 from planner.model import GpuId
 
 NOTHING = FabricFailures()
@@ -47,21 +47,6 @@ def test_every_message_is_found_between_its_tors(data: st.DataObject) -> None:
     found = {**flows.tors[purpose], "nvlink": flows.nvlink_bytes, "below": flows.below_tor_bytes}
     found["dropped"] = flows.dropped_bytes  # type: ignore[index]
     assert {key: value for key, value in found.items() if value} == pytest.approx(dict(expected))
-
-
-@given(st.data())
-def test_bytes_into_a_pod_are_those_that_the_core_brings(data: st.DataObject) -> None:
-    site = data.draw(sites())
-    demand = demand_of(data.draw(intents(site)), site, NOTHING)
-    uplinks = {each.id for each in site.uplinks}
-    for pod, pairs in demand.agg.items():
-        if any(note.startswith(f"{pod}: no lane") for note in demand.notes):
-            continue
-        lifted = sum(count for (_, end), count in pairs.items() if end in uplinks)
-        dropped = sum(count for (start, _), count in pairs.items() if start in uplinks)
-        assert lifted == pytest.approx(sum(count for (start, _), count in demand.core.items() if start == pod))
-        assert dropped == pytest.approx(sum(count for (_, end), count in demand.core.items() if end == pod))
-        assert all(site.pod_of[end] == pod for pair in pairs for end in pair)
 
 
 @given(st.integers(2, 70))
@@ -100,7 +85,7 @@ def test_a_broadcast_enters_each_pod_tor_and_server_once(data: st.DataObject) ->
     root, *receivers = data.draw(st.lists(st.sampled_from(ranks), min_size=2, unique=True))
     flows = flows_of(one(Primitive.BROADCAST, ((root,),), receivers=(tuple(receivers),)), site, NOTHING)
     pairs = flows.tors[GENERAL]
-    assert flows.local_bytes + sum(pairs.values()) == pytest.approx(len(receivers) * GB)
+    assert flows.nvlink_bytes + flows.below_tor_bytes + sum(pairs.values()) == pytest.approx(len(receivers) * GB)
     into_tor: Counter[EndpointId] = Counter()
     into_pod: Counter[EndpointId] = Counter()
     for (source, destination), sent_bytes in pairs.items():
@@ -127,7 +112,7 @@ def test_shards_are_seeded_at_different_tors() -> None:
 def test_an_empty_group_sends_nothing(primitive: Primitive) -> None:
     flows = flows_of(one(primitive, ((),), receivers=((0, 8),)), small_site(), NOTHING)
     assert not any(flows.tors.values())
-    assert flows.local_bytes == flows.dropped_bytes == 0
+    assert flows.nvlink_bytes == flows.below_tor_bytes == flows.dropped_bytes == 0
 
 
 def test_what_changes_rails_is_handed_over_inside_the_server_first() -> None:
@@ -146,18 +131,16 @@ def test_traffic_of_a_failed_nic_takes_another_and_is_told() -> None:
     flows = flows_of(intent, site, broken)
     assert flows.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): GB}
     assert flows.notes == (f"{server.id}: NIC 0 is relayed over NIC 1",)
-    assert flows.busiest_nic_bytes == flows_of(intent, site, NOTHING).busiest_nic_bytes
-    both = one(Primitive.PIPELINE, ((8, 0), (9, 1)))
-    assert flows_of(both, site, broken).busiest_nic_bytes == 2 * flows_of(both, site, NOTHING).busiest_nic_bytes
+    both = flows_of(one(Primitive.PIPELINE, ((8, 0), (9, 1))), site, broken)
+    assert both.tors[GENERAL] == {(site.tor_of(GpuId(9)), site.tor_of(GpuId(1))): 2 * GB}
 
 
 def test_ranks_that_are_nowhere_are_told() -> None:
     site = small_site()
-    demand = demand_of(
-        one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, FabricFailures(servers=frozenset({"train0/s2"}))
-    )  # type: ignore[arg-type]
-    assert not demand.core
-    assert demand.notes == (
+    broken = FabricFailures(servers=frozenset({ServerId("train0/s2")}))
+    flows = flows_of(one(Primitive.PIPELINE, ((0, 9), (1, 2000))), site, broken)
+    assert flows.tors == {GENERAL: {}}
+    assert flows.notes == (
         "2 ranks are on no server of the site that works (9, 2000)",
         "2e+09 bytes have no place to go from or to",
     )
@@ -166,34 +149,11 @@ def test_ranks_that_are_nowhere_are_told() -> None:
 def test_another_placement_changes_the_demand() -> None:
     site = small_site()
     groups = (tuple(range(8)),)
-    together = demand_of(one(Primitive.ALL_TO_ALL, groups), site, NOTHING)
+    together = flows_of(one(Primitive.ALL_TO_ALL, groups), site, NOTHING)
     spread = Intent("any", Stage.TRAIN, one(Primitive.ALL_TO_ALL, groups).traffic, {r: GpuId(r * 4) for r in range(8)})
-    apart = demand_of(spread, site, NOTHING)
-    assert (together.agg, together.core) == ({}, {})
-    assert all((apart.core, apart.agg))
-
-
-def test_shares_of_uplinks_follow_their_healthy_lanes() -> None:
-    site = small_site(response_lanes=0, core_lanes=8)
-    first = site.uplinks_of[EndpointId("train0")][0].id
-    lanes = [lane for lane in site.lanes if lane.uplink == first]
-    demand = demand_of(
-        one(Primitive.PIPELINE, ((0, 16),)),
-        site,
-        FabricFailures(ports=frozenset({(lanes[0].core, lanes[0].core_port)})),
-    )
-    shares = {end: count / GB for (_, end), count in demand.agg[EndpointId("train0")].items()}
-    assert shares[first] == pytest.approx(3 / 7)
-    assert sum(shares.values()) == pytest.approx(1)
-
-
-def test_a_pod_without_lanes_is_told() -> None:
-    site = small_site(response_lanes=0)
-    lanes = [lane for lane in site.lanes if site.pod_of[lane.uplink] == "train1"]
-    broken = FabricFailures(ports=frozenset((lane.core, lane.core_port) for lane in lanes))
-    demand = demand_of(one(Primitive.PIPELINE, ((0, 16),)), site, broken)
-    assert demand.core == {("train0", "train1"): GB}
-    assert demand.notes == ("train1: no lane to the core is left",)
+    apart = flows_of(spread, site, NOTHING).tors[GENERAL]
+    assert together.tors == {GENERAL: {}}
+    assert {site.pod_of[one] == site.pod_of[other] for one, other in apart} == {True, False}
 
 
 @given(st.data())
@@ -203,7 +163,10 @@ def test_nothing_is_lost_by_failures_but_what_is_told(data: st.DataObject) -> No
     broken = data.draw(failures(site))
     whole, left = flows_of(intent, site, NOTHING), flows_of(intent, site, broken)
     sums = [
-        each.local_bytes + each.dropped_bytes + sum(b for flows in each.tors.values() for b in flows.values())
+        each.nvlink_bytes
+        + each.below_tor_bytes
+        + each.dropped_bytes
+        + sum(b for flows in each.tors.values() for b in flows.values())
         for each in (whole, left)
     ]
     assert sums[0] == pytest.approx(sums[1])

@@ -6,14 +6,14 @@ import pytest
 from fabric_sites import gpus_of, small_site
 
 from planner.cost.models import MODELS
-from planner.fabric.demand import GENERAL, demand_of, flows_of
+from planner.fabric.demand import GENERAL, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Primitive, Stage, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.shape import SiteShape
-from planner.fabric.topology import PodRole
+from planner.fabric.topology import RESPONSES, PodRole
 from planner.model import EngineId, GpuId, Parallelism
 
 DENSE = MODELS["qwen2.5-14b"]
@@ -102,8 +102,10 @@ def test_responses_go_to_trainers_in_turn_over_the_slice() -> None:
     intent = deployment_intent(DENSE, engines, trainers=tuple(map(GpuId, train[:2])))
     streams = [each for each in intent.traffic if each.operation is TrafficOperation.RESPONSES]
     assert Counter(group[1] for each in streams for group in each.groups) == {train[0]: 4, train[1]: 4}
-    demand = demand_of(intent, site, NOTHING)
-    assert demand.core == pytest.approx({("gen0", "train0"): 4 * 8000.0, ("gen1", "train0"): 4 * 8000.0})
+    between_pods: Counter[tuple[str, str]] = Counter()
+    for (one, other), sent_bytes in flows_of(intent, site, NOTHING).tors[RESPONSES].items():
+        between_pods[site.pod_of[one], site.pod_of[other]] += sent_bytes  # type: ignore[assignment]
+    assert between_pods == pytest.approx({("gen0", "train0"): 4 * 8000.0, ("gen1", "train0"): 4 * 8000.0})
     plan = materialize(site, intent, FabricState())
     assert isinstance(plan, FabricPlan)
     assert not [note for note in plan.notes if "bytes" in note]
@@ -128,7 +130,7 @@ def test_a_switch_of_parallelism_changes_demand_and_circuits() -> None:
         plan = materialize(site, intent, state)
         assert isinstance(plan, FabricPlan)
         state = FabricState(plan.cross_connects)
-        seen.append((demand_of(intent, site, NOTHING).agg, plan.cross_connects))
+        seen.append((flows_of(intent, site, NOTHING).tors[GENERAL], plan.cross_connects))
     assert seen[0][0] == {}
     assert len({str(demand) for demand, _ in seen}) == 3
     assert len({circuits for _, circuits in seen}) == 3

@@ -14,7 +14,6 @@ from planner.fabric.materialize import materialize
 from planner.fabric.model import OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.route_plan import RoutedLink
-from planner.fabric.templates import TemplateBook
 from planner.fabric.topology import Site, Tier
 
 
@@ -79,7 +78,7 @@ def test_links_are_those_that_light_joins(data: st.DataObject) -> None:
 def test_every_circuit_of_a_plan_is_a_link_or_part_of_one(data: st.DataObject) -> None:
     site = data.draw(sites())
     intent = data.draw(intents(site))
-    plan = materialize(site, intent, FabricState(), TemplateBook().learn(intent))
+    plan = materialize(site, intent, FabricState())
     assert isinstance(plan, FabricPlan)
     lit = links_up(site, plan.cross_connects, named(site))
     for pair in plan.cross_connects:

@@ -13,7 +13,6 @@ from planner.fabric.materialize import materialize, validate
 from planner.fabric.model import EndpointId, OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.sizing import spread
-from planner.fabric.templates import TemplateBook
 from planner.fabric.topology import PodRole, Site, Tier
 from planner.model import Hold
 
@@ -283,12 +282,6 @@ def test_more_volume_takes_longer_on_the_same_circuits() -> None:
     plans = [planned(site, intent, FabricState()) for intent in (once, twice)]
     assert plans[0].cross_connects == plans[1].cross_connects
     assert plans[1].completion_s == pytest.approx(2 * plans[0].completion_s)
-
-
-def test_a_learned_template_gives_the_same_plan() -> None:
-    site, book = small_site(), TemplateBook()
-    for intent in (gradients(site), generation(site), weights(site)):
-        assert materialize(site, intent, FabricState(), book.learn(intent)) == planned(site, intent, FabricState())
 
 
 def test_a_site_of_one_pod_has_no_core() -> None:

@@ -1,15 +1,23 @@
 """What a bounded memory promises of the next value."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.recent import RUN, SampleTrust, recent_of, samples_needed
+from planner.fabric.recent import HALF_LIFE, MEMORY, RUN, RecentSamples, SampleTrust
 
 EVEN = 1e12  # a half-life that weighs all values alike
 VALUES = st.lists(st.floats(0.001, 1000), min_size=1, max_size=60)
+
+
+def recent_of(values: Iterable[float], memory: int = MEMORY, half_life: float = HALF_LIFE) -> RecentSamples:
+    made = RecentSamples(memory, half_life)
+    for value in values:
+        made.add(value)
+    return made
 
 
 def shuffled(values: list[float], seed: int = 0) -> list[float]:
@@ -39,7 +47,6 @@ def test_an_upper_bound_is_a_lower_one_of_the_mirrored_values(values: list[float
 
 @pytest.mark.parametrize(("q", "needed"), [(0.5, 1), (0.1, 9), (0.05, 19), (0.01, 99)])
 def test_how_many_values_a_quantile_takes(q: float, needed: int) -> None:
-    assert samples_needed(q) == needed
     values = shuffled([float(value) for value in range(1, needed + 1)])
     bound = recent_of(values, half_life=EVEN).lower(q)
     assert bound is not None
@@ -94,5 +101,3 @@ def test_bad_settings_say_what_is_wrong() -> None:
     for settings in ((8, 1.0), (64, 0.0)):
         with pytest.raises(ValueError, match="must be"):
             recent_of([], *settings)
-    with pytest.raises(ValueError, match=r"q must be in \(0, 1\), got 1"):
-        samples_needed(1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.model import EndpointId
 from planner.fabric.route_plan import (
     NextHop,
     PacketRoute,
@@ -23,7 +23,6 @@ from planner.fabric.route_plan import (
     changes,
     drain,
     fit,
-    links_of,
     reroute,
     update,
 )
@@ -288,13 +287,6 @@ def test_without_weights_a_neighbour_of_half_the_width_keeps_half_its_interfaces
     table = reroute(where, wire({(1, 2): 2, (1, 3): 2, (2, 4): 1, (3, 4): 2})).tables[tor(1)]
     (route,) = (fit(table, 64, 1).routes["10.0.4.0/24"],)
     assert [hop.gateway for hop in route.next_hops] == ["192.0.2.2", "192.0.2.3", "192.0.2.3"]
-
-
-def test_cross_connects_become_links_of_the_routers_that_they_join() -> None:
-    ocs = OcsId("ocs1")
-    fibres = {ocs: {1: (tor(2), "swp1"), 2: (tor(1), "swp4"), 3: (tor(1), "swp5")}}
-    found = links_of(fibres, [PortPair(ocs, 1, 2), PortPair(ocs, 2, 3), PortPair(ocs, 3, 9)])
-    assert found == (RoutedLink(tor(1), tor(2), "swp4", "swp1"),)
 
 
 def test_values_check_themselves() -> None:

@@ -385,4 +385,3 @@ def test_histograms_add_up_and_tell_quantiles_to_a_bin(slack_s: list[float], cut
     bin_factor = edge_s(1) / edge_s(0)
     assert sum(each <= quantile_s * bin_factor for each in slack_s) >= q * len(slack_s) - 1e-9
     assert sum(each >= quantile_s / bin_factor for each in slack_s) >= (1 - q) * len(slack_s) - 1e-9
-    assert whole.share_at_least(0.0) <= 1.0

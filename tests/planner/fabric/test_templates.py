@@ -1,12 +1,11 @@
-"""Which topology a stage asks for, and what a book of them remembers."""
+"""Which topology a stage asks for."""
 
 from dataclasses import replace
 
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
-from planner.fabric.templates import SpareCapacity, TemplateBook, template_of
+from planner.fabric.templates import SpareCapacity, template_of
 from planner.fabric.topology import Pod, PodRole
-from planner.model import GpuId
 
 PODS = (
     Pod(EndpointId("train0"), PodRole.TRAIN),
@@ -42,17 +41,3 @@ def test_only_weight_sync_leaves_spare_ports_as_they_are() -> None:
 def test_hot_endpoints_on_two_sides_are_told_by_bytes() -> None:
     assert template_of(intent(Stage.GEN, ALL_TO_ALL, M2N)).bipartite
     assert not template_of(intent(Stage.GEN, replace(ALL_TO_ALL, times=10.0), M2N)).bipartite
-
-
-def test_a_period_is_learned_once_and_again_when_its_shape_changes() -> None:
-    book = TemplateBook()
-    first = intent(Stage.TRAIN)
-    assert not book.has(first)
-    template = book.learn(first)
-    assert book.learn(first) is template
-    louder = replace(first, traffic=(replace(ALL_TO_ALL, bytes_per_rank=9.0),), gpus={0: GpuId(7)})
-    assert book.learn(louder) is template
-    wider = replace(first, traffic=(replace(ALL_TO_ALL, groups=((0, 1, 2, 3),)),))
-    assert not book.has(wider)
-    assert book.learn(wider) is not template
-    assert book.templates == (book.learn(wider),)

@@ -1,4 +1,4 @@
-"""Resharding against brute force: every tensor of every rank is built from numbers as Megatron, FSDP2 and vLLM would
+"""Resharding against brute force: every tensor of every rank is built from numbers as Megatron and vLLM would
 build it, shards are carried as their slices say, and what arrives is compared element by element."""
 
 import math
@@ -19,13 +19,12 @@ from planner.sync_tree.layout import EngineLayout, LocalShard, TrainerLayout, me
 from planner.sync_tree.parameters import (
     Box,
     Parameter,
-    ParameterPayload,
     ParameterSplit,
     TransformerParameters,
     megatron_name,
 )
 from planner.sync_tree.plan import make_plan
-from planner.sync_tree.reshard import ReshardedVersion, reshard, reshard_boxes
+from planner.sync_tree.reshard import reshard, reshard_boxes
 
 Array = np.ndarray[Any, Any]
 seeds = st.integers(0, 2**32)
@@ -73,23 +72,17 @@ def case(seed: int) -> Case:
 
 def _trainer(rng: random.Random, layers: int, has_experts: bool) -> TrainerLayout:
     tp, pp, replicas = rng.choice([1, 2, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2])
-    is_fsdp = rng.random() < 0.5
-    fsdp = rng.choice([2, 3, 5]) if is_fsdp else 1
-    width = tp * replicas * fsdp
-    ep, expert_tp, expert_fsdp = tp, 1, fsdp
+    width = tp * replicas
+    ep, expert_tp = tp, 1
     if has_experts and rng.random() < 0.5:
-        options = [(e, t, f) for e in (1, 2, 4) for t in (1, 2) for f in (1, 2, fsdp) if width % (e * t * f) == 0]
-        ep, expert_tp, expert_fsdp = rng.choice(options)
+        ep, expert_tp = rng.choice([(e, t) for e in (1, 2, 4) for t in (1, 2) if width % (e * t) == 0])
     return TrainerLayout(
         tuple(range(width * pp)),
         tp=tp,
         pp=pp,
-        fsdp=fsdp,
         replicas=replicas,
         ep=ep,
         expert_tp=expert_tp,
-        expert_fsdp=expert_fsdp,
-        fused="apart" if is_fsdp and rng.random() < 0.7 else "groups",
         vocab_multiple=8 * tp,
         stage_of_layer=megatron_stages(layers, pp, rng.choice([1, 2]) if layers == 4 else 1),
     )
@@ -117,13 +110,6 @@ def whole(parameter: Parameter) -> Array:
 
 def _even(tensor: Array, rank: int, of: int, axis: int) -> Array:
     return np.split(tensor, of, axis=axis)[rank]
-
-
-def _torch_chunk(tensor: Array, rank: int, of: int, axis: int = 0) -> Array:
-    size = math.ceil(tensor.shape[axis] / of)
-    return np.take(
-        tensor, range(min(tensor.shape[axis], rank * size), min(tensor.shape[axis], rank * size + size)), axis
-    )
 
 
 def _padded_vocab(tensor: Array, rank: int, of: int, multiple: int) -> Array:
@@ -173,35 +159,39 @@ def in_engine(model: TransformerParameters, engine: EngineLayout, parameter: Par
 
 
 def in_trainer(model: TransformerParameters, trainer: TrainerLayout, parameter: Parameter, rank: int) -> list[Array]:
-    grid = np.arange(len(trainer.endpoints)).reshape(trainer.pp, trainer.replicas, trainer.fsdp, trainer.tp)
-    stage, _, part, tp = (int(each[0]) for each in np.nonzero(grid == rank))
+    grid = np.arange(len(trainer.endpoints)).reshape(trainer.pp, trainer.replicas, trainer.tp)
+    stage, _, tp = (int(each[0]) for each in np.nonzero(grid == rank))
     tensor, split, of = whole(parameter), parameter.split, trainer.tp
     if isinstance(parameter.where, int):
         if trainer.stage_of_layer[parameter.where] != stage:
             return []
     elif stage not in {"first": {0}, "last": {trainer.pp - 1}, "both": {0, trainer.pp - 1}}[parameter.where]:
         return []
-    parts_of = trainer.fsdp
     if split.has_experts:
-        parts_of = trainer.expert_fsdp or 1
-        experts = np.arange(len(trainer.endpoints)).reshape(trainer.pp, -1, parts_of, trainer.ep, trainer.expert_tp)
-        _, _, part, ep, tp = (int(each[0]) for each in np.nonzero(experts == rank))
+        experts = np.arange(len(trainer.endpoints)).reshape(trainer.pp, -1, trainer.ep, trainer.expert_tp)
+        _, _, ep, tp = (int(each[0]) for each in np.nonzero(experts == rank))
         tensor, of = _even(tensor, ep, trainer.ep, 0), trainer.expert_tp
-    if trainer.fused == "apart":
-        pieces = _parts(tensor, split) if split.parts else [tensor]
-        if split.axis is not None:
-            pieces = [_torch_chunk(each, tp, of, split.axis) for each in pieces]
-    elif split.is_vocab:
-        pieces = [_padded_vocab(tensor, tp, of, trainer.vocab_multiple)]
-    elif "qkv_proj" in parameter.name:
+    if split.is_vocab:
+        return [_padded_vocab(tensor, tp, of, trainer.vocab_multiple)]
+    if "qkv_proj" in parameter.name:
         grouped = [each.reshape(model.kv_heads, -1, *tensor.shape[1:]) for each in _parts(tensor, split)]
-        pieces = [_even(np.concatenate(grouped, axis=1).reshape(tensor.shape), tp, of, 0)]
-    elif split.parts:
+        return [_even(np.concatenate(grouped, axis=1).reshape(tensor.shape), tp, of, 0)]
+    if split.parts:
         axis = split.axis or 0
-        pieces = [np.concatenate([_even(each, tp, of, axis) for each in _parts(tensor, split)], axis=axis)]
-    else:
-        pieces = [tensor if split.axis is None else _even(tensor, tp, of, split.axis)]
-    return [each for each in (_torch_chunk(each, part, parts_of) for each in pieces) if each.size]
+        return [np.concatenate([_even(each, tp, of, axis) for each in _parts(tensor, split)], axis=axis)]
+    return [tensor if split.axis is None else _even(tensor, tp, of, split.axis)]
+
+
+def places(local: LocalShard, box: Box) -> Iterator[tuple[Box, Box]]:
+    """Where parts of a box of the whole tensor are: in this tensor, and in the box."""
+    at = 0
+    for own in local.boxes:
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
+        if all(first < last for first, last in common):
+            start = tuple(at - a if axis == local.axis else -a for axis, (a, _) in enumerate(own))
+            here = tuple((first + by, last + by) for (first, last), by in zip(common, start, strict=True))
+            yield here, tuple((first - a, last - a) for (first, last), (a, _) in zip(common, box, strict=True))
+        at += own[local.axis][1] - own[local.axis][0]
 
 
 def gathered(local: LocalShard, tensor: Array) -> Array:
@@ -348,12 +338,12 @@ def test_bytes_put_together_by_a_holder_come_apart_as_the_engine_has_them(seed: 
         for piece in each.slices:
             buffer = np.full([last - first for first, last in piece.box], -1)
             for local, array in sides[True][sender, piece.parameter]:
-                for here, there in local.places(piece.box):
+                for here, there in places(local, piece.box):
                     buffer[_at(there)] = array[_at(here)]
             for end in (*each.shard.receivers, *each.at_home):
                 key = end, piece.parameter
                 for (local, _), into in zip(sides[False][key], got[key], strict=True):
-                    for here, there in local.places(piece.box):
+                    for here, there in places(local, piece.box):
                         into[_at(here)] = buffer[_at(there)]
     for key, arrays in got.items():
         for (_, expected), found in zip(sides[False][key], arrays, strict=True):
@@ -402,42 +392,6 @@ def test_what_is_to_be_resharded_can_be_planned() -> None:
     assert plan.estimate_s <= 1.1 * plan.lower_bound_s
 
 
-@pytest.mark.parametrize(
-    ("payload", "elements", "expected"),
-    [
-        (ParameterPayload(), 1000, 2000),
-        (ParameterPayload(element_bits=8, block_elements=128, scale_bytes=4), 1000, 1000 + 8 * 4),
-        (ParameterPayload(element_bits=4), 1001, 501),
-        (ParameterPayload(changed=0.03), 1000, 30 * (2 + 4)),
-        (ParameterPayload(changed=0.03), 1, 6),
-    ],
-)
-def test_payloads_say_how_many_bytes_travel(payload: ParameterPayload, elements: int, expected: int) -> None:
-    assert payload.bytes_of(elements, 2) == expected
-
-
-def test_with_another_payload_bytes_differ_and_all_else_is_the_same() -> None:
-    trainer, engine = TrainerLayout((0, 1), tp=2), [EngineLayout((2, 3, 4, 5), tp=4)]
-    model = TransformerParameters(1, 64, 4, 2, 16, 128, 256)
-    parameters = model.parameters()
-    plain = reshard(parameters, trainer, engine)
-    less = reshard([replace(each, payload=ParameterPayload(element_bits=8)) for each in parameters], trainer, engine)
-    for one, other in zip(plain, less, strict=True):
-        assert one.shard.bytes == 2 * other.shard.bytes
-        assert _but_bytes(one) == _but_bytes(other)
-
-
-def _but_bytes(each: ReshardedVersion) -> Any:
-    shard = each.shard
-    return (
-        shard.id,
-        shard.holders,
-        shard.receivers,
-        each.at_home,
-        [(piece.parameter, piece.box) for piece in each.slices],
-    )
-
-
 def test_stages_are_those_of_vllm_and_of_megatron() -> None:
     assert [vllm_stages(10, 4).count(stage) for stage in range(4)] == [2, 3, 3, 2]
     assert [vllm_stages(7, 4).count(stage) for stage in range(4)] == [2, 2, 2, 1]
@@ -456,11 +410,10 @@ def test_names_are_known_on_both_sides() -> None:
         (lambda: EngineLayout((1, 2), tp=4), "need 4 endpoints, got 2"),
         (lambda: EngineLayout((1, 1), tp=2), "an endpoint of its own"),
         (lambda: EngineLayout((1, 2), pp=2), "stage_of_layer must be given"),
-        (lambda: TrainerLayout((1, 2), fsdp=2, ep=2), "expert_fsdp must be given"),
+        (lambda: TrainerLayout((1, 2), tp=2, ep=3), "a stage of 2 ranks cannot hold experts over 3"),
         (lambda: megatron_stages(7, 2), "7 layers cannot be divided by 2 stages"),
         (lambda: reshard(QWEN3_32B.parameters(), TrainerLayout((0,)), engines(1, 1, 3)), "cannot be divided by TP 3"),
         (lambda: Parameter("w", (4, 0), 2, ParameterSplit(0), 1), "w: every axis must have elements"),
-        (lambda: ParameterPayload(changed=0), "changed must be in"),
     ],
 )
 def test_what_cannot_be_is_said(make: Any, told: str) -> None:

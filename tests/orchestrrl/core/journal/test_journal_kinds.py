@@ -37,14 +37,16 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.step_lengths import StepLengths
-from orchestrrl.fabric.circuit_executor import CircuitExecutor, CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
+from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 from orchestrrl.fabric.operator_overrides import _CONTROL, _constraints_in
 from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.periods import FabricControl, PeriodReport
 from orchestrrl.fleet.membership import Membership, recovered_roster
-from orchestrrl.fleet.pause_lease import PauseLease, PauseState
+from orchestrrl.fleet.pause_lease import LEASE, PauseLease, PauseState
+from orchestrrl.fleet.pause_operation import FleetPause
 from orchestrrl.fleet.redeployment.book import RedeploymentBook
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.records import (
@@ -68,8 +70,10 @@ from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_p
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
+from orchestrrl.weights.controller.participants import SyncAttempt
 from orchestrrl.weights.controller.reports import SyncReport
-from orchestrrl.weights.controller.state import CommittedVersion, WeightBook
+from orchestrrl.weights.controller.run import SyncRun, SyncStep, SyncStepKind
+from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, WeightBook
 from orchestrrl.weights.controller.state import FleetWeights as WeightFleet
 from planner.admission import OperatorControl
 from planner.calibration import Calibration
@@ -272,7 +276,7 @@ def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     log.begin(redeployment.id, run.intent())
     operation: Any = object.__new__(OperationRun)
     operation._description, operation._log, operation._changed = run, log, lambda: None
-    operation._reports, operation.records = {}, []
+    operation._reports, operation.records, operation.attempt = {}, [], 1
     operation._write(step)
     opened = read_open(shelf.again())
     assert opened is not None
@@ -311,6 +315,22 @@ def _barrier(shelf: Shelf, draw: Drawn) -> None:
         shelf.again()
         found = shelf.journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
         assert found == each
+
+
+def _fleet_pauses(shelf: Shelf, draw: Drawn) -> None:
+    lease = draw(values(PauseLease))
+    barrier = shelf.plane().barrier
+    barrier._log.begin(lease.id, FleetPause(lease, barrier, barrier._log, shelf.clock).intent())
+    barrier._log.step(lease.id, {"number": 1, "direction": "forward", "state": "failed", **STEP_TIMES})
+    shelf.again()
+    barrier = shelf.plane().barrier
+    (left,) = barrier._log.left_open(lambda entry: LEASE.validate_python(entry.body["lease"]))
+    assert left.intent == lease
+    asyncio.run(barrier.settle())
+    assert not barrier._log.left_open(lambda entry: entry.body)
+
+
+STEP_TIMES = {"detail": "", "began_s": 1.0, "elapsed_s": 0.0}
 
 
 def _routes(shelf: Shelf, draw: Drawn) -> None:
@@ -359,7 +379,7 @@ def _circuits(shelf: Shelf, draw: Drawn) -> None:
     diff = CircuitDiff(draw(st.sampled_from(ChangeMode)), draw(COUNTS), frozenset(before), remove, add, remove[:1])
     operation = CircuitOperation(draw(TEXTS), draw(TEXTS), diff, draw(SECONDS), draw(st.none() | SECONDS))
     executor = CircuitExecutor({}, shelf.journal, shelf.clock)
-    executor._note(operation)
+    executor._run_of(operation).begin()
     again = CircuitExecutor({}, shelf.again(), shelf.clock)
     assert again.recover() == 1
     assert again.open == (operation,)
@@ -413,11 +433,22 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     spoilt, engines = draw(st.dictionaries(TEXTS, TEXTS, max_size=2)), draw(st.lists(TEXTS, max_size=2))
     book = WeightBook(shelf.journal, shelf.clock)
     book.began(report)
-    book.step(report.id, "install", engines)
+    run: Any = object.__new__(SyncRun)
+    run.sync_record, run._attempt = SyncRecord(report, shelf.clock), SyncAttempt(targets=dict.fromkeys(engines, "p"))
+    operation: Any = object.__new__(OperationRun)
+    operation._description, operation._log, operation._changed = run, book.log, lambda: None
+    operation._reports, operation.records, operation.attempt = {}, [], 2
+    step = dataclasses.replace(draw(values(StepReport[SyncStep])), step=SyncStep(4, SyncStepKind.INSTALL))
+    operation._write(step)
+    for engine in engines:
+        book.repairs(report.id, engine)
     book.stands(WeightFleet(committed, spoilt))
     again = WeightBook(shelf.again(), shelf.clock)
     (left,) = again.recover()
-    assert (left.report, left.changed) == (report, tuple(dict.fromkeys(engines)))
+    assert left.intent == report
+    (entry,) = left.steps
+    assert (entry.body["step"], entry.body["attempt"], entry.body["state"]) == ("install", 2, step.state)
+    assert entry.body["engines"] == sorted(set(engines))
     assert again.fleet == WeightFleet(committed, spoilt)
     again.ended(report)
     last = WeightBook(shelf.again(), shelf.clock)
@@ -450,6 +481,7 @@ WRITERS: dict[tuple[EntryKind, ...], Callable[[Shelf, Drawn], None]] = {
     (EntryKind.PROFILE_REFITTED,): _plane(_refitted),
     (EntryKind.BALANCE,): _plane(_balance),
     (EntryKind.BARRIER,): _barrier,
+    (EntryKind.PAUSE_BEGAN, EntryKind.PAUSE_STEP, EntryKind.PAUSE_ENDED): _fleet_pauses,
     (EntryKind.ROUTES,): _routes,
     (EntryKind.OPERATION_INTENT, EntryKind.OPERATION_SENT, EntryKind.OPERATION_RESULT): _operations,
     (EntryKind.CIRCUITS_INTENT, EntryKind.CIRCUITS_RESULT, EntryKind.CIRCUITS_OWNED): _circuits,
@@ -617,6 +649,7 @@ SET_ASIDE = {
         EntryKind.REDEPLOYMENT_ENDED,
         EntryKind.ENGINE_STARTED,
         EntryKind.BARRIER,
+        EntryKind.PAUSE_BEGAN,
         EntryKind.ROUTES,
         EntryKind.OPERATION_INTENT,
         EntryKind.CIRCUITS_INTENT,
@@ -642,6 +675,7 @@ def test_an_entry_that_cannot_be_read_is_set_aside(tmp_path: Path, kind: EntryKi
     with Journal(path, NOW_S) as journal:
         clock = VirtualClock(NOW_S)
         plane = ControlPlane(parse_config("mode: act\n"), journal, clock)
+        asyncio.run(plane.barrier.settle())
         book = WeightBook(journal, clock)
         book.recover()
         PauseRegistry(journal, clock)

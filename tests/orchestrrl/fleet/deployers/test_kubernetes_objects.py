@@ -16,6 +16,7 @@ from kubernetes_store import check, check_shape
 
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.base import read_options
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     LEADER,
@@ -27,7 +28,7 @@ from orchestrrl.fleet.deployers.kubernetes_objects import (
     spec_of,
     workload,
 )
-from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions, read_options
+from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 LAUNCH = EngineLaunch(python="python3", model="some/model", per_node=4, nodes=("a", "b", "c", "d"), first_port=8000)
@@ -40,7 +41,7 @@ def spec(parallelism: Parallelism, first: int = 0, **more: Any) -> EngineSpec:
 
 
 def options(**given: Any) -> KubernetesOptions:
-    return read_options({"image": "vllm:1", "namespace": NAMESPACE, **given})
+    return read_options(KubernetesOptions, {"image": "vllm:1", "namespace": NAMESPACE, **given})
 
 
 def containers(made: dict[str, Any]) -> list[dict[str, Any]]:
@@ -194,13 +195,13 @@ def test_faults_of_options_come_at_once() -> None:
         "pod_template": {"spec": {"restartPolicy": "Never"}},
     }
     with pytest.raises(ProblemFaults) as caught:
-        read_options(given)
+        read_options(KubernetesOptions, given)
     faults = "\n".join(sorted(caught.value.faults))
     for path in ("options.image: is missing", "options.grace_s: must be > 0", "options.colour: is not a known field"):
         assert path in faults
     assert "options.pod_template: must leave restartPolicy to us" in faults
     with pytest.raises(ProblemFaults) as caught:
-        read_options({"image": "i", "nodes": ["a", "a"], "context": "c"})
+        read_options(KubernetesOptions, {"image": "i", "nodes": ["a", "a"], "context": "c"})
     assert [fault.partition(":")[0] for fault in caught.value.faults] == ["options.nodes", "options.context"]
 
 

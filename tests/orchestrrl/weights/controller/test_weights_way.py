@@ -30,11 +30,13 @@ def test_a_version_reaches_every_engine_and_requests_go_on_by_it(tmp_path: Path)
             status = harness.sync.status()
             assert (status.committed, status.sync, status.quarantined) == (version, report, ())
         assert harness.daemon is not None
-        steps = harness.daemon.journal.since(0, (EntryKind.SYNC_STEP,), limit=99)
-        assert [(each.subject, each.body["step"], each.body["engines"]) for each in steps] == [
-            (report.id, step, ["e0", "e1", "e2"] if step == "install" else [])
+        entries = harness.daemon.journal.since(0, (EntryKind.SYNC_STEP,), limit=99)
+        bodies = [(entry.subject, entry.body) for entry in entries if entry.body["step"] != "tear down"]
+        assert [(sync_id, body["step"], body["state"], body["engines"]) for sync_id, body in bodies] == [
+            (report.id, step, state, ["e0", "e1", "e2"] if step == "install" else [])
             for report in reversed(harness.sync.history(0))
-            for step in ("prepared", "fence", "install")
+            for step in ("choose", "prepare", "fence", "install", "commit", "resume", "keep")
+            for state in ("running", "done")
         ]
         await harness.pass_time(2.0)
         for peer in harness.peers.values():

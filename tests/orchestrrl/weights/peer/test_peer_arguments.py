@@ -6,7 +6,8 @@ import pytest
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.weights.model import EngineShare, PeerRole
-from orchestrrl.weights.peer.settings import PeerArguments, settings_of
+from orchestrrl.weights.peer.arguments import PeerArguments
+from orchestrrl.weights.peer.settings import settings_of
 
 
 def test_all_faults_at_once() -> None:

@@ -34,8 +34,9 @@ from orchestrrl.weights.orders import (
     ProbeWeights,
     by_clock,
 )
+from orchestrrl.weights.peer.arguments import PeerArguments
 from orchestrrl.weights.peer.peer import LOOK_S, run_peer
-from orchestrrl.weights.peer.settings import PeerArguments, settings_of
+from orchestrrl.weights.peer.settings import settings_of
 from planner.model import EngineId, PeerId
 
 ENGINE = EngineId("e0")

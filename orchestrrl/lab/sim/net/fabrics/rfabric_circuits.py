@@ -28,7 +28,7 @@ from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
 from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
-from planner.fabric.templates import PeriodShape, SpareCapacity, StageTemplate, template_of
+from planner.fabric.templates import SpareCapacity, StageTemplate, template_of
 from planner.fabric.topology import PodRole, Server, Site, Switch, Tier
 from planner.fabric.topology import Tier as SiteTier
 from planner.model import GpuId, Hold
@@ -321,7 +321,7 @@ class _Room:
 def _anywhere(intent: Intent) -> StageTemplate:
     """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
     spare = SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD
-    return StageTemplate(intent.period, PeriodShape.of(intent), _EITHER, _ANY_TWO, spare, bipartite=False)
+    return StageTemplate(_EITHER, _ANY_TWO, spare, bipartite=False)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:

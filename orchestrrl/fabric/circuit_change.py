@@ -1,0 +1,421 @@
+"""One change of circuits on one switch as an operation: what it sends, how it reads the switch, what it comes to.
+
+A change is all or nothing as far as the glass allows: what did not take is tried once more, and if it still does not
+take, the switch is brought back to what it was. A change whose outcome could not be read stays open. Once its switch
+can be read, what was half done is finished while the order is valid, and undone afterwards; what was never begun stays
+undone. A change on trial that is found unconfirmed is undone.
+
+core/operation.py runs it. The order of changes on a switch is circuit_executor.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
+
+from ocs_drivers.arming import Armed
+from ocs_drivers.base import OcsDriver
+from ocs_drivers.diff import compare, remaining
+from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.model import (
+    ChangeMode,
+    CircuitDiff,
+    CircuitState,
+    CommitResult,
+    CrossConnect,
+    CrossConnectReading,
+    CrossConnectResult,
+    DeviceCircuit,
+    SwitchFacts,
+    utc,
+)
+from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError, Retryable, few
+from orchestrrl.core.operation import Description, OperationFailure, OperationRun, OperationState, Stage, StepEntry
+from orchestrrl.core.operation_journal import OperationJournal
+from orchestrrl.fabric.circuit_owners import CircuitOwners
+
+# Pause between attempts to read a switch whose state is unknown.
+RETRY_S = 5.0
+# What a switch does not show is waited for so many times as long as it takes by its vendor's word.
+LATE_TIMES = 2.0
+COMMIT_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitOperation:
+    """One change on one switch, as it stands in the journal."""
+
+    id: str
+    switch: str
+    diff: CircuitDiff
+    valid_until_s: float
+    revert_in_s: float | None = None  # on trial: unless confirmed within so long after it is carried out
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitOutcome:
+    """What became of a change. `items` say it port by port, as read back from the switch."""
+
+    operation: str
+    switch: str
+    done: bool
+    detail: str
+    items: tuple[CrossConnectResult, ...] = ()
+    evicted: tuple[CrossConnect, ...] = ()
+    revision: int = 0
+    rolled_back: bool = False
+    revert_at_s: float | None = None  # on trial until then, by the driver's clock
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitStep:
+    number: int
+    name: str
+    within_s: float = inf  # a driver bounds every command and every wait in time
+
+    def __str__(self) -> str:
+        return self.name
+
+
+COMMIT, VERIFY = CircuitStep(1, "commit"), CircuitStep(2, "verify")
+ROLL_BACK = CircuitStep(1, "roll back")
+NOT_CONFIRMED = "nobody confirmed it in time"
+
+
+class CircuitRun(Description[CircuitStep]):
+    """One change under way. Each use looks up the driver of its switch, since the driver may have been replaced."""
+
+    errors = (DriverError, OrchestrRLError)
+    leaves_open = (DriverOutcomeUnknown,)
+
+    def __init__(
+        self,
+        operation: CircuitOperation,
+        switches: Mapping[str, OcsDriver],
+        owners: CircuitOwners,
+        log: OperationJournal,
+        clock: Clock,
+    ) -> None:
+        self.operation = operation
+        self.valid_until_s = operation.valid_until_s
+        self.armed: Armed | None = None
+        self.is_timed = False  # where nothing of its commit took, it is not repeated
+        self.revert_at_s = inf  # by our clock; less where it was carried out and is on trial
+        self.refusal: DriverError | None = None  # why nothing was sent
+        self._switches = switches
+        self._owners = owners
+        self._clock = clock
+        diff = operation.diff
+        self._now = CrossConnectReading(tuple(map(DeviceCircuit, sorted(diff.before))), diff.revision)  # as read last
+        self._facts: SwitchFacts | None = None
+        self._may_be_begun = False
+        self._attempts = 0  # to commit, since it was begun or resumed
+        self._first_s = 0.0  # when the first of them began
+        self._result: CommitResult | None = None  # of all of them
+        self._sent = ""  # what is known of what was sent, for a message that the switch cannot be read
+        self._not_seen_since_s: float | None = None
+        self._why = ""  # it was not carried out
+        self._undoes = False
+        self._undone: str | None = None  # a rollback was sent; not empty: why it did not take, by its driver's word
+        self._dark: tuple[CrossConnect, ...] = ()
+        self._run = OperationRun(self, log, clock, lambda: None)
+        self.begin = self._run.begin
+        self.carry_out = self._run.carry_out
+
+    async def resume(self) -> None:
+        """Bring a change that is open, or on trial, to its end. Raises DriverError where it stays open."""
+        self._may_be_begun, self._attempts, self._sent, self.refusal = True, 0, "", None
+        if self._undone is None:
+            self._result = None
+        await self._run.resume((), NOT_CONFIRMED if self._is_on_trial else "its outcome was not known")
+
+    def disarm(self) -> None:
+        """Give up what was made ready; harmless where that was begun."""
+        if self.armed is not None:
+            self.armed.disarm()
+            self.armed = None
+
+    def outcome(self) -> CircuitOutcome:
+        """Return what became of it, once it is over."""
+        operation, result = self.operation, self._result
+        is_done, items = self._run.state is OperationState.DONE, result.items if result is not None else ()
+        outcome = CircuitOutcome(operation.id, operation.switch, is_done, self._why, items, revision=self._now.revision)
+        if is_done:
+            if result is None:
+                return replace(outcome, detail="found carried out")
+            until_s = result.revert_at_s
+            dark = f"in place, but no light arrives: {_listed(self._dark)}" if self._dark else ""
+            trial = f"on trial: reverts at {utc(until_s)} unless confirmed" if until_s is not None else ""
+            detail, evicted = "; ".join(filter(None, (dark, trial))), operation.diff.evicted
+            return replace(outcome, detail=detail, evicted=evicted, revision=result.revision, revert_at_s=until_s)
+        if self._undone is None:
+            return outcome
+        if amiss := _not_undone(operation.diff, self._now):
+            how = f"not rolled back: {self._undone}" if self._undone else f"rolled back, then shown otherwise: {amiss}"
+            return replace(outcome, detail=f"{self._why}; {how}")
+        items = tuple(replace(item, done=False, detail="rolled back" if item.done else item.detail) for item in items)
+        return replace(outcome, detail=f"{self._why}; rolled back, {self._compared}", items=items, rolled_back=True)
+
+    def gone(self) -> tuple[CrossConnect, ...]:
+        """Return what of the change is certainly not up, once it is over; the rest is ours if it is."""
+        diff = self.operation.diff
+        return {OperationState.DONE: diff.remove, OperationState.ROLLED_BACK: diff.add}.get(self._run.state, ())
+
+    # --- what core/operation.py asks of it
+
+    @property
+    def id(self) -> str:
+        return self.operation.id
+
+    def __str__(self) -> str:
+        return f"{self.operation.id} on {self.operation.switch}"
+
+    def forward(self) -> Sequence[Stage[CircuitStep]]:
+        return (((COMMIT, VERIFY),),)
+
+    def intent(self) -> Mapping[str, Any]:
+        return operation_to_json(self.operation)
+
+    async def do(self, step: CircuitStep) -> str:
+        await (self._commit() if step is COMMIT else self._verify())
+        return ""
+
+    async def undo(self, step: CircuitStep) -> str:
+        """Roll back. Raises DriverOutcomeUnknown where that may come yet; otherwise what the switch shows decides."""
+        try:
+            self._undone = ""
+            self._undone = _why(await self._driver.rollback(self.operation.diff))
+        except DriverPermanent as error:
+            self._undone = str(error)
+        except DriverRetryable as error:
+            self._undone = None
+            raise self._unknown(f"{self._why}; not rolled back yet: {error}") from error
+        how = f"not rolled back: {self._undone}" if self._undone else "rolled back by its driver's word"
+        self._sent = f"{self._why}; {how}, and"
+        return ""
+
+    async def observe(self) -> None:
+        if not self._may_be_begun:
+            return
+        try:
+            await self._read()
+            is_missing = not self._is_begun and self._result is None and not self._is_on_trial
+            if is_missing and await self._has_waited():
+                await self._read()
+        except DriverError as error:
+            if not self._sent:
+                raise
+            raise self._unknown(f"{self._sent} not read since: {error}") from error
+
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
+        if self._is_begun or self._is_on_trial:  # it matters no longer what was sent until now
+            self._result = self._undone = None
+        return self._go_back(NOT_CONFIRMED) if self._is_on_trial else self._by_reading("")
+
+    def goes_on_after(self, failure: OperationFailure[CircuitStep]) -> frozenset[int] | None:
+        result = self._result
+        if not self._may_be_begun:
+            late = CircuitConflict([f"{failure.why}: look and ask again"], device=self.operation.switch)
+            self.refusal = failure.error if isinstance(failure.error, DriverError) else late
+            self._why = f"was not begun: {self.refusal}"
+            return None
+        if failure.step is not COMMIT or result is None:
+            return self._by_reading(failure.why)
+        if self.is_timed and not self._is_begun and result.revision == self.operation.diff.revision:
+            self._why = f"{_why(result)}; nothing took, {self._compared}"
+            return None
+        return frozenset() if self._attempts < COMMIT_ATTEMPTS else self._go_back(_why(result))
+
+    def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[CircuitStep]]:
+        return (((ROLL_BACK,),),) if self._undoes else ()
+
+    def restored(self) -> bool:
+        return not self._is_begun
+
+    # ---
+
+    @property
+    def _driver(self) -> OcsDriver:
+        return self._switches[self.operation.switch]
+
+    @property
+    def _is_begun(self) -> bool:
+        """Return whether the switch shows any of the change."""
+        diff, present = self.operation.diff, self._now.cross_connects
+        return not present >= frozenset(diff.remove) or bool(present & frozenset(diff.add))
+
+    @property
+    def _is_on_trial(self) -> bool:
+        return self.revert_at_s < inf
+
+    @property
+    def _compared(self) -> str:
+        return compared_with_before(self.operation.diff, self._now)
+
+    def _unknown(self, message: str) -> DriverOutcomeUnknown:
+        return DriverOutcomeUnknown(message, device=self.operation.switch)
+
+    def _go_back(self, why: str) -> frozenset[int] | None:
+        """Return the decision to roll back, and keep the reason."""
+        self._why, self._undoes = why, True
+        return None
+
+    def _by_reading(self, failure: str) -> frozenset[int] | None:
+        """Decide by what the switch shows."""
+        diff, now = self.operation.diff, self._now
+        assert self._facts is not None
+        self._undoes = False
+        if not self._is_begun:
+            if self._undone is None:  # nothing was rolled back, either
+                self._why = f"was not begun; {self._compared}"
+            return None
+        if self.operation.revert_in_s is not None:
+            return self._go_back("was on trial, and nobody confirmed it")
+        try:
+            steps = remaining(self._facts, diff, now.cross_connects)
+        except CircuitConflict as error:
+            self._why = f"was half done, then overtaken: {error}"
+            return None
+        if steps.empty and compare(diff, now).ok:
+            return frozenset({COMMIT.number, VERIFY.number})
+        if self._clock.now_s() > self.valid_until_s:
+            return self._go_back("was half done, and the order has expired")
+        if self._attempts >= COMMIT_ATTEMPTS:
+            return self._go_back(f"was half done, and cannot be finished: {failure}")
+        return frozenset()
+
+    async def _commit(self) -> None:
+        began_s, may_be_begun = self._clock.now_s(), self._may_be_begun
+        self._attempts, self._may_be_begun = self._attempts + 1, True
+        if self._attempts == 1:
+            self._first_s = began_s
+        try:
+            result = await self._sent_commit(self.armed if self._attempts == 1 else None)
+        except (DriverPermanent, DriverRetryable):  # nothing was sent
+            self._may_be_begun = may_be_begun
+            raise
+        self._result = result if self._result is None else _both(self._result, result, began_s - self._first_s)
+        if not self._result.done:
+            self._sent = f"{_why(self._result)};"
+            raise Retryable(_why(self._result), after_s=0.0)
+
+    async def _sent_commit(self, armed: Armed | None) -> CommitResult:
+        if armed is not None:
+            return await armed.begin()
+        diff, revert_in_s = self.operation.diff, self.operation.revert_in_s
+        if revert_in_s is None:
+            return await self._driver.commit(diff, self._now.revision)
+        return await self._driver.commit(diff, self._now.revision, revert_in_s)
+
+    async def _verify(self) -> None:
+        seen = await self._driver.verify(self.operation.diff)
+        if not seen.ok:
+            faulty = _listed((*seen.missing, *seen.lingering, *seen.untuned))
+            raise self._unknown(f"verified as done, then shown otherwise: {faulty}")
+        self._dark = seen.dark
+
+    async def _read(self) -> None:
+        self._facts = await self._driver.facts()
+        self._now = await self._owners.claim(self.operation.switch, await self._driver.cross_connects())
+
+    async def _has_waited(self) -> bool:
+        """Wait for what may come late; return whether that took time. A device that does not tell tuning from tuned may
+        list only what is in place. Raises DriverRetryable where it takes long."""
+        assert self._facts is not None
+        if (await self._driver.capabilities()).tuned_state:
+            return False
+        if self._not_seen_since_s is None:
+            self._not_seen_since_s = self._clock.now_s()
+        left_s = self._not_seen_since_s + LATE_TIMES * self._facts.reconfiguration_s - self._clock.now_s()
+        if left_s > RETRY_S:
+            message = f"nothing of {self.operation.id} is there, and for {left_s:.0f} s some of it may come yet"
+            raise DriverRetryable(message, after_s=left_s, device=self.operation.switch)
+        await self._clock.sleep(left_s)
+        return left_s > 0
+
+
+def _both(first: CommitResult, second: CommitResult, later_s: float) -> CommitResult:
+    """Return the result of two attempts, the second of which began `later_s` after the first."""
+    items = tuple(
+        before if before.done and after.done else _later(before, after, later_s)
+        for before, after in zip(first.items, second.items, strict=True)
+    )
+    sent = first.commands_sent + second.commands_sent
+    return CommitResult(items, second.revision, sent, second.revert_at_s or first.revert_at_s)
+
+
+def _not_undone(diff: CircuitDiff, now: CrossConnectReading) -> str:
+    """Return how the circuits of a change differ from what they were before it; "" where they do not."""
+    state = {circuit.cross_connect: circuit.state for circuit in now.circuits}
+    amiss = [f"{pair} is up" for pair in diff.add if pair in state]
+    amiss += [f"{pair} is not up" for pair in diff.remove if pair not in state]
+    amiss += [
+        f"{pair} is {state[pair]}" for pair in diff.remove if state.get(pair, CircuitState.TUNED) != CircuitState.TUNED
+    ]
+    return few(amiss)
+
+
+def compared_with_before(diff: CircuitDiff, now: CrossConnectReading) -> str:
+    """Return how a switch on which nothing of a change is left compares with what it was before the change."""
+    lost, new = sorted(diff.before - now.cross_connects), sorted(now.cross_connects - diff.before)
+    if amiss := _not_undone(diff, now):
+        return f"its circuits are listed as they were, and {amiss}"
+    if not lost and not new:
+        return "the switch is as it was"
+    others = few([*(f"-{pair}" for pair in lost), *(f"+{pair}" for pair in new)], between=" ")
+    return f"its circuits are as they were, and others have changed since: {others}"
+
+
+def _later(before: CrossConnectResult, after: CrossConnectResult, later_s: float) -> CrossConnectResult:
+    """The second attempt's result with its times counted from the first, and the first's where it has none."""
+    times = {
+        name: getattr(before, name) if (at_s := getattr(after, name)) is None else at_s + later_s
+        for name in ("commanded_s", "tuned_s", "link_up_s")
+    }
+    return replace(after, **times)
+
+
+def _why(result: CommitResult) -> str:
+    """What did not take, with the switch's own words."""
+    return "; ".join(
+        f"{item.action} {item.cross_connect}: {item.detail or 'did not take'}" for item in result.items if not item.done
+    )
+
+
+def _listed(pairs: Iterable[CrossConnect]) -> str:
+    return " ".join(str(pair) for pair in pairs)
+
+
+def operation_to_json(operation: CircuitOperation) -> dict[str, Any]:
+    diff = operation.diff
+    return {
+        "switch": operation.switch,
+        "valid_until_s": operation.valid_until_s,
+        "revert_in_s": operation.revert_in_s,
+        "mode": diff.mode,
+        "revision": diff.revision,
+        "before": [str(pair) for pair in sorted(diff.before)],
+        "remove": [str(pair) for pair in diff.remove],
+        "add": [str(pair) for pair in diff.add],
+        "evicted": [str(pair) for pair in diff.evicted],
+    }
+
+
+def operation_from_json(id: str, body: Mapping[str, Any]) -> CircuitOperation:
+    remove, add, evicted = (tuple(map(CrossConnect.parse, body[name])) for name in ("remove", "add", "evicted"))
+    before = frozenset(map(CrossConnect.parse, body["before"]))
+    diff = CircuitDiff(ChangeMode(body["mode"]), body["revision"], before, remove, add, evicted)
+    return CircuitOperation(id, body["switch"], diff, body["valid_until_s"], body.get("revert_in_s"))
+
+
+def outcome_to_json(outcome: CircuitOutcome) -> dict[str, Any]:
+    return {
+        "switch": outcome.switch,
+        "done": outcome.done,
+        "detail": outcome.detail,
+        "rolled_back": outcome.rolled_back,
+        "revision": outcome.revision,
+        "evicted": [str(pair) for pair in outcome.evicted],
+        "items": [{**asdict(item), "cross_connect": str(item.cross_connect)} for item in outcome.items],
+    }

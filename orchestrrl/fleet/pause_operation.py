@@ -1,0 +1,208 @@
+"""Bringing the fleet to rest as an operation: what each of its steps does, and how it goes back.
+
+It ends with every gateway's engines at rest, for a lease, or with requests going on as before. Running the steps,
+journalling them and resuming after a restart is core/operation.py; what a lease is and means is pause_lease.py's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.journal.store import JournalEntry
+from orchestrrl.core.operation import Description, OperationRun, Stage, StepEntry, steps_in
+from orchestrrl.core.operation_journal import OperationJournal
+from orchestrrl.core.operations import OperationResult, PauseMode
+from orchestrrl.fleet.pause_lease import LEASE, PauseLease, PauseState
+from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, Order, rested, why
+from orchestrrl.fleet.reports import BarrierReport
+from planner.model import NodeId
+
+logger = logging.getLogger(__name__)
+
+BUSY_POLL_S = 0.25
+
+
+class PauseStepKind(StrEnum):
+    ENGINES = "engines"  # wait until no engine is being started or stopped
+    FINISH = "finish"  # requests run to their end
+    REST = "rest"
+    OPEN = "open"  # the way back
+
+
+@dataclass(frozen=True, slots=True)
+class PauseStep:
+    number: int
+    kind: PauseStepKind
+    within_s: float
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class PauseActions(Protocol):
+    """What the steps do; the pause barrier has it."""
+
+    @property
+    def state(self) -> PauseState: ...
+
+    def busy(self) -> bool:
+        """Return whether engines are being started or stopped."""
+        ...
+
+    def reports(self) -> Mapping[NodeId, BarrierReport]: ...
+
+    def close_all(self) -> dict[NodeId, Order]: ...
+
+    def at_rest(self, lease: PauseLease, results: Iterable[OperationResult]) -> None:
+        """All are at rest. Raises Permanent where the lease has ended."""
+        ...
+
+    async def abandon(self, lease: PauseLease, because: str) -> None:
+        """Let requests go on, unless the lease has ended otherwise."""
+        ...
+
+
+class FleetPause(Description[PauseStep]):
+    """One fleet on its way to rest. Gateways that attach meanwhile belong to it."""
+
+    def __init__(self, lease: PauseLease, acts: PauseActions, log: OperationJournal, clock: Clock) -> None:
+        self.lease = lease
+        self.engines_run = lease.mode is PauseMode.WAIT  # while requests finish
+        self._acts = acts
+        self._log = log
+        self._clock = clock
+        self._orders: dict[NodeId, Order] = {}
+        self._late = asyncio.Event()  # a gateway has attached
+        self._operation = OperationRun(self, log, clock, lambda: None)
+        self.call_off = self._operation.call_off
+
+    def __str__(self) -> str:
+        return f"pause {self.lease.id} of {self.lease.holder or 'an unnamed holder'}"
+
+    async def run(self) -> None:
+        """Raises Retryable where the fleet did not come to rest, and requests go on."""
+        await self._operation.run()
+        failure = self._operation.failure
+        if failure is not None and self._is_held():  # it was not begun, since that could not be written down
+            await self._acts.abandon(self.lease, failure.why)
+        self._end()
+        if failure is not None and failure.step is not None:
+            raise failure.error or Retryable(failure.why, AGAIN_S)
+        if failure is not None:
+            raise self._not_at_rest(failure.why)
+
+    async def resume(self, steps: Sequence[JournalEntry]) -> None:
+        """End what an earlier daemon left; nobody waits for it any longer."""
+        await self._operation.resume(steps)
+        self._end()
+
+    def attached(self, node: NodeId, order: Order) -> None:
+        """A gateway that has attached was ordered to close."""
+        self._orders[node] = order
+        self._late.set()
+
+    # --- what core/operation.py asks of it
+
+    @property
+    def id(self) -> str:
+        return self.lease.id
+
+    def forward(self) -> Sequence[Stage[PauseStep]]:
+        finish = [PauseStepKind.FINISH] if self.lease.mode is PauseMode.WAIT else []
+        kinds = (PauseStepKind.ENGINES, *finish, PauseStepKind.REST)
+        return tuple(((self._step(place, kind),),) for place, kind in enumerate(kinds, 1))
+
+    def intent(self) -> Mapping[str, Any]:
+        return {"lease": LEASE.dump_python(self.lease, mode="json")}
+
+    def record(self, step: PauseStep) -> Mapping[str, Any]:
+        return {"kind": step.kind}
+
+    async def do(self, step: PauseStep) -> str:
+        match step.kind:
+            case PauseStepKind.ENGINES:  # the next changes of the deployment wait for the pause barrier
+                while self._acts.busy():
+                    if self._clock.now_s() >= self.lease.quiet_by_s:
+                        raise Retryable("engines are being started or stopped", ANSWER_S)
+                    await self._clock.sleep(BUSY_POLL_S)
+            case PauseStepKind.FINISH:  # a gateway that has nothing left would freeze what another has to finish
+                await self._all_closed()
+                self.engines_run = False
+            case PauseStepKind.REST:
+                self._acts.at_rest(self.lease, await self._all_closed())
+        return ""
+
+    async def undo(self, step: PauseStep) -> str:
+        failure = self._operation.failure
+        await self._acts.abandon(self.lease, failure.why if failure else "")
+        return ""
+
+    async def observe(self) -> None:
+        """The state of the pause barrier is the daemon's own."""
+
+    def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[PauseStep]]:
+        return (((self._step(1, PauseStepKind.OPEN),),),)
+
+    def restored(self) -> bool:
+        return not self._is_held()
+
+    def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
+        at_rest = self._is_held() and self._acts.state.quiet
+        return frozenset(step.number for step in steps_in(self.forward())) if at_rest else None
+
+    # --- inside
+
+    def _step(self, number: int, kind: PauseStepKind) -> PauseStep:
+        # The lease's own deadline comes first, and says what is missing.
+        return PauseStep(number, kind, self.lease.quiet_by_s - self.lease.began_s + 2 * ANSWER_S)
+
+    def _is_held(self) -> bool:
+        lease = self._acts.state.lease
+        return lease is not None and lease.id == self.lease.id
+
+    async def _all_closed(self) -> list[OperationResult]:
+        """Return the answers of all. Raises Retryable as soon as it is clear that they will not be at rest."""
+        self._orders.update(self._acts.close_all())
+        left_s = self.lease.quiet_by_s + ANSWER_S - self._clock.now_s()
+        try:
+            await within(self._clock, left_s, self._closed())
+        except Permanent:
+            raise self._not_at_rest("not in time") from None
+        return [order.result() for order in self._orders.values()]
+
+    async def _closed(self) -> None:
+        while True:
+            self._late.clear()
+            for node, order in self._orders.items():
+                if order.done() and not rested(order.result()):
+                    raise Retryable(f"gateway {node} did not come to rest: {why(order.result())}", AGAIN_S)
+            running: list[asyncio.Future[Any]] = [order for order in self._orders.values() if not order.done()]
+            if not running:
+                return
+            late = asyncio.ensure_future(self._late.wait())
+            try:
+                await asyncio.wait([*running, late], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                late.cancel()
+
+    def _not_at_rest(self, because: str) -> Retryable:
+        reports = self._acts.reports()
+        running = [_running_text(node, reports.get(node)) for node, order in self._orders.items() if not order.done()]
+        return Retryable(f"the fleet did not come to rest: {'; '.join([because, *running])}", AGAIN_S)
+
+    def _end(self) -> None:
+        try:
+            self._log.end(self.id, {"state": self._operation.state, "detail": self._operation.detail})
+        except OrchestrRLError as error:  # then the next daemon finds it open, and how it ended
+            logger.error("the end of the %s cannot be written down: %s", self, error)
+
+
+def _running_text(node: NodeId, report: BarrierReport | None) -> str:
+    if report is None:
+        return f"gateway {node} has not reported"
+    return f"gateway {node} still has {report.running} running requests"

@@ -1,0 +1,195 @@
+"""Every kind of operation ends in the old or the new state of its world, wherever it breaks off, and reports which.
+
+To add a kind of operation: a class that derives from `OperationWorld`, and a line in `WORLDS`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from operation_circuits import CircuitWorld, PreparedCircuitWorld, TrialCircuitWorld
+from operation_toy import ToyWorld
+from operation_world import KilledJournal, OperationWorld, until_over
+
+from orchestrrl.core.journal.store import Journal
+
+WORLDS: dict[str, type[OperationWorld]] = {
+    "toy": ToyWorld,
+    "circuits": CircuitWorld,
+    "prepared circuits": PreparedCircuitWorld,
+    "circuits on trial": TrialCircuitWorld,
+}
+KINDS = list(WORLDS)
+KILLED = [(kind, after) for kind in KINDS for after in range(1, WORLDS[kind].written + 1)]
+STEPS = [(kind, step) for kind in KINDS for step in WORLDS[kind].steps]
+# An operation that goes back writes more than one that goes well.
+KILLED_ON_ANY_WAY = [(kind, step, after) for kind, step in STEPS for after in range(1, 2 * WORLDS[kind].written)]
+MOMENTS = [(kind, at_s) for kind in KINDS for at_s in WORLDS[kind].moments_s]
+
+
+class Site:
+    """A world with the journal of its daemons."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.world = WORLDS[kind]()
+        self._path = folder / "journal.sqlite"
+        self.journal: Journal | None = None
+
+    def open(self, killed_after: int | None = None) -> Journal:
+        self.close()
+        self.journal = KilledJournal(self._path, killed_after=killed_after)
+        return self.journal
+
+    def close(self) -> None:
+        if self.journal is not None:
+            self.journal.close()
+
+    async def begin(self, killed_after: int | None = None, within_s: float = 100.0) -> bool:
+        """Order the operation; return whether its daemon was killed."""
+        killed = await until_over(self.world.clock, self.world.begin(self.open(killed_after)), within_s)
+        if killed:
+            await self.world.crash()
+        return killed
+
+    async def restart(self, killed_after: int | None = None) -> bool:
+        killed = await until_over(self.world.clock, self.world.restart(self.open(killed_after)))
+        if killed:
+            await self.world.crash()
+        return killed
+
+    async def settle(self) -> None:
+        assert not await until_over(self.world.clock, self.world.settle())
+
+    @property
+    def outcome(self) -> str | None:
+        assert self.journal is not None
+        return self.world.outcome(self.journal)
+
+    def agrees(self) -> str:
+        """Return the state of the world, which is the old or the new one, and the one that the journal has."""
+        state = self.world.state()
+        assert state in ("old", "new")
+        assert self.outcome == state
+        return state
+
+
+@pytest.fixture
+def site(kind: str, tmp_path: Path) -> Iterator[Site]:
+    site = Site(kind, tmp_path)
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_without_faults_it_ends_in_the_new_state(site: Site) -> None:
+    assert not await site.begin()
+    assert site.agrees() == "new"
+    assert isinstance(site.journal, KilledJournal)
+    assert site.journal.written == site.world.written
+    assert not await site.restart()
+    assert site.agrees() == "new", "nothing was left open"
+
+
+@pytest.mark.parametrize(("kind", "after"), KILLED)
+async def test_killed_after_any_entry(site: Site, after: int) -> None:
+    assert await site.begin(after)
+    assert not await site.restart()
+    site.agrees()
+
+
+@pytest.mark.parametrize(("kind", "at_s"), MOMENTS)
+async def test_killed_at_any_moment(site: Site, at_s: float) -> None:
+    assert await site.begin(within_s=at_s)
+    assert not await site.restart()
+    if site.outcome is None:
+        assert site.world.state() == "old", "it was not written down"
+    else:
+        site.agrees()
+
+
+@pytest.mark.parametrize(("kind", "after"), KILLED)
+async def test_the_daemon_that_takes_it_up_is_killed_as_well(site: Site, after: int) -> None:
+    assert await site.begin(1)
+    await site.restart(after)
+    await site.restart()
+    site.agrees()
+
+
+@pytest.mark.parametrize(("kind", "step"), STEPS)
+async def test_a_step_that_fails(site: Site, step: str) -> None:
+    site.world.fail(step)
+    assert not await site.begin()
+    site.agrees()
+
+
+@pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
+async def test_a_step_that_fails_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+    site.world.fail(step)
+    if await site.begin(after):
+        assert not await site.restart()
+    site.agrees()
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["same daemon", "next daemon"])
+@pytest.mark.parametrize(("kind", "step"), STEPS)
+async def test_a_lost_result(site: Site, step: str, restarts: bool) -> None:
+    site.world.lose(step)
+    assert not await site.begin()
+    if site.outcome is None:
+        await (site.restart() if restarts else site.settle())
+    site.agrees()
+
+
+@pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
+async def test_a_lost_result_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+    site.world.lose(step)
+    if await site.begin(after) or site.outcome is None:
+        assert not await site.restart()
+    site.agrees()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_order_that_is_delivered_twice_takes_effect_once(site: Site) -> None:
+    await site.begin()
+    assert isinstance(site.journal, KilledJournal)
+    assert not await until_over(site.world.clock, site.world.repeat())
+    assert site.journal.written == site.world.written
+    assert site.agrees() == "new"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_order_that_is_delivered_late_has_no_effect(site: Site) -> None:
+    assert not await until_over(site.world.clock, site.world.begin_late(site.open()))
+    assert site.agrees() == "old"
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_undo_that_fails(site: Site, is_mended: bool) -> None:
+    """It is never reported as undone. What is left open is brought to an end once that is possible."""
+    site.world.fail(site.world.steps[0])
+    site.world.fail_to_undo()
+    await site.begin()
+    if site.outcome is not None:
+        assert site.outcome == site.world.state()
+        return
+    assert site.world.state() == "between"
+    if is_mended:
+        site.world.mend()
+    await site.restart()
+    if is_mended:
+        site.agrees()
+    else:
+        assert site.outcome in (None, site.world.state())
+
+
+@pytest.mark.parametrize(("kind", "step", "after"), KILLED_ON_ANY_WAY)
+async def test_an_undo_that_fails_and_a_daemon_that_is_killed(site: Site, step: str, after: int) -> None:
+    site.world.fail(step)
+    site.world.fail_to_undo()
+    await site.begin(after)
+    await site.restart()
+    assert site.outcome in (None, site.world.state())
+    site.world.mend()
+    await site.restart()
+    assert site.outcome == site.world.state()

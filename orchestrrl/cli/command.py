@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from importlib.resources import files
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
@@ -43,12 +44,12 @@ def command(function: Callable[P, Output]) -> Command:
     return _command(function, lambda call, as_json: call().emit(as_json))
 
 
-def problem_command(example: Callable[[], Any]) -> Callable[[Callable[P, Output]], Command]:
-    """Add --json and --print-example to a function that solves the problem in a file."""
+def problem_command(example: str) -> Callable[[Callable[P, Output]], Command]:
+    """Add --json and --print-example to a function that solves the problem in a file. `example` is the name of one."""
 
     def print_example(wanted: bool) -> None:
         if wanted:
-            print_json(example())
+            print_json(read_example(example))
             raise typer.Exit
 
     text = "Print an example problem and stop."
@@ -61,6 +62,10 @@ def problem_command(example: Callable[[], Any]) -> Callable[[Callable[P, Output]
         return _command(function, run, print_example=(Annotated[bool, option], False))
 
     return decorate
+
+
+def read_example(name: str) -> Any:
+    return json.loads(files("orchestrrl.cli").joinpath("examples", f"{name}.json").read_text("utf-8"))
 
 
 def daemon_command(function: Callable[Concatenate[ControlClient, P], Coroutine[Any, Any, Output]]) -> Command:

@@ -54,6 +54,14 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value * 100:.0f} %"
 
 
+def size(value: float) -> str:
+    """`2.5 GB`, `500 MB`, `12 kB`, `7 B`"""
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= least * 0.9995:
+            return f"{value / least:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
 def bar(fraction: float, width: int) -> str:
     """A bar of `width` characters; anything above nothing shows at least a sliver."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from orchestrrl import __version__
 from orchestrrl.cli import garbage
-from orchestrrl.cli.commands import COMMANDS, MODULE_OF, PANEL_OF
+from orchestrrl.cli.commands import MODULE_OF, PANEL_OF, function_names, summary
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.output import reporting_errors
 
@@ -46,17 +46,23 @@ class TableGroup(TyperGroup):
     def __init__(self, *, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
         self.prefix = prefix
-        for path, summary in COMMANDS.items():
+        for path in MODULE_OF:
             name = path.removeprefix(prefix)
             if path.startswith(prefix) and " " not in name:
-                self.add_command(TyperCommand(name, help=summary, rich_help_panel=PANEL_OF.get(path)))
+                self.add_command(TyperCommand(name, rich_help_panel=PANEL_OF.get(path)))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and command.help is None:
+            command.help = summary(self.prefix + cmd_name)
+        return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         spare_conversions(self, ctx)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if self.prefix + args[0] in COMMANDS:
+        if self.prefix + args[0] in MODULE_OF:
             command = load(self.prefix + args[0])
             spare_conversions(command, ctx)
             self.add_command(command)
@@ -74,12 +80,9 @@ class _Root(TableGroup):
 
 @functools.cache
 def load(path: str) -> Any:
-    """Return the command at `path`, such as `plan solve`. Its function has the name of the path, of its last word,
-    or that word with an underscore."""
+    """Return the command at `path`, such as `plan solve`."""
     module = importlib.import_module(f"orchestrrl.cli.{MODULE_OF[path]}")
-    name = path.rpartition(" ")[2]
-    words = (path.replace(" ", "_"), name, f"{name}_")
-    function = next(filter(inspect.isfunction, (vars(module).get(each.replace("-", "_")) for each in words)))
+    function = next(filter(inspect.isfunction, map(vars(module).get, function_names(path))))
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
@@ -87,7 +90,7 @@ def load(path: str) -> Any:
             function(**values)
 
     app = typer.Typer(add_completion=False, **_SETTINGS)
-    app.command(name)(run)
+    app.command(path.rpartition(" ")[2])(run)
     return typer.main.get_command(app)
 
 

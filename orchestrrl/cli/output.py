@@ -78,7 +78,11 @@ def stderr() -> "Console":
 
 def print_json(value: Any) -> None:
     """Print one JSON object, alone on standard output. Keys keep their order; NaN is a defect and raises."""
-    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(_json_text(value))
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def print_line(line: str) -> None:
@@ -213,6 +217,20 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fail(f"{path}: {error.strerror}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """End the command with the reason where the body cannot write the file."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{path}: cannot be written: {error.strerror}")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a result as print_json prints it."""
+    write_file(path, _json_text(document))
 
 
 @contextmanager

@@ -50,10 +50,10 @@ def infeasible(limit: str, needed: float, available: float, unit: str) -> NoRetu
 
 
 def values_at(document: Any, pattern: str) -> Iterator[tuple[Location, Any]]:
-    """Where and what `pattern` finds: `workers[].id` is the field `id` of each element of `workers`. What does not have
-    the shape is passed over."""
+    """Where and what `pattern` finds: `workers[].id` is the field `id` of each element of `workers`, `ports{}` each key
+    of `ports`. What does not have the shape is passed over."""
     found: list[tuple[Location, Any]] = [((), document)]
-    for step in pattern.replace("[]", ".[]").split("."):
+    for step in pattern.replace("[]", ".[]").replace("{}", ".{}").split("."):
         found = [inner for location, value in found for inner in _step(location, value, step)]
     return iter(found)
 
@@ -61,6 +61,8 @@ def values_at(document: Any, pattern: str) -> Iterator[tuple[Location, Any]]:
 def _step(location: Location, value: Any, step: str) -> list[tuple[Location, Any]]:
     if step == "[]":
         return [((*location, place), item) for place, item in enumerate(value)] if isinstance(value, list) else []
+    if step == "{}":
+        return [((*location, key), key) for key in value] if isinstance(value, dict) else []
     return [((*location, step), value[step])] if isinstance(value, dict) and step in value else []
 
 

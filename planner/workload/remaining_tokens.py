@@ -17,7 +17,7 @@ from planner.model import RequestId, RequestView, Snapshot
 from planner.workload.forecast import ConditionalLengths, conditional_lengths
 from planner.workload.series import StepForecast
 
-# Between the ages at which means are taken. Chosen in simulated steps (orchestrrl.lab.bench.policies): with 2, requests
+# Between the ages at which means are taken. Chosen in simulated steps (tests/balancer/whole_steps.py): with 2, requests
 # move more than twice as often, for longer steps.
 AGE_RATIO = 4
 YOUNGEST_TOKENS = 256

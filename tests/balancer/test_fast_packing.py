@@ -6,7 +6,7 @@ import pytest
 
 from balancer.balance import BalanceDecision, BalanceSituation, PolicyInForce, decide_balance
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.lab.bench.policies import Setting, _arms, descending
+from orchestrrl.lab.bench.routing import Setting
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -21,6 +21,7 @@ from planner.model import (
     Snapshot,
     StepTimeEstimates,
 )
+from tests.balancer.whole_steps import TIGHT, descending, makespans_by_arm, preempted_share
 
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0184, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 SETTINGS = FastSettings()
@@ -190,7 +191,7 @@ class TestSteps:
     def test_packing_ends_sooner_than_static_and_an_oracle_sooner_still(self) -> None:
         totals: dict[str, float] = {}
         for seed in (1, 2, 3, 4):
-            for arm, makespan_s in _arms(self.SETTING, self.SETTING.requests(seed)).items():
+            for arm, makespan_s in makespans_by_arm(self.SETTING, self.SETTING.requests(seed)).items():
                 totals[arm] = totals.get(arm, 0.0) + makespan_s
         assert totals["oracle"] <= totals["packing"] <= totals["paper"] <= totals["static"]
 
@@ -198,3 +199,7 @@ class TestSteps:
         requests = self.SETTING.requests(3)
         placed = [id for ids in descending(self.SETTING.configuration, requests, 8) for id in ids]
         assert sorted(placed) == sorted(request.id for request in requests)
+
+    def test_fewer_moves_end_in_preemptions_where_room_is_judged_by_lengths(self) -> None:
+        by_lengths, by_headroom = (preempted_share(TIGHT, 4, lengths_known=known) for known in (True, False))
+        assert 0 <= by_lengths < by_headroom <= 1

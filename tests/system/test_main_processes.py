@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.commands import MODULE_OF
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application
 
@@ -68,7 +68,7 @@ def completion(words: str, shell: str) -> dict[str, str]:
 
 @pytest.mark.smoke
 def test_help_and_completion_import_nothing_heavy() -> None:
-    helps = [["--version"], *([*path.split(), "--help"] for path in ("", *GROUPS, *COMMANDS))]
+    helps = [["--version"], *([*path.split(), "--help"] for path in ("", *GROUPS, *MODULE_OF))]
     typed = (
         "fab",
         "--",

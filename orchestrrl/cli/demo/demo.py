@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, View, cells_table, choice_faults, raise_faults, table
+from orchestrrl.cli.output import Columns, Output, View, cells_table, choice_faults, raise_faults, table, write_json
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.cli.sim.generation import seeds_of
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.demo.run import DemoOutcome, Report
+    from orchestrrl.lab.demo.run import DemoOutcome
     from orchestrrl.lab.demo.scenario import DemoScenario
+    from orchestrrl.lab.demo.step import Report
 
 _Outcome = TypeVar("_Outcome")
 
@@ -69,36 +70,40 @@ def demo(
 def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
     """Exit status 0: nothing was lost, no answer differs, and every engine has the new weights."""
     from orchestrrl.cli.demo.weight_sync import sync_demo_view
-    from orchestrrl.lab.demo.report import as_json, write
+    from orchestrrl.lab.demo.report import as_json, draw
     from orchestrrl.lab.demo.run import run_demo
 
     outcome = _finished(lambda report: run_demo(scenario, engine, seeds, out, report))
-    report_path, picture_path = write(outcome, out)
+    write_json(out / "report.json", document := as_json(outcome))
+    draw(outcome, picture := out / "remaining_requests.png")
     synced = [] if outcome.sync is None else sync_demo_view(outcome.sync)
-    view = [*_tables(outcome), *_summary(outcome), *synced, f"wrote {report_path} and {picture_path}"]
-    return Output(as_json(outcome), view, failure=None if outcome.is_well else "")
+    view = [*_tables(outcome), *_summary(outcome), *synced, f"wrote {out / 'report.json'} and {picture}"]
+    return Output(document, view, failure=None if outcome.is_well else "")
 
 
 def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
     """Exit status 0: every engine has the new weights, and every token is of the version that it should be of."""
     from orchestrrl.cli.demo.weight_sync import sync_demo_view
-    from orchestrrl.lab.demo.report import sync_json, write_sync
+    from orchestrrl.lab.demo.report import sync_json
     from orchestrrl.lab.demo.run import run_sync_demo
 
     outcome = _finished(lambda report: run_sync_demo(scenario, engine, out, report))
-    view = [*sync_demo_view(outcome), f"wrote {write_sync(outcome, out)}"]
-    return Output(sync_json(outcome), view, failure=None if outcome.is_well else "")
+    write_json(out / "sync.json", document := sync_json(outcome))
+    return Output(
+        document, [*sync_demo_view(outcome), f"wrote {out / 'sync.json'}"], failure=None if outcome.is_well else ""
+    )
 
 
 def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) -> Output:
     from orchestrrl.cli.demo.redeployment import redeploy_demo_view
-    from orchestrrl.lab.demo.redeploy_report import as_json, write
+    from orchestrrl.lab.demo.redeploy_report import as_json, draw
     from orchestrrl.lab.demo.redeploy_run import run_redeploy_demo
 
     outcome = _finished(lambda report: run_redeploy_demo(scenario, seeds, out, report))
-    report_path, picture_path = write(outcome, out)
-    view = [*redeploy_demo_view(outcome), f"wrote {report_path} and {picture_path}"]
-    return Output(as_json(outcome), view, failure="" if outcome.lost or outcome.differing else None)
+    write_json(out / "redeployment.json", document := as_json(outcome))
+    draw(outcome, picture := out / "redeployment.png")
+    view = [*redeploy_demo_view(outcome), f"wrote {out / 'redeployment.json'} and {picture}"]
+    return Output(document, view, failure="" if outcome.lost or outcome.differing else None)
 
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from orchestrrl.cli.formats import duration
+from orchestrrl.cli.formats import duration, size
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.output import View
 
@@ -24,7 +24,7 @@ def sync_demo_view(synced: "SyncOutcome") -> View:
 
 def _summary(synced: "SyncOutcome") -> Iterator[str]:
     took = synced.profile
-    version = f"version {took.report.version} ({words.size(took.report.bytes)})"
+    version = f"version {took.report.version} ({size(took.report.bytes)})"
     still = f"requests stood still for {duration(took.still_s)}"
     yield f"{version}: {synced.serve_it} of {synced.engines} engines have it; {still} of {duration(took.whole_s)}"
     yield (

@@ -14,24 +14,9 @@ if TYPE_CHECKING:
     from planner.fabric.model import Pair
 
 ROWS_SHOWN = 60  # pairs; beyond that the slowest are shown
-EXAMPLE = {
-    "link_gbps": 200,
-    "endpoints": [{"id": f"tor{number}", "ports": 4} for number in range(6)],
-    "demand": [
-        {"src": "tor0", "dst": "tor1", "bytes": 40e9},
-        {"src": "tor1", "dst": "tor0", "bytes": 10e9},
-        {"src": "tor0", "dst": "tor2", "bytes": 8e9},
-        {"src": "tor1", "dst": "tor2", "bytes": 6e9},
-        {"src": "tor2", "dst": "tor3", "bytes": 24e9},
-        {"src": "tor3", "dst": "tor4", "bytes": 12e9},
-        {"src": "tor4", "dst": "tor5", "bytes": 16e9},
-    ],
-    "eligible": None,
-    "failed_ports": {"tor3": 3},
-}
 
 
-@problem_command(lambda: EXAMPLE)
+@problem_command("fabric_allocate")
 def fabric_allocate(
     file: ProblemFile,
     bipartite: Annotated[

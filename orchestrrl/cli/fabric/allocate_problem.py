@@ -53,14 +53,6 @@ def _two_ends(document: Any) -> Iterator[str]:
             yield f"{path_of(location)}: must be two endpoints, got {shorten(each)}"
 
 
-def _failed(document: Any) -> Iterator[str]:
-    ids = {value for _, value in values_at(document, "endpoints[].id") if isinstance(value, str)}
-    failed = document.get("failed_ports") if isinstance(document, dict) else None
-    for endpoint in failed if isinstance(failed, dict) else ():
-        if endpoint not in ids:
-            yield f"{path_of(('failed_ports', endpoint))}: does not exist, got {shorten(endpoint)}"
-
-
 CHECKS = (
     unique("endpoints[].id"),
     ids_exist("demand[].src", "endpoints[].id"),
@@ -69,7 +61,7 @@ CHECKS = (
     ids_exist("eligible[].a", "endpoints[].id"),
     ids_exist("eligible[].b", "endpoints[].id"),
     _two_ends,
-    _failed,
+    ids_exist("failed_ports{}", "endpoints[].id"),
 )
 
 

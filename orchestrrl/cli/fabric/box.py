@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
+from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, View, cells_table, number_faults, raise_faults, stderr, table
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.cli.output import Columns, Output, View, cells_table, number_faults, table, write_json
 
 OUT = Path("out/fabric-box")
 
@@ -55,8 +54,8 @@ def box(
 
         orchestrrl fabric box --site site.yaml --show circuits --show cycle
     """
-    from orchestrrl.core.documents import read_text
-    from orchestrrl.lab.box.run import SHOWS, TestbedOrder, run
+    from orchestrrl.lab.box.picture import draw_cycle
+    from orchestrrl.lab.box.run import SHOWS, TestbedOrder
     from orchestrrl.lab.box.site import SITE
     from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
     from planner.fabric.topology import PodRole
@@ -67,31 +66,13 @@ def box(
     faults += protocol_faults(named)
     limits = {"circuit_mbps": circuit_mbps, "seconds": seconds, "iterations": iterations}
     faults += number_faults("> 0 and <= 1000", lambda value: 0 < value <= 1000, **limits)
-    text = SITE
-    try:
-        text = SITE if site is None else read_text(site)
-        faults += site_faults(text, dict.fromkeys(PodRole, 2))
-    except ProblemFaults as error:
-        faults += error.faults
-    raise_faults(faults)
-    prepare_folder(out, text)
-    with stderr().status("making the box") as status:
-        results = run(
-            TestbedOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations),
-            lambda at: status.update(f"{at}: real time, real packets"),
-        )
-    _keep(results, out)
-    return Output(results, _view(results, out))
-
-
-def _keep(results: dict[str, Any], out: Path) -> None:
-    import json
-
-    (out / "box.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = sound_site(site, SITE, dict.fromkeys(PodRole, 2), faults)
+    order = TestbedOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations)
+    results = show_in_box(order, text)
+    write_json(out / "box.json", results)
     if "cycle" in results:
-        from orchestrrl.lab.box.picture import draw_cycle
-
         draw_cycle(results["cycle"], out / "cycle.png")
+    return Output(results, _view(results, out))
 
 
 def _view(results: dict[str, Any], out: Path) -> View:

@@ -12,28 +12,9 @@ if TYPE_CHECKING:
     from planner.fabric.place import PlacedCircuits, PlacingProblem
 
 LINES_SHOWN = 40  # cross-connects to add or remove; beyond that, switches only
-EXAMPLE = {
-    "switches": [
-        {"id": f"ocs{switch}", "ports": {f"tor{tor}": [2 * tor + 1, 2 * tor + 2] for tor in range(4)}}
-        for switch in range(2)
-    ],
-    "circuits": [
-        {"a": "tor0", "b": "tor1", "count": 2},
-        {"a": "tor0", "b": "tor2", "count": 2},
-        {"a": "tor1", "b": "tor3", "count": 2},
-        {"a": "tor2", "b": "tor3", "count": 1},
-    ],
-    "current": [
-        {"switch": "ocs0", "port_a": 1, "port_b": 3},
-        {"switch": "ocs0", "port_a": 5, "port_b": 7},
-        {"switch": "ocs1", "port_a": 1, "port_b": 7},
-        {"switch": "ocs1", "port_a": 3, "port_b": 5},
-    ],
-    "failed_ports": {"ocs0": [8]},
-}
 
 
-@problem_command(lambda: EXAMPLE)
+@problem_command("fabric_place")
 def fabric_place(file: ProblemFile) -> Output:
     """Say which switch and which ports carry each circuit.
 

@@ -37,11 +37,7 @@ class PlaceProblem(ProblemPart):
 
 def _circuits(document: Any) -> Iterator[str]:
     """Pairs are of two endpoints that have fibres, and stand once, whichever end comes first."""
-    known = {
-        endpoint
-        for _, ports in values_at(document, "switches[].ports")
-        for endpoint in (ports if isinstance(ports, dict) else ())
-    }
+    known = {endpoint for _, endpoint in values_at(document, "switches[].ports{}")}
     first: dict[tuple[str, str], str] = {}
     for location, each in values_at(document, "circuits[]"):
         ends = {side: each.get(side) for side in ("a", "b")} if isinstance(each, dict) else {}

@@ -9,9 +9,9 @@ from rich.markup import escape
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.control import DaemonOption, call_daemon
-from orchestrrl.cli.formats import bar, count, duration, percent
+from orchestrrl.cli.formats import bar, count, duration, percent, size
 from orchestrrl.cli.lazy import ControlClient, fabric_pb2
-from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, View, cells_table, fail, raise_faults, table
+from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, View, cells_table, fail, raise_faults, table, writing
 from orchestrrl.core.addresses import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
     summaries, common = study(read_traces(traces), risk)
     summary = merged(summaries)
     if plot is not None:
-        _draw(summary, plot)
+        draw(summary, plot)
     document = {"ranks": [each.to_json() for each in summaries], "common": _common_json(common)}
     others = [f"rank {each.ranks[0]}: {each.why_not}" for each in summaries[1:] if each.why_not]
     return Output(document, [*_view(summary), _common_table(common), *others])
@@ -109,7 +109,7 @@ def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
         for name, ranks in by_name.items()
     ]
     if plot is not None:
-        _draw(next(iter(summaries.values())), plot)
+        draw(next(iter(summaries.values())), plot)
     return Output({"jobs": document}, _jobs_view(summaries, hosts))
 
 
@@ -119,13 +119,6 @@ def _jobs_view(summaries: "dict[str, SlackSummary]", hosts: dict[str, set[str]])
         yield f"[bold]job {escape(name or 'without a name')}[/bold], hosts: {escape(where)}"
         yield ""
         yield from _view(summary)
-
-
-def _draw(summary: "SlackSummary", target: Path) -> None:
-    try:
-        draw(summary, target)
-    except OSError as error:
-        fail(f"{target}: cannot be written: {error.strerror}")
 
 
 def _view(summary: "SlackSummary") -> View:
@@ -180,7 +173,7 @@ def _positions_view(summary: "SlackSummary") -> View:
     columns: Columns = {
         "before": lambda each: f"{each.position} {each.op}",
         "group": lambda each: _group(each.group) if several else None,
-        "size": lambda each: _size(each.size) if each.size >= 0 else "varies",
+        "size": lambda each: size(each.size) if each.size >= 0 else "varies",
         "after mark": "mark",
         "opens at": lambda each: duration(each.offset_s),
         "p5": lambda each: duration(each.p5_s),
@@ -198,13 +191,6 @@ def _positions_view(summary: "SlackSummary") -> View:
         yield f"The {len(shown)} longest of {len(quiet)} windows; --json prints all."
     if summary.why_not:
         yield f"Nothing is promised where the trace ends: {summary.why_not}."
-
-
-def _size(size_bytes: int) -> str:
-    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= step:
-            return f"{size_bytes / step:.3g} {unit}"
-    return f"{size_bytes} B"
 
 
 def _group(group: int) -> str:
@@ -261,7 +247,7 @@ def _ranks(summary: "SlackSummary") -> str:
 
 
 def draw(summary: "SlackSummary", target: Path) -> None:
-    """Shares of each operation by its slack, and the delays of the switches. Raises OSError."""
+    """Shares of each operation by its slack, and the delays of the switches."""
     from orchestrrl.core.charts import axes, save
     from planner.fabric.slack_histogram import edge_s
 
@@ -277,4 +263,5 @@ def draw(summary: "SlackSummary", target: Path) -> None:
         for delay_s in _delays().values():
             axis.axvline(delay_s, color="grey", linewidth=0.8, linestyle=":")
     panels[-1][0].set(xscale="log", xlabel="seconds without traffic before it (dotted: delays of optical switches)")
-    save(figure, target)
+    with writing(target):
+        save(figure, target)

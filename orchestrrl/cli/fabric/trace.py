@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import EXIT_MALFORMED, Output, fail
+from orchestrrl.cli.output import EXIT_MALFORMED, Output, fail, writing
 
 
 @command
@@ -37,10 +37,8 @@ def trace(
     elif jobs and job not in jobs:
         fail(f"{folder}: no job {job!r} is recorded there, but {', '.join(map(repr, jobs))}")
     found = read_rings(folder, job)
-    try:
+    with writing(target):
         write_trace(found.events, target)
-    except OSError as error:
-        fail(f"{target}: cannot be written: {error.strerror}")
     counts = {"events": len(found.events), "lost": found.lost, "running": found.running}
     document = {"file": str(target), "job": job, "ranks": sorted(found.ranks), **counts}
     lines = [f"{target}: {len(found.events):,} events of {len(found.ranks)} ranks"]

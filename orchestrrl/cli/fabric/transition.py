@@ -18,28 +18,6 @@ SHOWN_MOVES = 12  # of a stage; more are counted
 SHOWN_STAGES = 60
 BAR_WIDTH = 10
 
-# Two switches; two pairs change partners, and one keeps its only circuit until another is up on the second switch.
-EXAMPLE: dict[str, Any] = {
-    "switches": [
-        {"id": name, "ports": {"tor0": [1, 2], "tor1": [3, 4], "tor2": [5, 6], "tor3": [7, 8]}}
-        for name in ("ocs0", "ocs1")
-    ],
-    "current": [
-        {"switch": "ocs0", "port_a": 1, "port_b": 3},
-        {"switch": "ocs0", "port_a": 2, "port_b": 4},
-        {"switch": "ocs0", "port_a": 5, "port_b": 7},
-        {"switch": "ocs1", "port_a": 1, "port_b": 3},
-    ],
-    "target": [
-        {"switch": "ocs0", "port_a": 1, "port_b": 5},
-        {"switch": "ocs0", "port_a": 3, "port_b": 7},
-        {"switch": "ocs1", "port_a": 1, "port_b": 3},
-        {"switch": "ocs1", "port_a": 5, "port_b": 7},
-    ],
-    "max_moves_per_stage": 3,
-    "min_fraction": 0.5,
-}
-
 
 class Least(NamedTuple):
     """The endpoint with the smallest share of its circuits before or after, whichever are fewer."""
@@ -49,7 +27,7 @@ class Least(NamedTuple):
     of: int
 
 
-@problem_command(lambda: EXAMPLE)
+@problem_command("fabric_transition")
 def fabric_transition(file: ProblemFile) -> Output:
     """Say in which stages cross-connects are changed, so that no pair goes dark and every endpoint keeps bandwidth.
 

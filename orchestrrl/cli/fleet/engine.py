@@ -1,7 +1,5 @@
 """`orchestrrl engine`: engines that come with OrchestrRL."""
 
-import signal
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +8,7 @@ import typer
 
 from orchestrrl.cli.command import with_flags
 from orchestrrl.cli.garbage import keep_loaded
+from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
 
 if TYPE_CHECKING:
@@ -102,8 +101,6 @@ def simulated(flags: SimulatedFlags) -> None:
 
     Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`
     """
-    import asyncio
-
     given = dict(vars(flags))
     host, port = given.pop("host"), given.pop("port")
     faults = {name: value for name in OF_FAULTS if (value := given.pop(name)) is not None}
@@ -114,7 +111,7 @@ def simulated(flags: SimulatedFlags) -> None:
         given["lengths"] = _read_yaml(flags.lengths)
     options = _options(given)
     keep_loaded()
-    asyncio.run(_serve(options, host, port))
+    until_stopped(_serve(options, host, port))
 
 
 def _read_yaml(path: Path) -> Any:
@@ -143,16 +140,6 @@ def _options(given: dict[str, Any]) -> "SimulatedOptions":
 
 
 async def _serve(options: "SimulatedOptions", host: str, port: int) -> None:
-    import asyncio
-
-    serving = asyncio.create_task(_until_cancelled(options, host, port))
-    for number in (signal.SIGTERM, signal.SIGINT):  # also while it has not begun to listen
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
-    with suppress(asyncio.CancelledError):
-        await serving
-
-
-async def _until_cancelled(options: "SimulatedOptions", host: str, port: int) -> None:
     import asyncio
 
     from orchestrrl.lab.simulated_engine.server import SimulatedServer

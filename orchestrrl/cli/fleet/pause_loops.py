@@ -3,6 +3,7 @@
 from rich.markup import escape
 
 from orchestrrl.cli.command import Command, Reason, TimeToLive, daemon_command
+from orchestrrl.cli.commands import summary
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.status import operator_pause_text
 from orchestrrl.cli.lazy import ControlClient, control_pb2
@@ -10,7 +11,7 @@ from orchestrrl.cli.output import Output, raise_faults
 from orchestrrl.core.ttl import lifetime_faults
 
 
-def _commands(part: str, held: str) -> tuple[Command, Command]:
+def _commands(part: str) -> tuple[Command, Command]:
     async def pause(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
         raise_faults(lifetime_faults(ttl_s, "--ttl-s", until="resumed"))
         return await _set(client, control_pb2.SetPauseRequest(part=part, paused=True, reason=reason, ttl_s=ttl_s))
@@ -19,8 +20,8 @@ def _commands(part: str, held: str) -> tuple[Command, Command]:
         return await _set(client, control_pb2.SetPauseRequest(part=part, paused=False, reason=reason))
 
     example = f'Example: `orchestrrl {part} pause --reason "looking at it" --ttl-s 600`'
-    pause.__doc__ = f"Hold {held}, until resumed or expired.\n\n{example}"
-    resume.__doc__ = f"Let it go on.\n\nExample: `orchestrrl {part} resume`"
+    pause.__doc__ = f"{summary(f'{part} pause')}\n\n{example}"
+    resume.__doc__ = f"{summary(f'{part} resume')}\n\nExample: `orchestrrl {part} resume`"
     return daemon_command(pause), daemon_command(resume)
 
 
@@ -32,8 +33,6 @@ async def _set(client: ControlClient, order: "control_pb2.SetPauseRequest") -> O
     return Output(found, [f"{part} goes on" if found["changed"] else f"{part} was not paused"])
 
 
-balancer_pause, balancer_resume = _commands("balancer", "the fast loop's moves; an operator's own go on")
-fabric_pause, fabric_resume = _commands("fabric", "every change of circuits that periods ask for")
-sync_pause, sync_resume = _commands(
-    "sync", "weight syncs: none begins, and no circuits are changed for one; what is under way goes on"
-)
+balancer_pause, balancer_resume = _commands("balancer")
+fabric_pause, fabric_resume = _commands("fabric")
+sync_pause, sync_resume = _commands("sync")

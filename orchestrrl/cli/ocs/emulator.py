@@ -8,25 +8,22 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.text import Text
 
-from ocs_drivers.base import DeviceClock
-from ocs_drivers.driver import SwitchDriver, within
+from ocs_drivers.driver import within
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
-from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS, make_emulator
+from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
-from ocs_drivers.virtual import VirtualSwitchWire
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import fields, number_faults, stdout, yaml_values
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.lab.emulated_switch import EMULATED, GRPC, PROTOCOLS, GrpcEmulator, driver_of
 
 if TYPE_CHECKING:
     from orchestrrl.cli.ocs.emulate import EmulatorFlags
 
-GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
-DEVICE = "emulated"
 SHOWN_CHARS = 400  # of a setter, when it is shown
 
 
@@ -42,44 +39,6 @@ def run(flags: "EmulatorFlags") -> None:
     if wrong or emulator is None:
         raise ProblemFaults(wrong)
     until_stopped(_serve(emulator, flags.protocol, host, port))
-
-
-class GrpcEmulator:
-    """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
-
-    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
-        ingress = range(1, panel.ingress_ports + 1)
-        self.device = EmulatedDevice(
-            SwitchFacts(
-                vendor="OrchestrRL",
-                model="virtual",
-                serial=DEVICE,
-                software="1",
-                connectivity=Connectivity.INGRESS_EGRESS,
-                ingress_ports=ingress,
-                egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
-                reconfiguration_s=panel.reconfiguration_s,
-                boot=panel.boot,
-            ),
-            panel,
-            clock,
-        )
-        self._server: Any = None
-
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        from orchestrrl.rpc.ocs_server import serve_driver
-
-        clock = self.device.clock
-        driver = SwitchDriver(DEVICE, VirtualSwitchWire(self.device.model, clock), clock=clock)
-        host = f"[{host}]" if ":" in host else host
-        try:
-            self._server, port = await serve_driver(driver, f"{host}:{port}")
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-        return f"{host}:{port}"
-
-    async def stop(self) -> None:
-        await self._server.stop(None)
 
 
 async def _serve(emulator: Emulator, protocol: str, host: str, port: int) -> None:
@@ -137,8 +96,8 @@ def _sides(facts: SwitchFacts) -> str:
 
 def _configured(protocol: str, address: str) -> str:
     """The switch as an item of the configuration's `ocs`, in YAML's short form."""
-    named = {"target": address} if protocol == GRPC else {"address": address, **DRIVER_OPTIONS.get(protocol, {})}
-    item = {"id": DEVICE, "driver": protocol.partition("-")[0], "options": named}
+    driver, options = driver_of(protocol, address)
+    item = {"id": EMULATED, "driver": driver, "options": options}
     return yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 
@@ -150,9 +109,8 @@ def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list
             return GrpcEmulator(panel)
         return make_emulator(protocol, panel, **quirks)
     except InvalidOptions as error:
-        known = (*sorted(EMULATORS), GRPC)
-        if protocol not in known:
-            wrong.append(f"--protocol: must be one of {', '.join(known)}, got {protocol!r}")
+        if protocol not in PROTOCOLS:
+            wrong.append(f"--protocol: must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
         else:
             wrong += [f"--{'' if fault.startswith('protocol: ') else 'quirk '}{fault}" for fault in error.faults]
         return None

@@ -8,9 +8,11 @@ import typer
 
 from ocs_drivers.model import ChangeMode, CrossConnect
 from orchestrrl.cli.command import daemon_command
+from orchestrrl.cli.control import answer
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.lazy import ControlClient, control_pb2, ocs_pb2
-from orchestrrl.cli.output import Columns, Output, View, fields, note, raise_faults, stderr, table
+from orchestrrl.cli.output import Columns, Output, View, note, raise_faults, stderr, table
+from orchestrrl.rpc.plain_values import plain
 
 # Robotic patch panels take minutes.
 CHANGE_TIMEOUT_S = 1800.0
@@ -40,7 +42,9 @@ async def ocs_list(client: ControlClient) -> Output:
 
     Example: `orchestrrl ocs list`
     """
-    listed = (await client.call(client.switches.ListSwitches, control_pb2.ListSwitchesRequest())).switches
+    listed = _readable(await answer(client, client.switches.ListSwitches, control_pb2.ListSwitchesRequest()))[
+        "switches"
+    ]
     document = {"switches": [_summary(switch) for switch in listed]}
     return Output(document, table("Optical circuit switches", SWITCH_COLUMNS, listed))
 
@@ -51,16 +55,18 @@ async def ocs_show(client: ControlClient, switch: SwitchArgument) -> Output:
 
     Example: `orchestrrl ocs show ocs1`
     """
-    shown = await client.call(client.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch))
+    message = await client.call(client.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch))
+    seen = _readable(plain(message))
+    trial = seen["unconfirmed"]
     document = {
-        **_summary(shown),
-        "circuits": [_circuit(circuit) for circuit in shown.circuits],
-        "ports": [_values(port, "port state power_dbm") for port in shown.port_states],
-        "unconfirmed": _unconfirmed(shown),
+        **_summary(seen),
+        "circuits": seen["circuits"],
+        "ports": seen["port_states"],
+        "unconfirmed": trial and {name: value for name, value in trial.items() if name != "revision"},
     }
-    if shown.reachable:
-        return Output(document, _switch_view(shown))
-    return Output(document, [], failure=f"{switch} is {_why_not(shown)}")
+    if seen["reachable"]:
+        return Output(document, _switch_view(message, seen))
+    return Output(document, [], failure=f"{switch} is {_why_not(seen)}")
 
 
 @daemon_command
@@ -104,10 +110,10 @@ async def connect(
         return _outcome(await client.call(client.switches.ConnectPorts, request(dry_run=True)))
     revision: dict[str, Any] = {}
     if mode is not ChangeMode.SAFE:
-        plan = await client.call(client.switches.ConnectPorts, request(dry_run=True))
-        revision = {"expect_revision": plan.revision}
-        if plan.evicted:
-            note(f"{switch}: evicting {_listed(plan.evicted)}")
+        plan = _readable(await answer(client, client.switches.ConnectPorts, request(dry_run=True)))
+        revision = {"expect_revision": plan["revision"]}
+        if plan["evicted"]:
+            note(f"{switch}: evicting {' '.join(plan['evicted'])}")
     with stderr().status(f"{switch}: moving mirrors"):
         return _outcome(await client.call(client.switches.ConnectPorts, request(**revision), CHANGE_TIMEOUT_S))
 
@@ -172,135 +178,89 @@ def _parsed(pairs: Iterable[str], revert_in_s: float | None = None) -> "list[ocs
     return parsed
 
 
-def _outcome(change: "control_pb2.SwitchChange") -> Output:
+def _readable(value: Any) -> Any:
+    """Return plain values with each cross-connect as text, such as `3:17`."""
+    match value:
+        case {"ingress_port": ingress, "egress_port": egress}:
+            return f"{ingress}:{egress}"
+        case dict():
+            return {name: _readable(each) for name, each in value.items()}
+        case list():
+            return [_readable(each) for each in value]
+    return value
+
+
+def _outcome(message: "control_pb2.SwitchChange") -> Output:
     """Exit status 1 if the change was not done."""
-    failed = f"{change.switch_id}: {change.detail or 'not done'}"
-    return Output(_change(change), _change_view(change), None if change.done or change.dry_run else failed)
+    change = _readable(plain(message))
+    document = {
+        **{name: change[name] for name in ("done", "dry_run", "rolled_back", "detail", "revision")},
+        "switch": change["switch_id"],
+        "operation": change["operation_id"],
+        **{name: change[name] for name in ("evicted", "results", "revert_at_unix_s")},
+    }
+    failed = f"{change['switch_id']}: {change['detail'] or 'not done'}"
+    return Output(document, _change_view(change), None if change["done"] or change["dry_run"] else failed)
 
 
-def _change_view(change: "control_pb2.SwitchChange") -> View:
-    title = "would change" if change.dry_run else "changed" if change.done else "tried"
-    evicted = {_text(pair) for pair in change.evicted}
+def _change_view(change: dict[str, Any]) -> View:
+    switch, dry_run, evicted = change["switch_id"], change["dry_run"], change["evicted"]
+    title = "would change" if dry_run else "changed" if change["done"] else "tried"
     columns: Columns = {
-        "change": lambda result: f"{result.action} {_text(result.cross_connect)}",
-        "": lambda result: "evicted" if result.action == "remove" and _text(result.cross_connect) in evicted else None,
-        "done": lambda result: None if change.dry_run else "yes" if result.done else "NO",
-        "commanded": _time("commanded_s"),
-        "tuned": _time("tuned_s"),
-        "link up": _time("link_up_s"),
+        "change": lambda result: f"{result['action']} {result['cross_connect']}",
+        "": lambda result: "evicted" if result["action"] == "remove" and result["cross_connect"] in evicted else None,
+        "done": lambda result: None if dry_run else "yes" if result["done"] else "NO",
+        "commanded": lambda result: duration(result["commanded_s"]),
+        "tuned": lambda result: duration(result["tuned_s"]),
+        "link up": lambda result: duration(result["link_up_s"]),
         "detail": "detail",
     }
-    if change.results:
-        yield table(f"{change.switch_id}: {title}", columns, change.results)
-    if change.done or change.dry_run:
-        yield f"{change.switch_id}: {change.detail or ('not sent' if change.dry_run else 'done')}"
+    if change["results"]:
+        yield table(f"{switch}: {title}", columns, change["results"])
+    if change["done"] or dry_run:
+        yield f"{switch}: {change['detail'] or ('not sent' if dry_run else 'done')}"
 
 
-def _switch_view(switch: "control_pb2.Switch") -> View:
+def _switch_view(message: "control_pb2.Switch", switch: dict[str, Any]) -> View:
     from orchestrrl.rpc.codecs.ocs import UNCONFIRMED
 
-    after_restart = _AFTER_RESTART.get(switch.boot_behaviour, switch.boot_behaviour)
-    yield f"{switch.switch_id}: {switch.vendor} {switch.model}, serial {switch.serial}, software {switch.software}"
+    after_restart = _AFTER_RESTART.get(switch["boot_behaviour"], switch["boot_behaviour"])
+    yield "{switch_id}: {vendor} {model}, serial {serial}, software {software}".format(**switch)
+    ingress, egress = _range(switch["ingress_ports"]), _range(switch["egress_ports"])
     yield (
-        f"{switch.connectivity}, ingress {_range(switch.ingress_ports)}, egress {_range(switch.egress_ports)}; "
-        f"moves in {duration(switch.reconfiguration_s)}; circuits after a restart: {after_restart}; "
-        f"revision {switch.revision}"
+        f"{switch['connectivity']}, ingress {ingress}, egress {egress}; moves in "
+        f"{duration(switch['reconfiguration_s'])}; circuits after a restart: {after_restart}; "
+        f"revision {switch['revision']}"
     )
-    if switch.HasField("unconfirmed"):
-        yield str(UNCONFIRMED.from_pb(switch.unconfirmed))
-    yield table("Circuits", CIRCUIT_COLUMNS, switch.circuits)
-    if odd := [port for port in switch.port_states if port.state != "enabled"]:
-        columns: Columns = {"port": "port", "state": "state", "power dBm": lambda port: _optional(port, "power_dbm")}
-        yield table("Ports that cannot be used", columns, odd)
+    if switch["unconfirmed"] is not None:
+        yield str(UNCONFIRMED.from_pb(message.unconfirmed))
+    yield table("Circuits", CIRCUIT_COLUMNS, switch["circuits"])
+    if odd := [port for port in switch["port_states"] if port["state"] != "enabled"]:
+        yield table("Ports that cannot be used", {"port": "port", "state": "state", "power dBm": "power_dbm"}, odd)
 
 
-def _why_not(switch: "control_pb2.Switch") -> str:
-    return f"not usable: {switch.detail.removeprefix(f'{switch.switch_id}: ')}"
+def _why_not(switch: dict[str, Any]) -> str:
+    of_switch = f"{switch['switch_id']}: "
+    return f"not usable: {switch['detail'].removeprefix(of_switch)}"
 
 
-def _summary(switch: "control_pb2.Switch") -> dict[str, Any]:
+def _summary(switch: dict[str, Any]) -> dict[str, Any]:
+    names = ("driver", "reachable", "detail", "vendor", "model", "serial", "software", "connectivity")
     more = ("ports", "reconfiguration_s", "boot_behaviour", "revision")
     return {
-        **fields(switch, "driver reachable detail vendor model serial software connectivity", switch="switch_id"),
-        **{name: getattr(switch, name) if switch.reachable else None for name in more},
-        "cross_connects": [_text(pair) for pair in switch.cross_connects],
+        **{name: switch[name] for name in names},
+        "switch": switch["switch_id"],
+        **{name: switch[name] if switch["reachable"] else None for name in more},
+        "cross_connects": switch["cross_connects"],
     }
 
 
-def _change(change: "control_pb2.SwitchChange") -> dict[str, Any]:
-    return {
-        **fields(change, "done dry_run rolled_back detail revision", switch="switch_id", operation="operation_id"),
-        "evicted": [_text(pair) for pair in change.evicted],
-        "results": [
-            {
-                "cross_connect": _text(result.cross_connect),
-                **fields(result, "action done detail"),
-                **_values(result, "commanded_s tuned_s link_up_s"),
-            }
-            for result in change.results
-        ],
-        "revert_at_unix_s": _optional(change, "revert_at_unix_s"),
-    }
+def _range(ports: dict[str, int]) -> str:
+    return f"{ports['first']}..{ports['first'] + ports['count'] - 1}"
 
 
-def _state(circuit: "ocs_pb2.Circuit") -> str | None:
-    words = {
-        ocs_pb2.CIRCUIT_STATE_TUNING: "tuning",
-        ocs_pb2.CIRCUIT_STATE_TUNED: "tuned",
-        ocs_pb2.CIRCUIT_STATE_FAILED: "failed",
-    }
-    return words.get(circuit.state)
-
-
-def _circuit(circuit: "ocs_pb2.Circuit") -> dict[str, Any]:
-    return {
-        "cross_connect": _text(circuit.cross_connect),
-        "state": _state(circuit),
-        "link_up": _optional(circuit, "link_up"),
-        "ours": circuit.ours,
-    }
-
-
-def _unconfirmed(switch: "control_pb2.Switch") -> dict[str, Any] | None:
-    """What is on trial there."""
-    if not switch.HasField("unconfirmed"):
-        return None
-    trial = switch.unconfirmed
-    return {
-        "until_unix_s": _optional(trial, "until_unix_s"),
-        "removed": [_text(pair) for pair in trial.removed],
-        "added": [_text(pair) for pair in trial.added],
-        "failure": trial.failure,
-    }
-
-
-def _optional(message: Any, field: str) -> Any:
-    has_presence = message.DESCRIPTOR.fields_by_name[field].has_presence
-    return getattr(message, field) if not has_presence or message.HasField(field) else None
-
-
-def _values(message: Any, names: str) -> dict[str, Any]:
-    return {name: _optional(message, name) for name in names.split()}
-
-
-def _text(pair: "ocs_pb2.CrossConnect") -> str:
-    return f"{pair.ingress_port}:{pair.egress_port}"
-
-
-def _listed(pairs: "Iterable[ocs_pb2.CrossConnect]") -> str:
-    return " ".join(_text(pair) for pair in pairs)
-
-
-def _range(ports: "ocs_pb2.PortNumbers") -> str:
-    return f"{ports.first}..{ports.first + ports.count - 1}"
-
-
-def _time(field: str) -> Callable[[Any], str]:
-    return lambda result: duration(_optional(result, field))
-
-
-def _of_reachable(get: Callable[[Any], object]) -> Callable[[Any], object]:
-    return lambda switch: get(switch) if switch.reachable else None
+def _of_reachable(get: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda switch: get(switch) if switch["reachable"] else None
 
 
 SWITCH_COLUMNS: Columns = {
@@ -308,15 +268,15 @@ SWITCH_COLUMNS: Columns = {
     "driver": "driver",
     "vendor": "vendor",
     "model": "model",
-    "ports": _of_reachable(lambda switch: switch.ports),
-    "circuits": _of_reachable(lambda switch: len(switch.cross_connects)),
-    "failed ports": _of_reachable(lambda switch: sum(port.state == "failed" for port in switch.port_states)),
-    "moves in": _of_reachable(lambda switch: duration(switch.reconfiguration_s)),
-    "state": lambda switch: "ok" if switch.reachable else _why_not(switch),
+    "ports": _of_reachable(lambda switch: switch["ports"]),
+    "circuits": _of_reachable(lambda switch: len(switch["cross_connects"])),
+    "failed ports": _of_reachable(lambda switch: sum(port["state"] == "failed" for port in switch["port_states"])),
+    "moves in": _of_reachable(lambda switch: duration(switch["reconfiguration_s"])),
+    "state": lambda switch: "ok" if switch["reachable"] else _why_not(switch),
 }
 CIRCUIT_COLUMNS: Columns = {
-    "ingress:egress": lambda circuit: _text(circuit.cross_connect),
-    "state": lambda circuit: _state(circuit),
-    "light": lambda circuit: {True: "up", False: "dark", None: None}[_optional(circuit, "link_up")],
-    "whose": lambda circuit: "ours" if circuit.ours else "not ours",
+    "ingress:egress": "cross_connect",
+    "state": "state",
+    "light": lambda circuit: {True: "up", False: "dark", None: None}[circuit["link_up"]],
+    "whose": lambda circuit: "ours" if circuit["ours"] else "not ours",
 }

@@ -23,7 +23,8 @@ async def explain_(client: ControlClient, plan: PlanId = "") -> Output:
 
     Example: `orchestrrl plan explain plan-3`
     """
-    found, status = await _fetch(client, plan)
+    found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan))
+    status = await fetch_status(client)
     document = {**found, "control": status["plan_control"], "calibration": status["plan_calibration"]}
     return Output(document, _explain_view(found, status))
 
@@ -37,7 +38,7 @@ def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> View:
     yield from explain.predictions(found)
     yield explain.calibration(status["plan_calibration"])
     yield from explain.histogram(found)
-    yield _bound(status)
+    yield f"planner: {control_text(status['plan_control'], status['now_unix_s'])}"
 
 
 @daemon_command
@@ -87,16 +88,6 @@ async def release(client: ControlClient, reason: Reason = "") -> Output:
     Example: `orchestrrl plan release --reason "benchmark over"`
     """
     return _control(await answer(client, client.control.ReleasePlan, control_pb2.ReleasePlanRequest(reason=reason)))
-
-
-async def _fetch(client: ControlClient, plan_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the plan, and the daemon's status: what binds the planner, its calibration, the daemon's time."""
-    found = await answer(client, client.control.GetPlan, control_pb2.GetPlanRequest(plan_id=plan_id))
-    return found, await fetch_status(client)
-
-
-def _bound(status: dict[str, Any]) -> str:
-    return f"planner: {control_text(status['plan_control'], status['now_unix_s'])}"
 
 
 def _control(control: dict[str, Any]) -> Output:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.formats import duration, ranges, seconds
 from orchestrrl.cli.output import Columns, Output, View, cells_table, fields, table
-from orchestrrl.cli.plan.example import example
 
 if TYPE_CHECKING:
     from planner.solver.problem import MakespanProblem, PlacedInstance, Solution
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 LINES_SHOWN = 40  # instances; beyond that they are shown in groups
 
 
-@problem_command(example)
+@problem_command("plan_solve")
 def solve(file: ProblemFile) -> Output:
     """Say which engines to run on which GPUs, and which request each decodes, so that the last one ends soonest.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table
+from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table, writing
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import check_url
-from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
     from orchestrrl.engines.base import Engine
@@ -233,10 +233,8 @@ def _merged(existing: "Profile | None", measured: "MeasuredProfile", gpu: str, l
 def _write(path: Path, profile: "Profile") -> None:
     from orchestrrl.engines.profiles.store import write_profile
 
-    try:
+    with writing(path):
         write_profile(path, profile)
-    except OSError as error:
-        raise Permanent(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _layouts(tp: str, layouts: str) -> list[Any]:
@@ -341,7 +339,5 @@ def _plot(profile: "Profile", path: Path) -> None:
     axis.set_ylabel("decode step, ms (dashed: KV cache half full)")
     axis.set_title(f"{profile.model} on {profile.gpu}, {profile.engine}")
     axis.legend()
-    try:
+    with writing(path):
         save(figure, path, kind="png")
-    except OSError as error:
-        raise Permanent(f"{path}: cannot be written: {error.strerror}") from error

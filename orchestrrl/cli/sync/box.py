@@ -6,10 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.fabric.box_site import prepare_folder, site_faults
+from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import Columns, Output, View, raise_faults, stderr, table
-from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.cli.output import Columns, Output, View, table, write_json
 
 OUT = Path("out/sync-box")
 MOST_MB = 4000.0
@@ -59,8 +58,7 @@ def box(
 
         orchestrrl sync box --mb 40 --way tree --way two_stage
     """
-    from orchestrrl.core.documents import read_text
-    from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder, run
+    from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder
     from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
     from orchestrrl.lab.box.weights_site import weights_site
     from planner.fabric.topology import PodRole
@@ -74,14 +72,8 @@ def box(
     ]
     if transport not in ("tcp", "gloo"):
         faults.append(f"--transport: must be tcp or gloo, got {transport!r}")
-    text = ""
-    try:
-        text = weights_site(max(1e-3, circuit_mbps)) if site is None else read_text(site)
-        faults += site_faults(text, {PodRole.TRAIN: 1, PodRole.GEN: 2})
-    except ProblemFaults as error:
-        faults += error.faults
-    raise_faults(faults)
-    prepare_folder(out, text)
+    default = weights_site(max(1e-3, circuit_mbps))
+    text = sound_site(site, default, {PodRole.TRAIN: 1, PodRole.GEN: 2}, faults)
     order = TestbedOrder(
         str(out.resolve()),
         ("weights",),
@@ -93,16 +85,9 @@ def box(
         transport=transport,
         python="" if python is None else str(python.absolute()),
     )
-    with stderr().status("making the box") as status:
-        found = run(order, lambda at: status.update(f"{at}: real time, real packets"))["weights"]
-    _keep(found, out)
+    found = show_in_box(order, text)["weights"]
+    write_json(out / "sync-box.json", found)
     return Output(found, _view(found, out))
-
-
-def _keep(found: dict[str, Any], out: Path) -> None:
-    import json
-
-    (out / "sync-box.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _view(found: dict[str, Any], out: Path) -> View:

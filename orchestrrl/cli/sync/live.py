@@ -1,7 +1,7 @@
 """`orchestrrl sync status|history|profile|watch|abort|install`: new weights of a running daemon's fleet."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,8 +19,6 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from orchestrrl.weights.controller.profile import SyncProfile
     from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
 
@@ -120,23 +118,17 @@ async def watch(client: ControlClient, sync_id: SyncArgument = "", as_json: Json
     Example: `orchestrrl sync watch`
     """
 
-    def fetch(latest: "pb.SyncReport | None") -> "AsyncIterator[pb.SyncReport]":
-        request = pb.GetSyncRequest(sync_id=sync_id if latest is None else latest.sync_id)
-        return client.watch(client.weights.WatchSync, request)
+    from orchestrrl.rpc.codecs.weights import report_to_pb
 
-    messages = persistently(fetch, lambda message: _report(message).over, AWAY)
-    message = await until_over(messages, _picture, _news, lambda _: words.GOES_ON, as_json)
-    report = _report(message)
+    async def fetch(latest: "SyncReport | None") -> "AsyncIterator[SyncReport]":
+        request = pb.GetSyncRequest(sync_id=sync_id if latest is None else latest.id)
+        async for message in client.watch(client.weights.WatchSync, request):
+            yield _report(message)
+
+    reports = persistently(fetch, lambda report: report.over, AWAY)
+    report = await until_over(reports, words.picture, words.news, lambda _: words.GOES_ON, as_json)
     ended = [words.outcome(report)] if stdout().is_terminal else []  # in a pipe it is the last line already
-    return Output(plain(message), ended, words.failure(report))
-
-
-def _picture(message: "pb.SyncReport") -> "Text":
-    return words.picture(_report(message))
-
-
-def _news(before: "pb.SyncReport | None", message: "pb.SyncReport") -> Iterator[str]:
-    return words.news(None if before is None else _report(before), _report(message))
+    return Output(plain(report_to_pb(report)), ended, words.failure(report))
 
 
 @daemon_command

@@ -14,37 +14,7 @@ if TYPE_CHECKING:
 ROWS_SHOWN = 30  # waves
 
 
-def _example() -> dict[str, Any]:
-    pods = [{"id": "train0", "role": "train", "boundary_circuits": 4}]
-    pods += [{"id": f"gen{number}", "role": "gen", "boundary_circuits": 4} for number in range(3)]
-    names = {pod["id"]: [f"{pod['id']}-{number}" for number in range(8)] for pod in pods}
-    ends = [
-        {"id": name, "pod": pod, "tor": f"{pod}-tor{number // 4}", "nic_gbps": 200}
-        for pod, inside in names.items()
-        for number, name in enumerate(inside)
-    ]
-    receivers = [name for pod, inside in names.items() if pod != "train0" for name in inside]
-    return {
-        "link_gbps": 200,
-        "pods": pods,
-        "endpoints": ends,
-        "tor_circuits": {str(end["tor"]): 4 for end in ends},
-        "shards": [
-            {
-                "id": f"layers{number}",
-                "bytes": 2_000_000_000,
-                "holders": [names["train0"][number], names["train0"][number + 4]],
-                "receivers": receivers[number % 2 :: 2],
-            }
-            for number in range(4)
-        ],
-        "seeds_per_pod": 1,
-        "chunk_bytes": 4_194_304,
-        "hop_latency_s": 1e-5,
-    }
-
-
-@problem_command(_example)
+@problem_command("sync_plan")
 def plan(file: ProblemFile) -> Output:
     """Plan a tree broadcast of new weights: who sends which bytes to whom, in waves.
 

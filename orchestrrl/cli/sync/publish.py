@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.command import JsonFlag, command
 from orchestrrl.cli.control import DaemonOption, address_faults
+from orchestrrl.cli.formats import size
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.output import EXIT_LEFT, Output, note, raise_faults
 from orchestrrl.cli.progress import showing
@@ -59,8 +60,8 @@ def publish(
     pieces = _pieces(folder, peer, peer_folder, daemon)
     with WeightsClient(daemon, peer=peer, folder=peer_folder, patience_s=PATIENCE_S) as client:
         number = client.next_version() if version is None else version
-        size = words.size(sum(piece.bytes for piece in pieces))
-        note(f"version {number}: staging {len(pieces)} tensors, {size}, in {escape(str(client.folder))}")
+        total = size(sum(piece.bytes for piece in pieces))
+        note(f"version {number}: staging {len(pieces)} tensors, {total}, in {escape(str(client.folder))}")
         report = _carried(client, number, pieces, next_pause, as_json)
     document = plain(report_to_pb(report))
     if report.over:

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, time_of_day
+from orchestrrl.cli.formats import UNKNOWN, bar, duration, percent, ranges, size, time_of_day
 from orchestrrl.cli.output import Columns, cells_table, table
 from orchestrrl.weights.controller.advice import Advice, advice
 from orchestrrl.weights.controller.profile import BESIDE, SyncProfile, phase_text, profile
@@ -32,14 +32,6 @@ EDGES_SHOWN = 8
 PATH_SHARE = 0.01  # of the whole, below which a stretch is not told
 
 COLOURS = {SyncState.DONE: "green", SyncState.ABORTED: "red", SyncState.SUPERSEDED: "yellow"}
-
-
-def size(value: float) -> str:
-    """`2.5 GB`, `500 MB`, `12 kB`, `7 B`"""
-    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= least * 0.9995:
-            return f"{value / least:.3g} {unit}"
-    return f"{value:.0f} B"
 
 
 # --- how one stands

@@ -47,7 +47,7 @@ class _Burst:
 
 
 @dataclass(slots=True)
-class _Spent:
+class WaySpent:
     """Of one way to the engine, by round."""
 
     served: LabProcess
@@ -70,7 +70,7 @@ def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure
     return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]
 
 
-def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
+def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
     """Ours by each other's."""
     ours = spent[OURS]
     figures = []
@@ -95,7 +95,7 @@ def _cpu_figures(spent: dict[str, _Spent], missing: str) -> list[Figure]:
     return figures
 
 
-def _time_figures(spent: dict[str, _Spent]) -> list[Figure]:
+def _time_figures(spent: dict[str, WaySpent]) -> list[Figure]:
     direct, ours, plain = spent[DIRECT], spent[OURS], spent[PLAIN]
     direct_wall_s = median(direct.wall_s)
     shares = ", ".join(
@@ -113,7 +113,7 @@ def _time_figures(spent: dict[str, _Spent]) -> list[Figure]:
     return [rate, *added]
 
 
-def _burst_figures(spent: dict[str, _Spent], load: GatewayLoad) -> list[Figure]:
+def _burst_figures(spent: dict[str, WaySpent], load: GatewayLoad) -> list[Figure]:
     figures = []
     for streams in load.bursts:
         each = "; ".join(f"{name} {way.bursts[streams]}" for name, way in spent.items())
@@ -123,13 +123,13 @@ def _burst_figures(spent: dict[str, _Spent], load: GatewayLoad) -> list[Figure]:
     return figures
 
 
-async def _measure(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, _Spent], dict[str, str]]:
+async def _measure(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpent], dict[str, str]]:
     async with started(log_dir) as ways:
-        spent = {name: _Spent(served) for name, served in ways.served.items()}
+        spent = {name: WaySpent(served) for name, served in ways.served.items()}
         lanes = await _open(ways, load)
         for round_number in range(-1, load.rounds):
             for name, way in spent.items():
-                await _round(_Spent(way.served) if round_number < 0 else way, lanes[name], load)
+                await _round(WaySpent(way.served) if round_number < 0 else way, lanes[name], load)
         for _ in range(load.lone_requests):
             for name, way in spent.items():
                 asked = request(way.served.url, max_tokens=1, stream=False)
@@ -149,7 +149,7 @@ async def _open(ways: GatewayWays, load: GatewayLoad) -> dict[str, Lanes]:
     return lanes
 
 
-async def _round(way: _Spent, lanes: Lanes, load: GatewayLoad) -> None:
+async def _round(way: WaySpent, lanes: Lanes, load: GatewayLoad) -> None:
     asked = request(way.served.url, max_tokens=1, stream=False)
     before_s, started_s = way.served.cpu_s(), time.perf_counter()
     await lanes.send_in_turn(asked, load.whole_requests)
@@ -167,7 +167,7 @@ async def _round(way: _Spent, lanes: Lanes, load: GatewayLoad) -> None:
     way.tokens_per_chunk.append(STREAM_TOKENS * len(answers) / chunks)
 
 
-async def _burst(way: _Spent, streams: int) -> None:
+async def _burst(way: WaySpent, streams: int) -> None:
     asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
     before_s, started_s = way.served.cpu_s(), time.perf_counter()
     answers = await all_at_once(way.served.url, asked, streams)

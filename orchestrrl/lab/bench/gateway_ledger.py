@@ -10,16 +10,15 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.gateway import STREAM_TOKENS
+from orchestrrl.lab.bench.gateway import STREAM_TOKENS, WaySpent
 from orchestrrl.lab.bench.plain_client import ClientConnection, Lanes, TimedResponse, request
 from orchestrrl.lab.bench.ways import PLAIN_ENGINE, gateway_words, served
-from orchestrrl.lab.testbed.processes import LabProcess
 from orchestrrl.lab.testbed.stack import Stack
 
 WITHOUT = "without --ledger"
@@ -33,16 +32,6 @@ class LedgerLoad:
     whole_requests: int = 1000
     in_flight: int = 16
     rollouts: int = 192  # of STREAM_TOKENS, and as many streams
-
-
-@dataclass(slots=True)
-class _Spent:
-    """By one of the two, in each round."""
-
-    served: LabProcess
-    whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
-    rollout_s: list[float] = field(default_factory=list)  # the same of long answers that are not streamed
-    chunk_us: list[float] = field(default_factory=list)  # CPU microseconds per streamed chunk
 
 
 def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figure]:
@@ -63,43 +52,43 @@ def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figur
                 f"{short}, kept (--keep-from-s 0)",
             ),
             ("rollout", kept.rollout_s, plain.rollout_s, per_thousand, f"{long}, not streamed"),
-            ("streamed", kept.chunk_us, plain.chunk_us, "CPU us per chunk", f"{long}, streamed"),
+            ("streamed", kept.chunks_us, plain.chunks_us, "CPU us per chunk", f"{long}, streamed"),
         )
     ]
 
 
-async def _measure(log_dir: Path, load: LedgerLoad) -> dict[str, _Spent]:
+async def _measure(log_dir: Path, load: LedgerLoad) -> dict[str, WaySpent]:
     names = map("request-{}".format, itertools.count())
     async with Stack(log_dir / "ledger") as stack:
         folder = stack.undo.enter_context(tempfile.TemporaryDirectory(dir=stack.folder))
         engine = await served(stack, "engine", *PLAIN_ENGINE)
-        spent: dict[str, _Spent] = {}
+        spent: dict[str, WaySpent] = {}
         for name, more in _WAYS.items():
             ledger = ("--ledger", f"{folder}/{name}", *more) if more is not None else ()
-            spent[name] = _Spent(await served(stack, name, *gateway_words(engine.url, *ledger)))
+            spent[name] = WaySpent(await served(stack, name, *gateway_words(engine.url, *ledger)))
         lanes = {name: Lanes(some.served.url) for name, some in spent.items()}
         for some in lanes.values():
             await some.open(load.in_flight)
         for round_number in range(-1, load.rounds):
             turned = dict(reversed(spent.items()) if round_number % 2 else spent.items())  # nobody is always the first
-            ways = {name: _Spent(way.served) for name, way in turned.items()} if round_number < 0 else turned
+            ways = {name: WaySpent(way.served) for name, way in turned.items()} if round_number < 0 else turned
             await _round(ways, lanes, load, names)
         for some in lanes.values():
             some.close()
     return spent
 
 
-async def _round(spent: dict[str, _Spent], lanes: dict[str, Lanes], load: LedgerLoad, names: Iterator[str]) -> None:
+async def _round(spent: dict[str, WaySpent], lanes: dict[str, Lanes], load: LedgerLoad, names: Iterator[str]) -> None:
     for name, (cpu_s, _) in (await _cost(spent, lanes, 1, False, names, load.whole_requests)).items():
         spent[name].whole_s.append(1e3 * cpu_s / load.whole_requests)
     for name, (cpu_s, _) in (await _cost(spent, lanes, STREAM_TOKENS, False, names, load.rollouts)).items():
         spent[name].rollout_s.append(1e3 * cpu_s / load.rollouts)
     for name, (cpu_s, chunks) in (await _cost(spent, lanes, STREAM_TOKENS, True, names, load.rollouts)).items():
-        spent[name].chunk_us.append(1e6 * cpu_s / chunks)
+        spent[name].chunks_us.append(1e6 * cpu_s / chunks)
 
 
 async def _cost(
-    spent: dict[str, _Spent], lanes: dict[str, Lanes], tokens: int, stream: bool, names: Iterator[str], count: int
+    spent: dict[str, WaySpent], lanes: dict[str, Lanes], tokens: int, stream: bool, names: Iterator[str], count: int
 ) -> dict[str, tuple[float, int]]:
     """CPU seconds until all is written, and chunks."""
     before_s = {name: way.served.cpu_s() for name, way in spent.items()}

@@ -5,7 +5,10 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.parse import urlsplit
+
+from httptools import HttpResponseParser
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.plain_engine import MODEL, TOKEN
@@ -20,7 +23,6 @@ class TimedResponse:
 
     tokens: int = 0
     chunks: int = 0  # events with content; 1 for a whole answer
-    reads: int = 0  # in how many pieces the network gave them
     first_s: float = 0.0  # from the request, or from the connection's opening, to the first content
     whole_s: float = 0.0
 
@@ -46,9 +48,8 @@ class ClientConnection(asyncio.Protocol):
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
         self._answer = TimedResponse()
-        self._read: list[bytes] = []
-        self._ends_at: int | None = None  # of a whole answer
-        self._bytes = 0
+        self._body: list[bytes] = []
+        self._parser = HttpResponseParser(self)
         self._started_s = time.perf_counter() if started_s is None else started_s
         self._transport.write(request)
         return await self._done
@@ -62,42 +63,29 @@ class ClientConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
-        self._read.append(data)
-        self._bytes += len(data)
-        if not answer.first_s and (b"data:" in data or b'"choices"' in data):
-            answer.first_s = time.perf_counter() - self._started_s
-        answer.reads += answer.first_s > 0
-        if self._ends_at is None and len(self._read) == 1:
-            self._ends_at = _whole_length(data)
-        ended = data.endswith(b"0\r\n\r\n") if self._ends_at is None else self._bytes >= self._ends_at
-        if ended:
-            self._end(b"".join(self._read))
+        self._parser.feed_data(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(Permanent(f"the connection broke: {error}: {b''.join(self._read)[-300:]!r}"))
+            self._done.set_exception(Permanent(f"the connection broke: {error}: {b''.join(self._body)[-300:]!r}"))
 
-    def _end(self, text: bytes) -> None:
-        answer, done = self._answer, self._done
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+        if not self._answer.first_s and (b"data:" in body or b'"choices"' in body):
+            self._answer.first_s = time.perf_counter() - self._started_s
+
+    def on_message_complete(self) -> None:
+        answer, done, text = self._answer, self._done, b"".join(self._body)
         answer.whole_s = time.perf_counter() - self._started_s
-        streamed = self._ends_at is None
+        streamed = text.startswith(b"data:")
         answer.chunks = text.count(b'data: {"id"') if streamed else 1
         answer.tokens = text.count(TOKEN)
         assert done is not None
-        if not text.startswith(b"HTTP/1.1 200") or b'"error"' in text or (streamed and b"data: [DONE]" not in text):
+        is_complete = not streamed or b"data: [DONE]" in text
+        if self._parser.get_status_code() != HTTPStatus.OK or b'"error"' in text or not is_complete:
             done.set_exception(Permanent(f"not an answer: {text[:600]!r}"))
         elif not done.done():
             done.set_result(answer)
-
-
-def _whole_length(head: bytes) -> int | None:
-    """Bytes of the answer with its head; None where it comes in chunks."""
-    lowered = head.lower()
-    at = lowered.find(b"content-length:")
-    if at < 0 or at > (end := lowered.find(b"\r\n\r\n")):
-        return None
-    return end + 4 + int(lowered[at + 15 :].split(b"\r\n", 1)[0])
 
 
 @dataclass(slots=True)
@@ -126,9 +114,7 @@ class Lanes:
             lane.close()
 
 
-async def all_at_once(
-    url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S
-) -> Sequence[TimedResponse]:
+async def all_at_once(url: str, request: bytes, streams: int) -> Sequence[TimedResponse]:
     """Each on a connection of its own, which is opened now. Raises Permanent unless all are complete."""
 
     async def one() -> TimedResponse:
@@ -139,7 +125,7 @@ async def all_at_once(
         finally:
             lane.close()
 
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(ANSWER_WITHIN_S):
         return await asyncio.gather(*(one() for _ in range(streams)))
 
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from httptools import HttpRequestParser
+
 CHUNK_S = 0.005
 PROMPT_TOKENS = 200
 MODEL = "plain"
@@ -70,31 +72,26 @@ _OTHER = _whole(_ABOUT)
 class _Connection(asyncio.Protocol):
     def __init__(self, pace: "_Pace") -> None:
         self._pace = pace
-        self._read = b""
+        self._url = self._body = b""
+        self._parser = HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._read += data
-        head, found, body = self._read.partition(b"\r\n\r\n")
-        if not found:
-            return
-        lowered = head.lower()
-        at = lowered.find(b"\r\ncontent-length:")
-        length = int(lowered[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        if b"\r\ntransfer-encoding: chunked" in lowered:
-            if not body.endswith(b"0\r\n\r\n"):
-                return
-            body = b"".join(body.split(b"\r\n")[1::2])
-        elif len(body) < length:
-            return
-        self._read = b""
-        self._answer(head, body)
+        self._parser.feed_data(data)
 
-    def _answer(self, head: bytes, body: bytes) -> None:
-        if not head.startswith(b"POST /v1/completions"):
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        url, body = self._url, self._body
+        self._url = self._body = b""
+        if url != b"/v1/completions":
             self.transport.write(_OTHER)
             return
         asked = json.loads(body)

@@ -1,14 +1,16 @@
-"""What routing strategies and the gateway's queue are worth: whole steps on simulated engines, routed by the gateway's
-own fleet, without any moves; and what a choice costs.
+"""What the gateway's queue is worth under each routing strategy: whole steps on simulated engines, routed by the
+gateway's own fleet, without any moves.
 
 Arms differ in the strategy and in how many requests may wait on an engine; the engines, their requests and what the
 gateway knows of them (its own counts, and the KV that the daemon tells once a second) are the same.
 """
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import exp
 from statistics import mean
 from typing import cast
 
@@ -17,21 +19,61 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.policies.base import RoutedRequest
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
-from orchestrrl.lab.bench.figure import Figure, side_by_side
-from orchestrrl.lab.bench.policies import ENGINES, SAMPLES, SEEDS, Setting, shape_of
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
+from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.sim.gateway import CountedRecord, record_of
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler
-from planner.model import EngineId, RequestId
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId
 
+ENGINES = 8
+SAMPLES = 8  # of each prompt, dealt to one engine
+SEEDS = (1, 2, 3)
+# A 14B model at TP=2 on H800s.
+TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 TICK_S = 0.05  # the gateway hears of tokens, and engines of requests, so much later
 ROUTES_S = 1.0
 QUEUE_DEPTH = 4
 POLICIES = ("load_index", "round_robin", "prefix_affinity")
-CHOICE_ENGINES = 64
-CHOICES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A step's load. Lengths are lognormal, correlated within a prompt, and cut."""
+
+    name: str
+    requests_per_engine: int
+    median_tokens: float
+    sigma: float
+    max_tokens: int
+    kv_capacity_tokens: int
+    correlation: float = 0.6
+
+    def requests(self, seed: int) -> list[SimRequest]:
+        rng = random.Random(seed)
+        made = []
+        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
+            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
+            for sample in range(SAMPLES):
+                score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
+                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
+                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
+        return made
+
+    @property
+    def configuration(self) -> Configuration:
+        return replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens)
+
+
+def shape_of(configuration: Configuration) -> EngineShape:
+    return EngineShape(
+        configuration.alpha_s,
+        configuration.beta_s,
+        configuration.gamma_s,
+        configuration.max_sequences,
+        configuration.kv_capacity_tokens,
+        1 / configuration.prefill_tokens_per_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +205,7 @@ def outcome(load: ArrivalLoad, seed: int, arm: RoutingArm) -> RoutingOutcome:
     return _Step(load, arm).run(arrivals)
 
 
-def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS[:3]) -> list[Figure]:
+def routing(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS) -> list[Figure]:
     """Mean seconds from a request's arrival to its end, with a queue in the gateway and without."""
     figures = []
     for load in loads:
@@ -177,47 +219,3 @@ def queue(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS[:3]
             name = f"queue ({policy}, {load.name})"
             figures.append(Figure(name, latencies_s[1], "s", "no queue", latencies_s[0], note))
     return figures
-
-
-def choice() -> list[Figure]:
-    """CPU time of choosing among 64 busy engines."""
-    figures = []
-    for policy in STRATEGIES:
-        fleet = _busy_fleet(policy)
-        slots = list(fleet)
-
-        def choose(fleet: EngineBackends = fleet) -> None:
-            for number in range(CHOICES):
-                fleet.choose(RoutedRequest(1000, prefix=number + 1))
-
-        def fewest(slots: list[EngineBackend] = slots) -> None:
-            for _ in range(CHOICES):
-                min(slots, key=lambda backend: backend.running + backend.waiting)
-
-        measured_s, baseline_s = side_by_side(choose, fewest, 9)
-        name = f"choose ({policy}, {CHOICE_ENGINES} engines)"
-        choose_us, fewest_us = (1e6 * spent_s / CHOICES for spent_s in (measured_s, baseline_s))
-        figures.append(Figure(name, choose_us, "us", "fewest requests", fewest_us, "CPU per request"))
-    return figures
-
-
-def routing() -> list[Figure]:
-    return [*choice(), *queue()]
-
-
-def _busy_fleet(policy: str) -> EngineBackends:
-    fleet = EngineBackends(lambda url: cast(Engine, _Address(url)), clock=VirtualClock(), routing=RoutingPolicy(policy))
-    fleet.set_routes(
-        EngineRoute(
-            EngineId(f"e{index:02d}"),
-            f"http://e{index}",
-            kv_capacity_tokens=100_000,
-            kv_free_tokens=50_000 - index,
-            max_sequences=256,
-        )
-        for index in range(CHOICE_ENGINES)
-    )
-    for index, backend in enumerate(fleet):
-        backend.running, backend.waiting, backend.running_tokens = 10 + index % 3, 2, 10_000 + index
-        backend.seconds_per_token = 0.01
-    return fleet

@@ -1,6 +1,6 @@
-"""The makespan solver: how its time, gap and memory grow, where room is short as well.
+"""The makespan solver: how its time, gap and memory grow.
 
-Each problem is solved in a process of its own, so that nothing is warm: `-m orchestrrl.lab.bench.solve GPUS [TIGHT]`.
+Each problem is solved in a process of its own, so that nothing is warm: `-m orchestrrl.lab.bench.solve GPUS`.
 """
 
 import json
@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ SIZES = (8, 32, 128, 512, 1_024, 4_096, 16_384)  # GPUs
 REQUESTS_PER_GPU = 16
 AIMS_S = {1_024: 0.3, 16_384: 2.0}
 GAP_AIM = 0.04
-TIGHT_SIZES = (8, 64, 256, 1_024)  # GPUs
 CHILD_TIMEOUT_S = 300.0
 
 # An engine with 70 to 90 us of host time per sequence, over GPUs: alpha, beta, gamma, KV tokens, prefill, switch.
@@ -43,23 +41,6 @@ ENGINES = {
 }
 MAX_SEQUENCES, LONGEST = 1_024, 32_768
 LENGTH_MEDIAN, LENGTH_SIGMA = 4_500.0, 1.0  # of a lognormal, in tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Tight:
-    """How many times as much is asked for as an instance on all GPUs of a node has; 0: as much as the engines have."""
-
-    what: str
-    kv: float = 0.0  # footprint of all requests, over KV room
-    sequences: float = 0.0  # requests, over max_sequences
-
-
-TIGHT = {
-    "kv_2x": Tight("KV room oversubscribed 2 times", kv=2.0),
-    "kv_4x": Tight("KV room oversubscribed 4 times", kv=4.0),
-    "slots_4x": Tight("max_sequences oversubscribed 4 times", sequences=4.0),
-    "kv_and_slots_4x": Tight("KV room and max_sequences oversubscribed 4 times", kv=4.0, sequences=4.0),
-}
 
 
 def step(gpus: int, seed: int) -> MakespanProblem:
@@ -104,26 +85,6 @@ def _problem(
     )
 
 
-def tightened(problem: MakespanProblem, tight: Tight) -> MakespanProblem:
-    """With engines of which all requests together ask for so many times what they have, all in proportion."""
-    nodes, footprint = problem.gpus_count / problem.per_node, problem.requests.context_tokens.sum()
-    widest = problem.configurations[-1]
-    footprint += problem.requests.remaining_tokens.sum()
-    room = float(footprint) / tight.kv / nodes / widest.kv_capacity_tokens if tight.kv else 1.0
-    seats = len(problem.requests.ids) / tight.sequences / nodes / widest.gpus if tight.sequences else 0.0
-    return replace(
-        problem,
-        configurations=tuple(
-            replace(
-                each,
-                kv_capacity_tokens=int(each.kv_capacity_tokens * room),
-                max_sequences=max(1, round(seats * each.gpus)) if seats else each.max_sequences,
-            )
-            for each in problem.configurations
-        ),
-    )
-
-
 def solver() -> list[Figure]:
     figures = []
     for row in map(_in_a_process, SIZES):
@@ -134,28 +95,18 @@ def solver() -> list[Figure]:
         makespan_s, bound_s = row["makespan_s"], row["lower_bound_s"]
         note = f"gap {row['gap'] * 100:.2f} %, costs included; the aim is {GAP_AIM * 100:g} % on large fleets"
         figures.append(Figure(f"solve_{gpus}_gpus_makespan", makespan_s, "s", "its proven lower bound", bound_s, note))
-    return figures + [_tight(gpus, name) for name in TIGHT for gpus in TIGHT_SIZES]
+    return figures
 
 
-def _tight(gpus: int, name: str) -> Figure:
-    row = _in_a_process(gpus, name)
-    tight, requests, cpu = TIGHT[name].what, f"{row['requests']:,} requests", f"{row['cpu_s']:.2g} s of CPU"
-    note = f"gap {row['gap'] * 100:.2f} %; {tight}, {requests}; {cpu}"
-    makespan_s, bound_s = row["makespan_s"], row["lower_bound_s"]
-    return Figure(f"solve_{name}_{gpus}_gpus_makespan", makespan_s, "s", "its proven lower bound", bound_s, note)
-
-
-def _in_a_process(gpus: int, *tight: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "orchestrrl.lab.bench.solve", str(gpus), *tight]
+def _in_a_process(gpus: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "orchestrrl.lab.bench.solve", str(gpus)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S)
     row: dict[str, Any] = json.loads(done.stdout)
     return row
 
 
-def measure(gpus: int, tight: str = "") -> dict[str, Any]:
+def measure(gpus: int) -> dict[str, Any]:
     problem = step(gpus, SEED)
-    if tight:
-        problem = tightened(problem, TIGHT[tight])
     started_s, cpu_s = time.perf_counter(), time.process_time()
     solution = solve(problem)
     return {
@@ -171,4 +122,4 @@ def measure(gpus: int, tight: str = "") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(int(sys.argv[1]), *sys.argv[2:])))
+    sys.stdout.write(json.dumps(measure(int(sys.argv[1]))))

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from string import Template
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.plain_client import connected, request
@@ -24,22 +25,6 @@ DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
 # What `make venv-routers` sets up.
 ROUTERS_BIN = REPOSITORY / ".venv-routers" / "bin"
 PLAIN_ENGINE, PLAIN_PROXY = ("orchestrrl.lab.bench.plain_engine",), ("orchestrrl.lab.bench.proxy",)
-
-_NGINX = """\
-daemon off; master_process off; error_log stderr error; pid {folder}/nginx.pid;
-events {{ worker_connections 8192; }}
-http {{
-  access_log off; keepalive_requests 1000000; client_body_buffer_size 64k;
-  client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder}; uwsgi_temp_path {folder};
-  scgi_temp_path {folder};
-  upstream engine {{ server {engine}; keepalive 1024; keepalive_requests 1000000; }}
-  server {{
-    listen 127.0.0.1:{port} backlog=4096;
-    proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
-    location / {{ proxy_pass http://engine; }}
-  }}
-}}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +79,8 @@ async def _nginx(stack: Stack, engine_url: str) -> LabProcess:
     folder, port = stack.folder / NGINX, free_port()
     folder.mkdir(exist_ok=True)
     config = folder / "nginx.conf"
-    config.write_text(_NGINX.format(folder=folder, engine=engine_url.removeprefix("http://"), port=port))
+    template = Template(Path(__file__).with_name("nginx.conf").read_text())
+    config.write_text(template.substitute(folder=folder, engine=engine_url.removeprefix("http://"), port=port))
     return await _answering(stack, NGINX, port, program, "-p", folder, "-e", "stderr", "-c", config)
 
 

@@ -15,7 +15,6 @@ from planner.fabric.topology import ServerId
 PACKET_SIDE = "eps"
 # Indices: an end that is set so high never has that of its other end, see `Script.cable`.
 HOST_INDEX, PACKET_SIDE_INDEX = 20_000, 40_000
-_PORTS_OF_A_SWITCH = 1 << 16
 _BRIDGE = "type bridge forward_delay 0 stp_state 0 mcast_snooping 0"
 
 

@@ -3,6 +3,7 @@ measured on the circuits that the stage before has left, and on its own."""
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -18,7 +19,6 @@ from planner.fabric.intent import Intent, Stage
 
 # So many announcements at most, each for two iterations: a trainer announces in each of its own.
 ANNOUNCED, ANNOUNCED_FOR = 20, 2
-SETTLING_S = 0.5
 SAMPLE_S = 0.1
 WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
 
@@ -113,12 +113,7 @@ class Cycle:
 
     def _circuits(self) -> dict[str, int]:
         """How many between which endpoints, as the panel carries them."""
-        found: dict[str, int] = {}
-        for pair in sorted(self._box.panel.joined):
-            ports = self._box.site.switch[pair.switch].ports
-            ends = sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
-            found[" - ".join(ends)] = found.get(" - ".join(ends), 0) + 1
-        return found
+        return Counter(" - ".join(self._box.ends_of(pair)) for pair in sorted(self._box.panel.joined))
 
     def _timeline(self) -> list[list[float]]:
         """[seconds since the cycle began, Mbit/s between ToRs]."""

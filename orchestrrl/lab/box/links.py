@@ -8,7 +8,7 @@ import socket
 import struct
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.box.namespaces import make_socket
+from orchestrrl.lab.box.namespaces import make_socket, within
 
 RTM_NEWLINK = 16
 NLM_F_REQUEST, NLM_F_ACK = 1, 4
@@ -31,8 +31,6 @@ class Links:
         self._sequence = 0
 
     def index(self, name: str) -> int:
-        from orchestrrl.lab.box.namespaces import within
-
         return within(self._namespace, lambda: socket.if_nametoindex(name))
 
     def join(self, index: int, bridge: int) -> None:

@@ -74,24 +74,29 @@ async def batch(tool: str, room: str, lines: Iterable[str]) -> None:
         raise Permanent(f"{' '.join(words)}: {' | '.join(out.decode(errors='replace').split(chr(10))).strip(' |')}")
 
 
+def enter(room: str) -> None:
+    """Bring this thread, and what it starts, into the namespace. Raises OSError."""
+    entrance = os.open(FOLDER / room, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the namespace {room} cannot be entered")
+    finally:
+        os.close(entrance)
+
+
 def within(room: str, work: Callable[[], T]) -> T:
     """What `work` returns in a thread that has entered the namespace, and ends there."""
     done: list[T] = []
     failed: list[BaseException] = []
 
-    def enter() -> None:
+    def run() -> None:
         try:
-            entrance = os.open(FOLDER / room, os.O_RDONLY)
-            try:
-                if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), f"the namespace {room} cannot be entered")
-            finally:
-                os.close(entrance)
+            enter(room)
             done.append(work())
         except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
             failed.append(error)
 
-    thread = threading.Thread(target=enter)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     if failed:

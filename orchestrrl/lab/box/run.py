@@ -1,6 +1,5 @@
 """A box from outside: where it is to stand, what it is to show, and what came of it."""
 
-import asyncio
 import json
 import math
 from collections.abc import Callable
@@ -52,7 +51,3 @@ async def run_box(order: TestbedOrder, warn: Callable[[str], None] = lambda _: N
             else:
                 results: dict[str, Any] = said["results"]
                 return results
-
-
-def run(order: TestbedOrder, warn: Callable[[str], None]) -> dict[str, Any]:
-    return asyncio.run(run_box(order, warn))

@@ -76,10 +76,7 @@ async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), sec
         flows = [Flow(source, sink) for source, sink in zip(sources, sinks, strict=False)][:flows_count]
         async with running(flows):
             await asyncio.sleep(SETTLING_S)
-            since_s = time.monotonic()
-            await asyncio.sleep(seconds)
-            rate = mbps(flows, since_s, time.monotonic())
-        rows.append({"circuits": count, "mbps": rate})
+            rows.append({"circuits": count, "mbps": await _rate(flows, seconds)})
     await box.unpin(one, hosts_there)
     await box.unpin(other, hosts_here)
     await box.connect(up, ups=False)
@@ -170,13 +167,7 @@ async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
 
 def circuits_of(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
     """Those between two ToRs that carry packets now."""
-    found = []
-    for pair in sorted(box.panel.joined):
-        ports = box.site.switch[pair.switch].ports
-        ends = {end for end, numbers in ports.items() for number in pair.ports if number in numbers}
-        if ends == {one, other}:
-            found.append(pair)
-    return found
+    return [pair for pair in sorted(box.panel.joined) if set(box.ends_of(pair)) == {one, other}]
 
 
 async def _rate(flows: Sequence[Flow], seconds: float) -> float:

@@ -52,6 +52,11 @@ class Testbed(Stack):
     def site(self) -> Site:
         return self.plan.site
 
+    def ends_of(self, pair: PortPair) -> list[EndpointId]:
+        """The two endpoints whose fibres a cross-connect joins."""
+        ports = self.site.switch[pair.switch].ports
+        return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
+
     def driver(self, switch: OcsId) -> OcsDriver:
         """Ours, before the daemon has one: some devices allow for one session alone."""
         if self.daemon_address:
@@ -100,10 +105,10 @@ class Testbed(Stack):
     async def unpin(self, source: EndpointId, hosts: Sequence[str]) -> None:
         await batch("ip", self.plan.tors[source], [f"route del {host}/32" for host in hosts])
 
-    async def drive(self, **fabric: Any) -> None:
+    async def drive(self) -> None:
         """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
         await self.close_drivers()
-        await self.start_daemon(self.configuration(**fabric))
+        await self.start_daemon(self._configuration())
 
         async def routed() -> bool:
             return bool((await self.fabric()).routes.rerouted_unix_s)
@@ -115,7 +120,7 @@ class Testbed(Stack):
             await driver.close()
         self._drivers.clear()
 
-    def configuration(self, **fabric: Any) -> dict[str, Any]:
+    def _configuration(self) -> dict[str, Any]:
         plan = self.plan
         routers = [
             {
@@ -135,7 +140,6 @@ class Testbed(Stack):
                 "site": SITE_FILE,
                 "routers": routers,
                 "rerouting": {"settle_s": SETTLE_S, "poll_s": POLL_AGAIN_S},
-                **fabric,
             },
             "ocs": [
                 {"id": switch.id, "driver": switch.driver, "options": dict(switch.options)}

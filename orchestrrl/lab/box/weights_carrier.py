@@ -9,7 +9,6 @@ became of each edge, and of each order but `carry`.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -21,7 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from orchestrrl.lab.box.namespaces import CLONE_NEWNET, FOLDER
+from orchestrrl.lab.box.namespaces import enter
 from orchestrrl.lab.box.weights_memory import TestbedMemory
 from orchestrrl.weights.model import (
     VersionMap,
@@ -81,14 +80,6 @@ def carry(path: str, me: str, address: str, name: str) -> None:
     transport.close()
 
 
-def enter(room: str) -> None:
-    """The network namespace, for the whole process: it has no thread yet. Raises OSError."""
-    entrance = os.open(FOLDER / room, os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(entrance, CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"the namespace {room} cannot be entered")
-    os.close(entrance)
-
-
 def main(path: str, name: str, hosts: str) -> None:
     children: list[int] = []
     for me, address, room in json.loads(hosts):
@@ -96,7 +87,7 @@ def main(path: str, name: str, hosts: str) -> None:
         if child == 0:
             status = 1
             try:
-                enter(room)
+                enter(room)  # the whole process, which has no thread yet
                 carry(path, me, address, name)
                 status = 0
             finally:

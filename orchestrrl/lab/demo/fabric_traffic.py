@@ -2,7 +2,8 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from orchestrrl.core.errors import Permanent
@@ -10,6 +11,7 @@ from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list
 from planner.fabric.windows import Interval
 
 NANO = 1e-9
+START, END = itemgetter(0), itemgetter(1)  # of an interval
 
 
 def read_traces(rings: Path) -> dict[int, list[RingEvent]]:
@@ -30,12 +32,6 @@ class RecordedTraffic:
     """`busy`: some collective of some rank was in flight; disjoint and ascending, by the host's monotonic clock."""
 
     busy: Sequence[Interval]
-    _starts_s: Sequence[float] = field(init=False)
-    _ends_s: Sequence[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_starts_s", [start_s for start_s, _ in self.busy])
-        object.__setattr__(self, "_ends_s", [end_s for _, end_s in self.busy])
 
     @classmethod
     def of(cls, traces: Mapping[int, Iterable[RingEvent]]) -> "RecordedTraffic":
@@ -56,12 +52,12 @@ class RecordedTraffic:
 
     def during(self, start_s: float, end_s: float) -> float:
         """For how many of these seconds there was some."""
-        met = self.busy[bisect_right(self._ends_s, start_s) : bisect_left(self._starts_s, end_s)]
+        met = self.busy[bisect_right(self.busy, start_s, key=END) : bisect_left(self.busy, end_s, key=START)]
         return sum(min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in met)
 
     def quiet_around(self, at_s: float) -> Interval | None:
         """The pause that this moment is in; None: it is in none, or outside of what was recorded."""
-        index = bisect_right(self._ends_s, at_s)
+        index = bisect_right(self.busy, at_s, key=END)
         if index == 0 or index == len(self.busy) or self.busy[index][0] <= at_s:
             return None
-        return self._ends_s[index - 1], self._starts_s[index]
+        return self.busy[index - 1][1], self.busy[index][0]

@@ -1,7 +1,6 @@
 """The demo of a redeployment for machines (report.json), and a picture of it: requests that remain, and who decodes
 them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isnan
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrrl.core.charts import axes, save
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric
-from orchestrrl.lab.demo.redeploy_fabric_picture import draw_circuits
 from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo, Resumption
 from orchestrrl.lab.demo.report import draw_remaining
 
@@ -141,28 +139,13 @@ def at_s(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> fl
     return float(redeployed.report["created_unix_s"] - arm.began_s) * speed
 
 
-def write(demo: RedeployDemo, out_dir: Path) -> tuple[Path, Path]:
-    """Write redeployment.json and redeploy.png; their paths."""
-    report_path, picture_path = out_dir / "redeployment.json", out_dir / "redeployment.png"
-    report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
-    draw(demo, picture_path)
-    return report_path, picture_path
-
-
 def draw(demo: RedeployDemo, path: Path) -> None:
-    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many; then,
-    under a fabric, circuits before and after it."""
+    """Above, requests in flight in both runs; below, which engine has each GPU in the free one, with how many."""
     count, speed = len(demo.seeds), demo.scenario.speed
-    lit = any(outcome.free.fabric_after is not None for outcome in demo.seeds)
-    heights = [1.0, 1.0, 0.8] if lit else [1.0, 1.0]
-    figure, panels = axes(
-        len(heights), count, width=1.6 + 5.4 * count, height=8.0 if lit else 5.6, height_ratios=heights
-    )
+    figure, panels = axes(2, count, width=1.6 + 5.4 * count, height=5.6)
     for column, outcome in enumerate(demo.seeds):
         above, below = panels[0][column], panels[1][column]
         above.sharex(below)
-        if lit:
-            draw_circuits(panels[2][column], outcome.free.fabric_before, outcome.free.fabric_after)
         arms = {"pinned to the fleet as it is": outcome.pinned.record, "free to redeploy": outcome.free.record}
         draw_remaining(above, arms, len(outcome.samples))
         for redeployed in outcome.free.redeployments:

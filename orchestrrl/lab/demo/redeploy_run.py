@@ -14,13 +14,11 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import DemoStepRecord, connected, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, Report, connected, run_step
 from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
-
-Report = Callable[[str, int, int], None]  # what is under way, requests done, requests in all
 
 LOOK_S = 0.05
 

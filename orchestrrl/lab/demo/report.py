@@ -1,6 +1,5 @@
 """The demo's outcome for machines (report.json), and a picture of the requests that remain."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -72,21 +71,6 @@ def sync_json(synced: SyncOutcome) -> dict[str, Any]:
         "advice": [each.text for each in advice(took)],
         "faults": synced.faults,
     }
-
-
-def write(demo: DemoOutcome, out_dir: Path) -> tuple[Path, Path]:
-    """Write report.json and remaining_requests.png; their paths."""
-    report_path, picture_path = out_dir / "report.json", out_dir / "remaining_requests.png"
-    report_path.write_text(json.dumps(as_json(demo), indent=1, allow_nan=False) + "\n")
-    draw(demo, picture_path)
-    return report_path, picture_path
-
-
-def write_sync(synced: SyncOutcome, out_dir: Path) -> Path:
-    """Write sync.json; its path."""
-    path = out_dir / "sync.json"
-    path.write_text(json.dumps(sync_json(synced), indent=1, allow_nan=False) + "\n")
-    return path
 
 
 def draw(demo: DemoOutcome, path: Path) -> None:

@@ -1,7 +1,8 @@
 """The same generation steps without and with OrchestrRL, and by an oracle; what came of them, as one value."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,13 @@ from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
 from orchestrrl.lab.demo.stack import engines as started_engines
 from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
-from orchestrrl.lab.demo.step import DemoStepRecord, connected, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, Report, connected, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim import step as simulation
 from orchestrrl.lab.sim.step import best_step, lower_bound_s
-from orchestrrl.lab.testbed.stack import Stack
+from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
-from orchestrrl.rpc.pb import control_pb2
 from planner.model import RequestId
-
-Report = Callable[[str, int, int], None]  # what is under way, requests done, requests in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +116,27 @@ async def run_demo(
 ) -> DemoOutcome:
     """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
     weights to them."""
-    report("starting the engines", 0, 0)
-    async with (
-        started_engines(scenario, engine, out_dir) as running,
-        connected(engine, [local.url for local in running]) as clients,
-    ):
-        outcomes = await _without(scenario, engine, seeds, [local.url for local in running], clients, report)
+    async with _engines(scenario, engine, out_dir, report) as (running, clients):
+        outcomes = []
+        ask = partial(run_step, scenario, engines=clients, hold=engine == "simulated")
+        for seed in seeds:
+            step = samples(scenario, engine, seed)
+            progress = partial(report, f"without OrchestrRL, seed {seed}")
+            record = await ask(step, lambda sample: running[sample.dealt_to].url, progress=progress)
+            outcomes.append(SeedOutcome(seed, step, record))
         report("starting OrchestrRL", 0, 0)
         async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-            marks = await _with(scenario, engine, outcomes, stack, clients, report)
+            await stack.until_reported(len(clients))
+            async with ControlClient(stack.daemon_address) as control:
+                for outcome in outcomes:
+                    before = await stack.status()
+                    progress = partial(report, f"with OrchestrRL, seed {outcome.seed}")
+                    outcome.orchestrrl = await ask(outcome.samples, lambda _: stack.gateway_url, progress=progress)
+                    await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+                    after = await stack.status()
+                    outcome.moves = after.moves_done - before.moves_done
+                    outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+                marks = await marks_by_method(control, scenario.speed)
             synced = None
             if scenario.sync is not None:
                 synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
@@ -139,65 +149,24 @@ async def run_demo(
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
-    report("starting the engines", 0, 0)
-    async with (
-        started_engines(scenario, engine, out_dir) as running,
-        connected(engine, [local.url for local in running]) as clients,
-    ):
+    async with _engines(scenario, engine, out_dir, report) as (running, clients):
         report("starting OrchestrRL", 0, 0)
         async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
             await stack.until_reported(len(clients))
             return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
 
 
-async def _without(
-    scenario: DemoScenario,
-    engine: str,
-    seeds: Sequence[int],
-    urls: Sequence[str],
-    clients: Sequence[Engine],
-    report: Report,
-) -> list[SeedOutcome]:
-    outcomes = []
-    for seed in seeds:
-        step = samples(scenario, engine, seed)
-        record = await run_step(
-            scenario,
-            step,
-            lambda sample: urls[sample.dealt_to],
-            clients,
-            partial(report, f"without OrchestrRL, seed {seed}"),
-            hold=engine == "simulated",
-        )
-        outcomes.append(SeedOutcome(seed, step, record))
-    return outcomes
-
-
-async def _with(
-    scenario: DemoScenario,
-    engine: str,
-    outcomes: Sequence[SeedOutcome],
-    stack: Stack,
-    clients: Sequence[Engine],
-    report: Report,
-) -> list[MethodMark]:
-    await stack.until_reported(len(clients))
-    async with ControlClient(stack.daemon_address) as control:
-        for outcome in outcomes:
-            before = await control.control.GetStatus(control_pb2.GetStatusRequest())
-            outcome.orchestrrl = await run_step(
-                scenario,
-                outcome.samples,
-                lambda sample: stack.gateway_url,
-                clients,
-                partial(report, f"with OrchestrRL, seed {outcome.seed}"),
-                hold=engine == "simulated",
-            )
-            await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
-            after = await control.control.GetStatus(control_pb2.GetStatusRequest())
-            outcome.moves = after.moves_done - before.moves_done
-            outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
-        return await marks_by_method(control, scenario.speed)
+@contextlib.asynccontextmanager
+async def _engines(
+    scenario: DemoScenario, engine: str, out_dir: Path, report: Report
+) -> AsyncIterator[tuple[list[LocalEngine], list[Engine]]]:
+    """Yield the engines, ready, and their clients."""
+    report("starting the engines", 0, 0)
+    async with (
+        started_engines(scenario, engine, out_dir) as running,
+        connected(engine, [local.url for local in running]) as clients,
+    ):
+        yield running, clients
 
 
 def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:

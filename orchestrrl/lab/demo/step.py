@@ -23,6 +23,7 @@ STEP_WITHIN_S = 900.0
 SAMPLE_INTERVAL_S = 0.1
 
 Progress = Callable[[int, int], None]  # requests done, requests in all
+Report = Callable[[str, int, int], None]  # what is under way, and its progress
 
 
 @dataclass(slots=True)

@@ -2,14 +2,14 @@
 of the version that its span names."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from orchestrrl.engines.base import Engine, weights_engine
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, samples
-from orchestrrl.lab.demo.step import DemoStepRecord, run_step
+from orchestrrl.lab.demo.step import DemoStepRecord, Report, run_step
 from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE, TRAINER, sync_stack
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
 from orchestrrl.lab.simulated_engine.weights import read_weights
@@ -24,7 +24,6 @@ from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
 from orchestrrl.weights.trainer.client import WeightsClient
 from planner.model import RequestId
 
-Report = Callable[[str, int, int], None]  # what is under way, requests done, requests in all
 LOOK_S = 0.05
 
 

@@ -2,9 +2,9 @@
 
 import time
 
-from orchestrrl.lab.bench.forecast import BIN_TOKENS, client_shares, drifting, measure
 from orchestrrl.lab.bench.solve import step
 from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.scoreboard.forecast_error import BIN_TOKENS, client_shares, mean_errors
 from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 from planner.solver.makespan import solve
@@ -38,7 +38,7 @@ def forecast(quick: bool) -> list[ScoreboardRow]:
     batch, rows = given.BATCH.value, []
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}
     for requests, seeds in answers.items():
-        errors = measure(clients, drifting, requests, seeds).errors
+        errors = mean_errors(clients, requests, seeds)
         why = (
             f"a sample of {requests:,} is {errors['truth']:.1%} from the very distribution that it is of, in bins of"
             f" {BIN_TOKENS} tokens, so that no forecast can be nearer; the paper does not say what its error is of"

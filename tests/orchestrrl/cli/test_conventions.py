@@ -3,14 +3,14 @@
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.commands import MODULE_OF
 from orchestrrl.cli.main import application, load
 
 # Services run until stopped; their output is their address and their log.
 SERVICES = {"daemon", "agent", "gateway", "engine simulated", "ocs serve", "ocs emulate", "sync peer"}
 
 
-LEAVES = {tuple(path.split()): load(path) for path in COMMANDS}
+LEAVES = {tuple(path.split()): load(path) for path in MODULE_OF}
 
 
 @pytest.mark.parametrize("path", LEAVES, ids=" ".join)

@@ -24,8 +24,8 @@ from orchestrrl.fabric.traces import (
     read_trace,
     write_trace,
 )
-from orchestrrl.lab.bench.slack import LAYERS, events
 from planner.fabric.slack_summary import SlackSummary
+from tests.planner.fabric.slack_iterations import LAYERS, events
 
 SKEW_S = 0.001
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.fabric.transition import EXAMPLE
+from orchestrrl.cli.command import read_example
 from orchestrrl.cli.main import application
 
 CONTRACT_EXAMPLE = Path(__file__).parents[4] / "shared" / "contracts" / "fabric_transition.json"
+
+EXAMPLE = read_example("fabric_transition")
 
 
 def run(*arguments: str, document: object | None = None) -> Result:

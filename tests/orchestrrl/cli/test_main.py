@@ -6,8 +6,7 @@ from enum import Enum
 import pytest
 from typer.testing import CliRunner
 
-from ocs_drivers.emulators.registry import EMULATORS
-from orchestrrl.cli.commands import COMMANDS
+from orchestrrl.cli.commands import MODULE_OF, summary
 from orchestrrl.cli.fleet import pause as barrier
 from orchestrrl.cli.fleet import status
 from orchestrrl.cli.fleet.engine import simulated
@@ -15,27 +14,27 @@ from orchestrrl.cli.gateway import gateway
 from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
-from orchestrrl.cli.ocs.emulator import GRPC
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.routing.policies.base import AffinitySlack
 from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 
 
-@pytest.mark.parametrize("path", COMMANDS)
+@pytest.mark.parametrize("path", MODULE_OF)
 def test_a_command_is_listed_with_the_start_of_its_help(path: str) -> None:
     start = inspect.cleandoc(load(path).help or "").partition("\n\n")[0]
-    assert COMMANDS[path] == " ".join(start.split())
+    assert summary(path) == " ".join(start.split())
 
 
 def test_groups_and_commands_are_listed() -> None:
-    assert {path.partition(" ")[0] for path in COMMANDS if " " in path} == GROUPS.keys()
+    assert {path.partition(" ")[0] for path in MODULE_OF if " " in path} == GROUPS.keys()
     for group in ("", *GROUPS):
         shown = CliRunner().invoke(application(), [*group.split(), "--help"], env={"COLUMNS": "200"}).stdout
-        inside = [path.removeprefix(group).split()[0] for path in COMMANDS if path.startswith(f"{group} ".lstrip())]
+        inside = [path.removeprefix(group).split()[0] for path in MODULE_OF if path.startswith(f"{group} ".lstrip())]
         assert all(f" {name} " in shown for name in inside)
 
 
@@ -44,7 +43,7 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
     for name, parameter in inspect.signature(simulated).parameters.items():
         if name in SimulatedOptions.model_fields and name != "lengths":
             assert parameter.default == getattr(options, name), name
-    assert (*sorted(EMULATORS), GRPC) == PROTOCOLS
+    assert EMULATED_PROTOCOLS == PROTOCOLS
     flags = inspect.signature(gateway).parameters
     kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S, "on_stale": OnStale.ABORT}
     assert {name: flags[name].default for name in kept} == kept

@@ -15,6 +15,7 @@ from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 from orchestrrl.cli.main import application
 from orchestrrl.cli.ocs import emulator as ocs_emulator
+from orchestrrl.lab.emulated_switch import GrpcEmulator
 
 DEADLINE_S = 120.0
 PATIENT = {"tune_timeout_s": DEADLINE_S}
@@ -27,7 +28,7 @@ def configured(protocol: str, address: str) -> dict[str, Any]:
 
 
 async def test_the_service_of_drivers_of_ones_own_is_a_protocol_too() -> None:
-    emulator = ocs_emulator.GrpcEmulator(DevicePanel(4, 2, reconfiguration_s=0.001))
+    emulator = GrpcEmulator(DevicePanel(4, 2, reconfiguration_s=0.001))
     item = configured("grpc", await emulator.start())
     driver = make_driver(item["driver"], "ocs1", item["options"])
     assert (await carry_out(driver, (CrossConnect(4, 6),))).done

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
 from orchestrrl.engines.profiles.silicon import COLUMNS
-from orchestrrl.lab.bench.profile_score import profile_score
 
 ROWS = (
     "trtllm,1.0,Qwen/Qwen3-32B,h100_sxm,fp8,fp8,fp8,1024,256,16,2,1,,1,1,12.5",
@@ -85,11 +84,3 @@ def test_a_fit_of_nothing_or_to_nowhere_is_refused(measured: Path, tmp_path: Pat
     measured.write_text("\n".join([",".join(COLUMNS), ROWS[2]]) + "\n")
     result = CliRunner().invoke(application(), ["profile", "fit", str(measured)])
     assert (result.exit_code, result.stderr) == (2, f"(document): has no row that can be predicted, got {measured}\n")
-
-
-def test_the_benchmark_compares_or_says_why_not(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = profile_score(measured)
-    assert {figure.baseline for figure in figures} == {"aiconfigurator"}
-    assert [figure.name for figure in figures][:2] == ["profile_score_dense_median", "profile_score_dense_mean"]
-    assert profile_score(measured.with_name("missing.csv")) == []
-    assert "profile_score: skipped, there is no " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How often what is promised of a window is broken, on the synthetic iterations of orchestrrl/lab/bench/slack.py.
+"""How often what is promised of a window is broken, on the synthetic iterations of slack_iterations.py.
 
 Every quiet is asked for when it opens and, had it lasted to its half, once more; a promise is broken if the next
 collective begins before its end.
@@ -9,12 +9,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrrl.lab.bench.slack import ITERATIONS, Q, events, factor, feed, layout
 from planner.fabric.clocks import SAME_CLOCK
 from planner.fabric.intent import Stage
 from planner.fabric.slack import RemainingQuiet, SlackLearner
 from planner.fabric.windows import CommitNeed, HostWindows, intersect, may_commit
 from planner.model import Act
+from tests.planner.fabric.slack_iterations import ITERATIONS, Q, events, factor, feed, layout
 
 CHECKED_FROM = 20  # iterations
 

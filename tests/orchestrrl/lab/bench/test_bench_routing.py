@@ -3,8 +3,7 @@
 import pytest
 
 from orchestrrl.gateway.routing.strategies import STRATEGIES
-from orchestrrl.lab.bench.policies import Setting
-from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, outcome, queue
+from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, Setting, outcome, routing
 
 SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000), max_sequences=2)
 
@@ -18,5 +17,5 @@ def test_a_step_ends_and_goes_the_same_way_twice(policy: str, depth: int) -> Non
 
 
 def test_figures_compare_a_queue_with_none() -> None:
-    figures = queue([SMALL], seeds=[1])
+    figures = routing([SMALL], seeds=[1])
     assert all(figure.baseline == "no queue" and figure.ratio is not None for figure in figures)

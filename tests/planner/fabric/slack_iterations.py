@@ -1,4 +1,4 @@
-"""What learning slack costs per event, and per question, on synthetic iterations.
+"""Synthetic iterations of a rank, from which slack is learnt.
 
 A rank computes, communicates, computes: 12 layers forward and backward with two all-to-alls each, gradients, an
 optimizer step. Compute times vary as the arm says.
@@ -6,12 +6,9 @@ optimizer step. Compute times vary as the arm says.
 
 import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 
-from orchestrrl.lab.bench.figure import Figure
 from planner.fabric.slack import Signature, SlackLearner
 
 Q = 0.05
@@ -91,39 +88,3 @@ def feed(learner: SlackLearner, event: TraceEvent, *, marked: bool = True) -> No
         assert event.signature is not None
         tell = learner.started if event.kind == "started" else learner.ended
         tell(event.signature, event.at_s)
-
-
-def cost_us(marked: bool) -> float:
-    """CPU time per event, once the sequence is known."""
-    told = list(events("jitter", 1))
-    learner, warm = SlackLearner(0), len(told) // 4
-    for event in told[:warm]:
-        feed(learner, event, marked=marked)
-    started_s = time.process_time()
-    for event in told[warm:]:
-        feed(learner, event, marked=marked)
-    return (time.process_time() - started_s) / (len(told) - warm) * 1e6
-
-
-def question_us(prepared: bool) -> float:
-    """Median CPU time of one question, when it has just become quiet."""
-    learner, spent_s = SlackLearner(0), list[float]()
-    for event in events("jitter", 1):
-        feed(learner, event)
-        if event.kind == "started" and prepared:
-            learner.prepare(Q)
-        if event.kind == "ended":
-            started_s = time.process_time()
-            learner.remaining(event.at_s, Q)
-            spent_s.append(time.process_time() - started_s)
-    return median(spent_s) * 1e6
-
-
-def slack() -> list[Figure]:
-    learner = [
-        Figure(f"slack learner ({name})", cost_us(marked), "us", "budget", 5.0, "CPU per event")
-        for name, marked in (("iterations marked", True), ("iterations found", False))
-    ]
-    prepared, unprepared = question_us(True), question_us(False)
-    why = "CPU, when it has just become quiet"
-    return [*learner, Figure("slack question (prepared)", prepared, "us", "unprepared", unprepared, why)]

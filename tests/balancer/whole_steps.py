@@ -1,26 +1,22 @@
-"""What the fast loop's policies are worth: whole generation steps on simulated engines, decided by `decide_balance`.
+"""Whole generation steps on simulated engines, decided by `decide_balance`: what policies and knowledge are worth.
 
 Each step runs under five arms: prompts dealt to engines and left there (static), the paper's rule, packing with lengths
 forecast from this step's own finished ones, packing as if every output had the mean length, and an oracle that knows
 every length: the better of packing with the lengths known and of engines filled from the start in descending order.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import exp
+from dataclasses import dataclass
 from statistics import mean
 
 from balancer.balance import BalanceSituation, decide_balance
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.bench.routing import ENGINES, SAMPLES, Setting, shape_of
 from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, run_step
 from orchestrrl.lab.sim.workload import SimRequest
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import (
     Configuration,
-    ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
@@ -34,69 +30,16 @@ from planner.model import (
 )
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 
-ENGINES = 8
-SAMPLES = 8  # of each prompt, dealt to one engine
-SEEDS = (1, 2, 3, 4)
 INTERVAL_S = 2.0
 BIN_TOKENS = 512
-# A 14B model at TP=2 on H800s.
-TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0183738, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 
 _Expected = tuple[Mapping[RequestId, float], LengthDistributions | None]
 Expect = Callable[[IntervalState, Snapshot], _Expected]
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A step's load. Lengths are lognormal, correlated within a prompt, and cut."""
-
-    name: str
-    requests_per_engine: int
-    median_tokens: float
-    sigma: float
-    max_tokens: int
-    kv_capacity_tokens: int
-    correlation: float = 0.6
-
-    def requests(self, seed: int) -> list[SimRequest]:
-        rng = random.Random(seed)
-        made = []
-        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
-            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
-            for sample in range(SAMPLES):
-                score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
-                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
-                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
-        return made
-
-    @property
-    def configuration(self) -> Configuration:
-        return replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens)
+TIGHT = Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000)
 
 
-SETTINGS = (
-    Setting("KV ample, 15k", 64, 1500.0, 1.2, 15_000, 582_885),
-    Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000),
-    Setting("KV tight, 25k", 48, 2500.0, 1.0, 25_000, 80_000),
-)
-
-
-def policies(settings: Sequence[Setting] = SETTINGS, seeds: Sequence[int] = SEEDS) -> list[Figure]:
-    """Mean makespans: packing against the paper's rule, and how much of the oracle's gain each knowledge keeps."""
-    figures = []
-    for setting in settings:
-        runs = [_arms(setting, setting.requests(seed)) for seed in seeds]
-        means = {arm: mean(run[arm] for run in runs) for arm in runs[0]}
-        gain = means["static"] - means["oracle"]
-        ratios = ", ".join(f"{arm} {means['static'] / means[arm]:.3f}" for arm in means if arm != "static")
-        share = (means["static"] - means["packing"]) / gain if gain > 0 else 1.0
-        note = f"static over: {ratios}; packing keeps {share:.0%} of the oracle's gain"
-        packing, paper = means["packing"], means["paper"]
-        figures.append(Figure(f"step_policy ({setting.name})", packing, "s", "paper's rule", paper, note))
-    return figures
-
-
-def _arms(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
+def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
     """Makespan by arm."""
     shape = shape_of(setting.configuration)
     ids = [request.id for request in requests]
@@ -218,17 +161,6 @@ def _place(engine: EngineId) -> int:
     return int(engine[1:])
 
 
-def shape_of(configuration: Configuration) -> EngineShape:
-    return EngineShape(
-        configuration.alpha_s,
-        configuration.beta_s,
-        configuration.gamma_s,
-        configuration.max_sequences,
-        configuration.kv_capacity_tokens,
-        1 / configuration.prefill_tokens_per_s,
-    )
-
-
 def descending(configuration: Configuration, requests: Sequence[SimRequest], engines: int) -> list[list[RequestId]]:
     """Engines filled one after the other with the longest that are left, each for as long as the first one takes."""
     longest_first = sorted(requests, key=lambda request: (-request.output_tokens, request.id))
@@ -262,3 +194,47 @@ def _filled(
         filled[-1].append(request.id)
         left_s, left_area = left_s - work_s, left_area - kv_area
     return filled
+
+
+def preempted_share(setting: Setting, seed: int, *, lengths_known: bool) -> float:
+    """Return the share of moved running requests after which a request was preempted where they came to, before they
+    ended or left again. Without lengths, room is judged by flat headroom."""
+    expect = forecast_from(setting)
+    without_lengths: Expect = lambda state, snapshot: (expect(state, snapshot)[0], None)  # noqa: E731
+    watched = _Watched(decided_by(FastSettings(), setting, expect if lengths_known else without_lengths))
+    requests = setting.requests(seed)
+    ids = [request.id for request in requests]
+    routed = [ids[k::ENGINES] for k in range(ENGINES)]
+    run_step(shape_of(setting.configuration), requests, routed, watched.policy, INTERVAL_S)
+    return watched.followed / watched.moved
+
+
+@dataclass(slots=True)
+class _Stay:
+    """Of a request that came running to an engine."""
+
+    engine: int
+    preemptions_before: int
+
+
+class _Watched:
+    """A policy, and what its moves of running requests led to."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._stays: dict[RequestId, _Stay] = {}
+        self.moved = self.followed = 0
+
+    def policy(self, state: IntervalState) -> Sequence[StepMove]:
+        for request, stay in list(self._stays.items()):
+            preempted = state.engines[stay.engine].preemptions_total > stay.preemptions_before
+            if state.engine_of.get(request) != stay.engine or preempted:
+                self.followed += preempted and state.engine_of.get(request) == stay.engine
+                del self._stays[request]
+        chosen = self._policy(state)
+        for move in chosen:
+            if any(sequence.id == move.request for sequence in state.engines[move.source].running):
+                self.moved += 1
+                before = state.engines[move.destination].preemptions_total
+                self._stays[move.request] = _Stay(move.destination, before)
+        return chosen

@@ -1,0 +1,58 @@
+"""Emulated optical switches: of the vendors' protocols, and one that is served as `OcsDriver`."""
+
+from typing import Any
+
+from ocs_drivers.base import DeviceClock
+from ocs_drivers.driver import SwitchDriver
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS
+from ocs_drivers.model import Connectivity, SwitchFacts
+from ocs_drivers.virtual import VirtualSwitchWire
+
+GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
+PROTOCOLS = (*sorted(EMULATORS), GRPC)
+EMULATED = "emulated"
+
+
+def driver_of(protocol: str, address: str) -> tuple[str, dict[str, Any]]:
+    """Return the driver's name and options by which an emulator at that address is driven."""
+    options = {"target": address} if protocol == GRPC else {"address": address, **DRIVER_OPTIONS.get(protocol, {})}
+    return protocol.partition("-")[0], options
+
+
+class GrpcEmulator:
+    """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
+
+    def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
+        ingress = range(1, panel.ingress_ports + 1)
+        self.device = EmulatedDevice(
+            SwitchFacts(
+                vendor="OrchestrRL",
+                model="virtual",
+                serial=EMULATED,
+                software="1",
+                connectivity=Connectivity.INGRESS_EGRESS,
+                ingress_ports=ingress,
+                egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
+                reconfiguration_s=panel.reconfiguration_s,
+                boot=panel.boot,
+            ),
+            panel,
+            clock,
+        )
+        self._server: Any = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        from orchestrrl.rpc.ocs_server import serve_driver  # here, as no other protocol needs gRPC
+
+        clock = self.device.clock
+        driver = SwitchDriver(EMULATED, VirtualSwitchWire(self.device.model, clock), clock=clock)
+        host = f"[{host}]" if ":" in host else host
+        try:
+            self._server, port = await serve_driver(driver, f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        return f"{host}:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)

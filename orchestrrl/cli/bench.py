@@ -17,7 +17,8 @@ def bench(
     """Measure what OrchestrRL costs, each figure beside a baseline in the same run; less is better.
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
-    gateway_cpu, gateway_ledger, fabric_allocate, sync_plan, sim_step, routing, recorder, fabric_windows.
+    gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step, routing, recorder,
+    fabric_windows, weights_bandwidth.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

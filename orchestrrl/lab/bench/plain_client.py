@@ -114,7 +114,9 @@ class Lanes:
             lane.close()
 
 
-async def all_at_once(url: str, request: bytes, streams: int) -> Sequence[TimedResponse]:
+async def all_at_once(
+    url: str, request: bytes, streams: int, within_s: float = ANSWER_WITHIN_S
+) -> Sequence[TimedResponse]:
     """Each on a connection of its own, which is opened now. Raises Permanent unless all are complete."""
 
     async def one() -> TimedResponse:
@@ -125,7 +127,7 @@ async def all_at_once(url: str, request: bytes, streams: int) -> Sequence[TimedR
         finally:
             lane.close()
 
-    async with asyncio.timeout(ANSWER_WITHIN_S):
+    async with asyncio.timeout(within_s):
         return await asyncio.gather(*(one() for _ in range(streams)))
 
 

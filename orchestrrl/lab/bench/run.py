@@ -7,13 +7,16 @@ from orchestrrl.lab.bench.fabric_allocate import fabric_allocate
 from orchestrrl.lab.bench.fabric_windows import fabric_windows
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.gateway import gateway_cpu
+from orchestrrl.lab.bench.gateway_burst import gateway_burst
 from orchestrrl.lab.bench.gateway_ledger import gateway_ledger
 from orchestrrl.lab.bench.recorder import recorder
 from orchestrrl.lab.bench.routing import routing
 from orchestrrl.lab.bench.sim import sim_step
 from orchestrrl.lab.bench.solve import solver
+from orchestrrl.lab.bench.startup import start_up
 from orchestrrl.lab.bench.sync_plan import sync_plan
 from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick
+from orchestrrl.lab.bench.weights_bandwidth import weights_bandwidth
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON
 
 # In the order in which they run. Each is given a folder for the logs of what it starts.
@@ -23,15 +26,18 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "solve": lambda _: solver(),
     "plan_tick": lambda _: plan_tick(),
     "gateway_cpu": gateway_cpu,
+    "gateway_burst": gateway_burst,
     "gateway_ledger": gateway_ledger,
+    "start_up": start_up,
     "fabric_allocate": lambda _: fabric_allocate(),
     "sync_plan": lambda _: sync_plan(),
     "sim_step": lambda _: sim_step(),
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),
     "fabric_windows": fabric_windows,
+    "weights_bandwidth": lambda _: weights_bandwidth(),
 }
-NEED_TORCH = ("recorder", "fabric_windows")  # which `make venv-vllm` sets up
+NEED_TORCH = ("recorder", "fabric_windows", "weights_bandwidth")  # which `make venv-vllm` sets up
 
 
 def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:

@@ -1,0 +1,136 @@
+"""CPU seconds of commands and processes until they are ready, beside those that third-party packages take alone."""
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from orchestrrl.lab.bench.figure import Figure
+from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
+
+REPETITIONS = 5
+PROGRAM = str(Path(sys.executable).with_name("orchestrrl"))
+PYTHON = "pass"
+GRPC = "import grpc.aio, google.protobuf.json_format, typer"
+COMPLETION = {"_ORCHESTRRL_COMPLETE": "complete_bash", "COMP_WORDS": "orchestrrl fabric ", "COMP_CWORD": "2"}
+# What people type: its words, what its environment has, and the packages of others that it cannot do without.
+COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str], str]] = {
+    "help": (("--help",), {}, PYTHON),
+    "version": (("--version",), {}, PYTHON),
+    "completion": ((), COMPLETION, PYTHON),
+    "gateway_help": (("gateway", "--help"), {}, PYTHON),
+    "status": (("status", "--daemon", "127.0.0.1:9"), {}, f"{GRPC}, rich.table"),  # where nothing listens
+}
+# A process is ready when it has printed its address; an agent or a peer, when the daemon lists it; the daemon, when it
+# has made a plan.
+PROCESSES = {
+    "engine": "import aiohttp.web, prometheus_client, pydantic, typer, xxhash, yaml",
+    "gateway": f"{GRPC}, aiohttp.web, httptools, prometheus_client, pydantic",
+    # An agent has the client of its engine.
+    "agent": f"{GRPC}, aiohttp, httptools, prometheus_client.parser, pydantic",
+    "peer": f"{GRPC}, numpy, pydantic, xxhash",
+    "daemon": f"{GRPC}, aiohttp.web, numpy, prometheus_client, pydantic, yaml",
+}
+
+
+def start_up(folder: Path) -> list[Figure]:
+    """Medians; the first round writes bytecode and does not count."""
+    spent_s: dict[str, list[float]] = {name: [] for name in (*COMMANDS, *PROCESSES)}
+    needs = {name: code for name, (_, _, code) in COMMANDS.items()} | PROCESSES
+    alone_s: dict[str, list[float]] = {code: [] for code in needs.values()}
+    with _bytecode_written():
+        for repetition in range(-1, REPETITIONS):
+            round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
+            round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
+            alone = {code: _command_s((sys.executable, "-c", code), {}) for code in alone_s}
+            if repetition >= 0:
+                for times_s, found in ((spent_s, round_s), (alone_s, alone)):
+                    for name, seconds in found.items():
+                        times_s[name].append(seconds)
+    return [_figure(name, median(spent_s[name]), code, median(alone_s[code])) for name, code in needs.items()]
+
+
+def _figure(name: str, value_s: float, code: str, alone_s: float) -> Figure:
+    baseline = "python -c pass" if code == PYTHON else "its third-party imports"
+    return Figure(
+        f"start_{name}", value_s, "s", baseline, alone_s, f"CPU until ready: {value_s - alone_s:+.2f} s over it"
+    )
+
+
+@contextmanager
+def _bytecode_written() -> Iterator[None]:
+    """Where PYTHONDONTWRITEBYTECODE is set, every process would compile everything again."""
+    before = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["PYTHONPYCACHEPREFIX"] = cache
+        try:
+            yield
+        finally:
+            del os.environ["PYTHONPYCACHEPREFIX"]
+            if before is not None:
+                os.environ["PYTHONDONTWRITEBYTECODE"] = before
+
+
+def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        command,
+        check=False,  # status says with its exit status that it found no daemon
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+async def _processes_s(folder: Path) -> dict[str, float]:
+    """Of one fleet: an engine, a daemon that plans for it, an agent, a gateway and a weight peer."""
+    async with Stack(folder) as stack:
+        engine = stack.command("engine", "engine", "simulated", "--port", "0")
+        engines = {"e0": await stack.served(engine)}
+        spent_s = {"engine": engine.cpu_s()}
+        await stack.start_daemon(_config(engine.url))
+
+        async def ready(process: LabProcess, condition: Callable[[], Awaitable[object]]) -> None:
+            await process.until(condition)
+            spent_s[process.name] = process.cpu_s()
+
+        async def there_is_a_node() -> bool:
+            return bool((await stack.status()).nodes)
+
+        async def there_is_a_plan() -> bool:
+            return bool((await stack.status()).plan_id)
+
+        async def there_is_a_peer() -> bool:
+            return bool((await stack.weights()).peers)
+
+        await ready(stack.start_agent("--engine", "simulated", *agent_flags(engines)), there_is_a_node)
+        await ready(stack.daemon, there_is_a_plan)
+        await stack.start_gateway("--engine-kind", "simulated", *engine_flags("--engine", engines))
+        spent_s["gateway"] = stack.gateway.cpu_s()
+        peer = stack.command("peer", "sync", "peer", *stack.peer_words("p0", stack.folder / "weights", {}))
+        await ready(peer, there_is_a_peer)
+    return spent_s
+
+
+def _config(engine_url: str) -> dict[str, object]:
+    step = {"alpha_s": 0.018, "beta_s": 8e-5, "gamma_s": 4e-8, "prefill_tokens_per_s": 18000}
+    room = {"gpus": 1, "kv_capacity_tokens": 100_000, "max_sequences": 64, "switch_s": 1.0}
+    engine = {"id": "e0", "url": engine_url, "configuration": "tp1", "gpus": [0], "max_sequences": 64}
+    return {
+        "slow": {"interval_s": 0.2, "max_output_tokens": 1000},
+        "fleet": {
+            "gpus": {"count": 1, "per_node": 8},
+            "configurations": [{"id": "tp1", **step, **room}],
+            "engines": [engine],
+        },
+        "weights": {},
+    }

@@ -1,0 +1,166 @@
+"""Processes of a broadcast, by torch.distributed or by our executor: runs where torch is, started by weights_bandwidth.
+
+    python -m orchestrrl.lab.bench.weights_ranks RANKS BYTES CHUNK_BYTES PARENT,PARENT,...
+
+`PARENT`s are of ranks 1 and on: who sends to whom. It reads the name of a way on its standard input (`broadcast`, or a
+transport), moves the bytes that way once, and answers with a line of JSON: seconds from the first rank's beginning to
+the last one's end, CPU seconds of all of them together, and whether all had the bytes.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from orchestrrl.lab.weights_in_memory import InMemory
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from planner.model import PeerId
+
+HOST = "127.0.0.1"
+SHARD = "weights"
+TRANSPORTS = ("gloo", "tcp")
+STALL_S = 60.0
+FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSite:
+    """Who there is, and how bytes go."""
+
+    ranks: int
+    size: int
+    chunk_bytes: int
+    parents: tuple[int, ...]
+    store: str
+
+    def edges(self, version: int, transport: str, addresses: Sequence[Mapping[str, str]]) -> tuple[CarryEdge, ...]:
+        return tuple(
+            CarryEdge(
+                f"e{rank}", SHARD, 0, self.size, _name(parent), _name(rank), transport, addresses[rank][transport]
+            )
+            for rank, parent in enumerate(self.parents, start=1)
+        )
+
+
+def _name(rank: int) -> PeerId:
+    return PeerId(f"rank{rank}")
+
+
+class BenchRank:
+    """One process: its memory, a group of all, and a carrier."""
+
+    def __init__(self, site: BenchSite, rank: int) -> None:
+        self._site, self._rank = site, rank
+        self._staged = InMemory(0, {SHARD: site.size})
+        self._memory = self._staged.bytes[SHARD]
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        store = dist.FileStore(site.store, site.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=site.ranks)
+        self._transports = {name: make_transport(name, TransportOptions(HOST)) for name in TRANSPORTS}
+        self.addresses = {name: transport.open() for name, transport in self._transports.items()}
+        self._ended: queue.SimpleQueue[EdgeEvent] = queue.SimpleQueue()
+        self._carrier = ThreadedCarrier(_name(rank), self._transports, self._on_news)
+
+    def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
+        if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
+            self._ended.put(news)
+
+    def prepare(self, version: int) -> None:
+        self._staged.forget()
+        ctypes.memset((ctypes.c_char * len(self._memory)).from_buffer(self._memory), 0, len(self._memory))
+        if self._rank == 0:
+            words = torch.arange(self._site.size // 8).mul_(2654435761).add_(version)
+            self._tensor[: 8 * len(words)] = words.view(torch.uint8)
+            self._staged.arrived(SHARD, 0, self._site.size)
+
+    def move(self, way: str, version: int, addresses: Sequence[Mapping[str, str]]) -> None:
+        if way == "broadcast":
+            dist.broadcast(self._tensor, src=0)
+            return
+        me = _name(self._rank)
+        mine = tuple(edge for edge in self._site.edges(version, way, addresses) if me in (edge.src, edge.dst))
+        self._carrier.carry(self._staged, CarryEdges(version, mine, self._site.chunk_bytes, STALL_S))
+        for _ in mine:
+            if (event := self._ended.get()).state is not EdgeState.DONE:
+                raise RuntimeError(event.detail)
+
+    def after(self, version: int) -> str:
+        self._carrier.end(version)
+        return xxhash.xxh3_64_hexdigest(self._memory)
+
+    def close(self) -> None:
+        self._carrier.close()
+        for transport in self._transports.values():
+            transport.close()
+        dist.destroy_process_group()
+
+
+def _live(site: BenchSite, number: int, line: Connection) -> None:
+    torch.set_num_threads(1)
+    rank = BenchRank(site, number)
+    line.send(rank.addresses)
+    addresses = line.recv()
+    while (order := line.recv()) is not None:
+        way, version = order
+        rank.prepare(version)
+        line.send(None)
+        line.recv()
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        rank.move(way, version, addresses)
+        line.send((began_s, time.monotonic(), time.process_time() - cpu_s))
+        line.send(rank.after(version))
+    rank.close()
+
+
+def _all(lines: Sequence[Connection], said: object) -> list[Any]:
+    for line in lines:
+        line.send(said)
+    return [line.recv() for line in lines]
+
+
+def main() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks, size, chunk_bytes = (int(each) for each in sys.argv[1:4])
+    parents = tuple(int(each) for each in sys.argv[4].split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        site = BenchSite(ranks, size, chunk_bytes, parents, f"{folder}/store")
+        lines, processes = [], []
+        for number in range(ranks):
+            ours, theirs = FORK.Pipe()
+            processes.append(FORK.Process(target=_live, args=(site, number, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()
+            lines.append(ours)
+        addresses = [line.recv() for line in lines]
+        for line in lines:
+            line.send(addresses)
+        for version, way in enumerate(sys.stdin):
+            _all(lines, (way.strip(), version))
+            times = _all(lines, None)
+            sums = {line.recv() for line in lines}
+            began_s, ended_s, cpu_s = zip(*times, strict=True)
+            answer = {"wall_s": max(ended_s) - min(began_s), "cpu_s": sum(cpu_s), "same": len(sums) == 1}
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+        for line in lines:
+            line.send(None)
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    main()

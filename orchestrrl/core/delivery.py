@@ -17,6 +17,7 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, ProblemFault
 
 logger = logging.getLogger(__name__)
 
+REATTACH_S = 1.0  # how soon a destination that went away is expected back
 FAULTS_TOLD = 20  # of an order that is malformed
 
 
@@ -66,6 +67,30 @@ class OrderStream(Generic[Item]):
                 yield self._waiting.popleft()
             if self.ended:
                 return
+
+
+class Outbox(Generic[Item]):
+    """What is to be written to a stream: what could not be written waits for the next stream. Of more than `most` the
+    oldest are dropped."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.items: deque[Item] = deque(maxlen=most)
+        self._filled = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+        self._filled.set()
+
+    async def write_all(self, write: Callable[[Item], Awaitable[None]]) -> None:
+        """Write each as it comes, until cancelled."""
+        while True:
+            while self.items:
+                item = self.items[0]
+                await write(item)
+                if self.items and self.items[0] is item:  # it may have been dropped or replaced meanwhile
+                    self.items.popleft()
+            self._filled.clear()
+            await self._filled.wait()
 
 
 @dataclass(slots=True, eq=False)

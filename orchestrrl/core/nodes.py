@@ -9,13 +9,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 
-from orchestrrl.core.delivery import OrderStream
+from orchestrrl.core.delivery import REATTACH_S, OrderStream
 from orchestrrl.core.errors import LimitReached, Retryable, shorten
 from orchestrrl.core.operations import Operation, SetRoutes
 from planner.model import EngineId, NodeId
-
-# How soon a node that went away is expected back.
-REATTACH_S = 1.0
 
 
 class NodeKind(StrEnum):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import grpc
 
 from orchestrrl.core.clock import Clock, stop
-from orchestrrl.core.delivery import NotDone, ReceivedOrders
+from orchestrrl.core.delivery import NotDone, Outbox, ReceivedOrders
 from orchestrrl.core.operations import Operation, OperationId, OperationResult, OperationStatus
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.codecs.node import OPERATION, RESULT
@@ -52,8 +51,7 @@ class NodeLink:
         self._perform = perform
         self._operations = ReceivedOrders(self._carry_out, self._not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
-        self._outbox: deque[pb.OperationResult] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._outbox: Outbox[pb.NodeMessage] = Outbox()
         self._connected = False
 
     @property
@@ -83,7 +81,7 @@ class NodeLink:
             self._connected = True
             established()
             logger.info("%s: attached to %s", self._hello.node_id, self._target)
-            await first_of(self._receive(call), self._send(call))
+            await first_of(self._receive(call), self._outbox.write_all(call.write))
         finally:
             self._connected = False
             call.cancel()
@@ -102,8 +100,7 @@ class NodeLink:
             result = OperationResult(OperationId(message.operation_id), self._node, OperationStatus.FAILED, detail)
         else:
             result = await self._operations.result(operation)
-        self._outbox.append(RESULT.to_pb(result))
-        self._outbox_filled.set()
+        self._outbox.put(pb.NodeMessage(result=RESULT.to_pb(result)))
 
     async def _carry_out(self, operation: Operation) -> OperationResult:
         began_s = self._clock.now_s()
@@ -114,14 +111,6 @@ class NodeLink:
         return OperationResult(
             operation.id, self._node, OperationStatus(why), detail, duration_s=self._clock.now_s() - began_s
         )
-
-    async def _send(self, call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.Operation]) -> None:
-        while True:
-            while self._outbox:
-                await call.write(pb.NodeMessage(result=self._outbox[0]))
-                self._outbox.popleft()  # only now: a result whose write failed stays for the next stream
-            self._outbox_filled.clear()
-            await self._outbox_filled.wait()
 
 
 class ReportStream:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.delivery import OpenOrder, OpenOrders, OrderStream
+from orchestrrl.core.delivery import REATTACH_S, OpenOrder, OpenOrders, OrderStream
 from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import (
     EngineAt,
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 1024  # of a name that a peer says of itself
 MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
 FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
-REATTACH_S = 1.0  # how soon a peer that went away is expected back
 # What a listener hears of a peer; None: it has gone away.
 Heard = Peer | EdgeEvent | ArrivedBytes | None
 Listener = Callable[[PeerId, Heard], None]

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator, Callable
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.weights import WeightSettings
+from orchestrrl.core.delivery import REATTACH_S
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable, few
 from orchestrrl.weights.backends.base import DirectBackend
-from orchestrrl.weights.controller.peer_hub import REATTACH_S, PeerHub
+from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.publishing import PublicationSet, same_publication
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.controller.state import REMEMBERED, SyncRecord, WeightBook

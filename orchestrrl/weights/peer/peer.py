@@ -6,7 +6,6 @@ Without the daemon it holds what it has, and its edges run on. A daemon that com
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import grpc
 from pydantic import ValidationError
 
 from orchestrrl.core.clock import Clock, stop
-from orchestrrl.core.delivery import ReceivedOrders
+from orchestrrl.core.delivery import Outbox, ReceivedOrders
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
 from orchestrrl.rpc.order_pieces import OrderAssembler
@@ -92,8 +91,7 @@ class PeerLink:
         self._clock = clock
         self._rng = rng
         self._loop = asyncio.get_running_loop()
-        self._unsent: deque[PeerNews | None] = deque(maxlen=MOST_UNSENT)  # None: the time alone
-        self._filled = asyncio.Event()
+        self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
         self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
         given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
@@ -143,14 +141,14 @@ class PeerLink:
         call = weights_pb2_grpc.WeightsStub(channel).Attach()
         try:
             await call.wait_for_connection()
-            for news in [news for news in self._unsent if isinstance(news, Peer)]:
-                self._unsent.remove(news)  # this tells it as it is now
+            for news in [news for news in self._outbox.items if isinstance(news, Peer)]:
+                self._outbox.items.remove(news)  # this tells it as it is now
             peer = self.introduction()
             self._reported = _lasting(peer)
             await call.write(self._message(peer))
             established()
             logger.info("peer %s: attached to %s", self._settings.id, self._settings.daemon)
-            await first_of(self._receive(call), self._send(call))
+            await first_of(self._receive(call), self._outbox.write_all(lambda news: call.write(self._message(news))))
         finally:
             self._reported = None
             call.cancel()
@@ -173,16 +171,6 @@ class PeerLink:
     async def _carry_out(self, order: PeerOrder) -> None:
         self._put(await self._orders.result(order))
 
-    async def _send(self, call: grpc.aio.StreamStreamCall[pb.PeerMessage, pb.PeerOrder]) -> None:
-        while True:
-            while self._unsent:
-                news = self._unsent[0]
-                await call.write(self._message(news))
-                if self._unsent and self._unsent[0] is news:  # only now: what could not be written waits
-                    self._unsent.popleft()
-            self._filled.clear()
-            await self._filled.wait()
-
     def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
         """From any thread."""
         self._loop.call_soon_threadsafe(self._put, news)
@@ -190,12 +178,10 @@ class PeerLink:
     def _put(self, news: PeerNews) -> None:
         if isinstance(news, PeerResult | EdgeEvent):
             self._poll()  # what the daemon hears of a result, it finds in what the peer says of itself
-        last = self._unsent[-1] if self._unsent else None
+        last = self._outbox.items[-1] if self._outbox.items else None
         if isinstance(news, ArrivedBytes) and isinstance(last, ArrivedBytes) and last.version == news.version:
-            self._unsent[-1] = news
-        else:
-            self._unsent.append(news)
-        self._filled.set()
+            self._outbox.items.pop()
+        self._outbox.put(news)
 
     def _poll(self) -> None:
         """Say what has changed of this peer."""
@@ -204,18 +190,16 @@ class PeerLink:
         lasting = _lasting(self._as_is())
         if lasting != self._reported:
             self._reported = lasting
-            self._unsent.append(self.introduction())
-            self._filled.set()
+            self._outbox.put(self.introduction())
 
     async def _watch(self) -> None:
         stamped_s = self._clock.now_s()
         while True:
             await self._clock.sleep(LOOK_S)
             self._poll()
-            if self._reported is not None and not self._unsent and self._clock.now_s() - stamped_s >= STAMP_S:
+            if self._reported is not None and not self._outbox.items and self._clock.now_s() - stamped_s >= STAMP_S:
                 stamped_s = self._clock.now_s()
-                self._unsent.append(None)
-                self._filled.set()
+                self._outbox.put(None)
 
     def _message(self, news: PeerNews | None) -> pb.PeerMessage:
         """With the time of this moment, however long the news have waited."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.delivery import NotDone, OpenOrder, OpenOrders, OrderStream, ReceivedOrders
+from orchestrrl.core.delivery import NotDone, OpenOrder, OpenOrders, OrderStream, Outbox, ReceivedOrders
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults
 
 T = TypeVar("T")
@@ -183,6 +183,30 @@ async def test_what_waits_in_a_stream_that_ends_is_not_sent() -> None:
     stream.put(3)
     stream.end()
     assert [order async for order in orders] == []
+
+
+async def test_what_could_not_be_written_waits_for_the_next_stream() -> None:
+    outbox: Outbox[int] = Outbox(most=3)
+    written: list[int] = []
+
+    async def write(item: int) -> None:
+        if item == 3 and 3 not in broken:
+            broken.append(item)
+            raise ConnectionError
+        written.append(item)
+
+    broken: list[int] = []
+    for item in range(5):
+        outbox.put(item)
+    with pytest.raises(ConnectionError):
+        await outbox.write_all(write)
+    writing = asyncio.create_task(outbox.write_all(write))
+    await asyncio.sleep(0)
+    outbox.put(5)
+    await asyncio.sleep(0)
+    assert written == [2, 3, 4, 5]
+    assert not outbox.items
+    writing.cancel()
 
 
 LASTS_S = 20.0

@@ -268,8 +268,6 @@ class OperationRun(Generic[S]):
             await self._going
         except _StepFailed as failed:
             return failed.failure
-        except OrchestrRLError as error:
-            return OperationFailure(None, f"it cannot be written down: {error}", error)
         except asyncio.CancelledError:
             if not self._called_off:  # the daemon ends: the next one resumes it
                 self._going.cancel()
@@ -364,7 +362,8 @@ class OperationRun(Generic[S]):
             try:
                 await self._do(StepDirection.FORWARD, step, self._description.do)
             except _StepFailed as failed:
-                if not self._description.is_optional(step) and not self._description.is_committed():
+                optional = self._description.is_optional(step) or self._description.is_committed()
+                if failed.failure.step is None or not optional:
                     raise
                 self.detail = "; ".join(filter(None, [self.detail, str(failed.failure)]))
 
@@ -442,7 +441,8 @@ class OperationRun(Generic[S]):
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
             if report.direction is StepDirection.FORWARD and not self._description.is_committed():
-                raise
+                unwritten = OperationFailure[S](None, f"it cannot be written down: {error}", error)
+                raise _StepFailed(unwritten) from error
             # A full disk must not keep the world from being whole again.
             logger.error("%s: %s", self._description, error)
         logger.info("%s: %s %s %s", self._description, step, report.state, report.detail)

@@ -13,7 +13,7 @@ import pytest
 from operation_toy import PARTS, STEP_S, WITHIN_S, ToyStep, ToyWorld, log_of, run_of
 from operation_world import KilledJournal
 
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import (
     OBSERVE_AGAIN_S,
@@ -206,4 +206,42 @@ async def test_an_operation_is_carried_out_once_and_not_after_it_has_expired(wor
     done = list(world.done)
     await until_over(world, late, late.run())
     assert (late.detail, world.done[: len(done)]) == ("the order has expired", done)
+    journal.close()
+
+
+async def test_a_description_may_finish_in_spite_of_a_failure(world: ToyWorld, tmp_path: Path) -> None:
+    world.fails_after["set c"] = 1
+    journal = Journal(tmp_path / "journal.sqlite", 0.0)
+    run = run_of(world, journal)
+    seen: list[tuple[str, dict[str, str]]] = []
+
+    def goes_on_after(failure: object) -> frozenset[int]:
+        change: Any = run._description
+        seen.append((str(failure), change.seen))
+        return frozenset({1, 2})
+
+    run._description.goes_on_after = goes_on_after  # type: ignore[method-assign]
+    await until_over(world, run, run.run())
+    assert (run.state, world.state()) == (OperationState.DONE, "new")
+    assert seen == [("set c: set c failed", dict.fromkeys(PARTS, "new"))], "it was observed first"
+    assert world.done.count("set a") == 1
+    assert world.done.count("set c") == 2
+    journal.close()
+
+
+@pytest.mark.parametrize("is_unreadable", [False, True])
+async def test_an_operation_may_stay_open_until_its_outcome_is_known(
+    world: ToyWorld, tmp_path: Path, is_unreadable: bool
+) -> None:
+    world.fails_after["set c"] = 1
+    world.unreadable = int(is_unreadable)
+    journal = Journal(tmp_path / "journal.sqlite", 0.0)
+    run = run_of(world, journal)
+    run._description.leaves_open = (Permanent if is_unreadable else Retryable,)
+    with pytest.raises(Retryable, match="no answer" if is_unreadable else "set c failed"):
+        await until_over(world, run, run.run())
+    assert run.state is OperationState.RUNNING
+    await until_over(world, run, run.resume((), "it was left open"))
+    assert (run.state, world.state()) == (OperationState.ROLLED_BACK, "old"), "c may not have been set"
+    assert run.detail == "it was left open"
     journal.close()

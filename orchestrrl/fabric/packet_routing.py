@@ -17,7 +17,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.offload import Offload
-from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingResult
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
@@ -216,7 +216,9 @@ class FabricRouting:
     async def _route(self, links: Iterable[RoutedLink], dark: Mapping[RoutedLink, str] | None = None) -> RoutedCircuits:
         links = tuple(links)
         await self._offload(lambda: self.rerouting.prepare(links))
-        self.routed = _routed(await self.rerouting.reroute(links), dark or {}, self._clock.now_s())
+        done = await self.rerouting.reroute(links)
+        left_out, at_s = {**(dark or {}), **done.left_out}, self._clock.now_s()
+        self.routed = RoutedCircuits(at_s, done.routed, left_out, done.failed, done.unreachable, done.on_packet_side)
         return self.routed
 
     def _write_down(self) -> None:
@@ -239,14 +241,3 @@ def _listed(some: Mapping[Any, str]) -> str:
 
 def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[PortPair]:
     return frozenset(pair for pair in pairs if pair.switch in switches)
-
-
-def _routed(rerouted: ReroutingResult, dark: Mapping[RoutedLink, str], at_s: float) -> RoutedCircuits:
-    return RoutedCircuits(
-        at_s,
-        rerouted.routed,
-        {**dark, **rerouted.left_out},
-        rerouted.failed,
-        rerouted.unreachable,
-        rerouted.on_packet_side,
-    )

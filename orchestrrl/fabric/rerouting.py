@@ -204,9 +204,7 @@ class Rerouting:
                 if other != name:
                     hop = NextHop(self.domain.routers[other].address, interface)
                     hops.setdefault(name, {})[hop] = (interface, other)
-        found = await self._each(
-            {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
-        )
+        found = await self._find(hops)
         heard: dict[tuple[EndpointId, str], set[EndpointId]] = {}
         for name, answered in found.items():
             for hop in () if isinstance(answered, OrchestrRLError) else answered:
@@ -243,9 +241,7 @@ class Rerouting:
             (a, interface_a), (b, interface_b) = link.ends
             hops.setdefault(a, {})[NextHop(self.domain.routers[b].address, interface_a)] = link
             hops.setdefault(b, {})[NextHop(self.domain.routers[a].address, interface_b)] = link
-        found = await self._each(
-            {name: self._routers[name].find(tuple(some), self._limits.neighbour_s) for name, some in hops.items()}
-        )
+        found = await self._find(hops)
         silent: dict[RoutedLink, str] = {}
         for name, answered in found.items():
             for hop, link in hops[name].items():
@@ -254,6 +250,13 @@ class Rerouting:
                 elif hop not in answered:
                     silent[link] = f"{name} gets no answer from {hop.gateway} on {hop.interface}"
         return silent
+
+    async def _find(
+        self, hops: Mapping[EndpointId, Collection[NextHop]]
+    ) -> dict[EndpointId, frozenset[NextHop] | OrchestrRLError]:
+        """Return which of these next hops answer, by router."""
+        within_s = self._limits.neighbour_s
+        return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
     async def _move(self, tables: Mapping[EndpointId, RouteTable]) -> _Moved:
         """Bring every router to its table, in an order that keeps every packet on a way."""

@@ -32,7 +32,6 @@ from orchestrrl.fabric.shared_pods import TrafficWatch, neighbours, unannounced
 from orchestrrl.fabric.stage_commit import (
     CommitRules,
     PacketRouting,
-    Port,
     StageCommitter,
     StageFailed,
     StageOrder,
@@ -41,6 +40,7 @@ from orchestrrl.fabric.stage_commit import (
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
+from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, Pair, PortPair
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
@@ -312,7 +312,9 @@ class CircuitCoordinator:
         failed = site_reading.failures.ports - self._handled_failures.ports
         self._handled_failures = site_reading.failures
         lost = {
-            pair for pair in self._left if pair not in site_reading.of_site or not _ports([pair]).isdisjoint(failed)
+            pair
+            for pair in self._left
+            if pair not in site_reading.of_site or any((pair.switch, port) in failed for port in pair.ports)
         }
         self._left = site_reading.of_site
         if lost:
@@ -607,10 +609,6 @@ class CircuitCoordinator:
         for intent in self._book.up():
             self._up.pop((intent.job, intent.stage), None)  # as in `_committed`
             self._up[intent.job, intent.stage] = self.period = intent.period
-
-
-def _ports(cross_connects: Iterable[PortPair]) -> frozenset[Port]:
-    return frozenset((pair.switch, port) for pair in cross_connects for port in pair.ports)
 
 
 def _listed(pairs: Iterable[PortPair]) -> str:

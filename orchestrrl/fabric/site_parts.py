@@ -31,13 +31,18 @@ def numbers_in(text: str) -> tuple[int, ...]:
 
 def numbers_text(numbers: Iterable[int]) -> str:
     """`1-4,9`; the order stays."""
+    return ",".join(number_runs(numbers))
+
+
+def number_runs(numbers: Iterable[int]) -> list[str]:
+    """`1-4` and `9`; the order stays."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return [str(low) if low == high else f"{low}-{high}" for low, high in runs]
 
 
 def _numbers(value: object) -> object:

@@ -22,14 +22,13 @@ from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Stage
+from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.transition import TransitionStage
 from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, Window, may_commit
 from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)
-
-Port = tuple[OcsId, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from math import inf
 
 from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import LimitReached, Permanent, shorten
-from orchestrrl.fabric.site_parts import numbers_text
+from orchestrrl.fabric.site_parts import number_runs
 from planner.fabric.clocks import ClockExchange, OffsetEstimator
 from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
@@ -307,5 +307,5 @@ class WindowTracker:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Runs of them, e.g. `0-7, 9`."""
-    words = numbers_text(ranks).split(",")
+    words = number_runs(ranks)
     return ", ".join(words[:MOST_LISTED]) + (", ..." if len(words) > MOST_LISTED else "")

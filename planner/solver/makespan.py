@@ -21,7 +21,6 @@ from planner.solver.packed import packed, soonest_cut
 from planner.solver.problem import (
     NOWHERE,
     RUNNING,
-    Homogeneous,
     Infeasible,
     MakespanProblem,
     Migration,
@@ -34,7 +33,7 @@ from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one
 from planner.solver.waves import sooner
 from planner.solver.whole import raised_s
 
-__all__ = ["Infeasible", "alternatives", "evaluate_placement", "lower_bound", "solve"]
+__all__ = ["Infeasible", "lower_bound", "solve"]
 
 
 CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
@@ -59,7 +58,7 @@ def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) ->
     """
     table = columns(problem)
     current = as_placed(table) if problem.current else None
-    static, homogeneous = _homogeneous(table)
+    static = _homogeneous(table)
     found = [*static, current] if current is not None else list(static)
     bound_s = _lower_bound_s(table)
     found += _packed(table, bound_s, min((each.makespan_s for each in found), default=0.0))
@@ -74,7 +73,7 @@ def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) ->
     best = chosen(table, current, static, found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
-    return _solution(table, current, best, bound_s, homogeneous)
+    return _solution(table, current, best, bound_s)
 
 
 def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
@@ -110,22 +109,9 @@ def _searched(
 
 
 @_never
-def evaluate_placement(problem: MakespanProblem) -> list[float]:
-    """Seconds that each current instance takes for what it has, new requests dealt in turn; infinite where one of its
-    requests does not fit. Raises Infeasible."""
-    return as_placed(columns(problem)).finish_s.tolist() if problem.current else []
-
-
-@_never
 def lower_bound(problem: MakespanProblem) -> float:
     """Seconds below which no placement ends. Raises Infeasible."""
     return _lower_bound_s(columns(problem))
-
-
-@_never
-def alternatives(problem: MakespanProblem) -> list[Homogeneous]:
-    """What each configuration alone would take. Raises Infeasible."""
-    return _homogeneous(columns(problem))[1]
 
 
 def as_placed(table: ProblemColumns) -> FleetPlacement:
@@ -153,24 +139,15 @@ def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetP
     return found
 
 
-def _homogeneous(table: ProblemColumns) -> tuple[list[FleetPlacement], list[Homogeneous]]:
+def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:
     """Static fleets: one configuration, longest first onto the least loaded."""
     found: list[FleetPlacement] = []
-    listed: list[Homogeneous] = []
-    for index, configuration in enumerate(table.problem.configurations):
+    for index in range(len(table.problem.configurations)):
         fleets = _fleets_of(table, index)
-        if not fleets or not table.fits(index).all():
-            why = "a request does not fit" if fleets else "no instance can be placed"
-            listed.append(Homogeneous(configuration.id, 0, float("inf"), 0.0, why))
-            continue
-        load, first = loads(table, index)[0]
-        placed = [place(table, fleet, least_loaded(table, index, len(fleet), load, first)) for fleet in fleets]
-        best = min(placed, key=lambda placement: placement.makespan_s)
-        found += placed
-        cost_s = float((best.migration_s + best.switch_s).max(initial=0.0))
-        used = int((np.diff(best.starts) > 0).sum())
-        listed.append(Homogeneous(configuration.id, used, best.makespan_s, cost_s))
-    return found, listed
+        if fleets and table.fits(index).all():
+            load, first = loads(table, index)[0]
+            found += [place(table, fleet, least_loaded(table, index, len(fleet), load, first)) for fleet in fleets]
+    return found
 
 
 def _spread(table: ProblemColumns, below_s: float) -> list[FleetPlacement]:
@@ -206,7 +183,6 @@ def _solution(
     current: FleetPlacement | None,
     best: FleetPlacement | None,
     bound_s: float,
-    homogeneous: Sequence[Homogeneous],
 ) -> Solution:
     decision, chosen, reason = _decide(table, current, best)
     current_s = None if current is None or not np.isfinite(current.makespan_s) else current.makespan_s
@@ -219,7 +195,6 @@ def _solution(
         kv_balance_violation=violation(table, chosen) if chosen else 0.0,
         instances=_instances(table, chosen) if chosen else (),
         migrations=_migrations(table, chosen) if chosen else (),
-        alternatives=tuple(homogeneous),
     )
 
 

@@ -130,17 +130,6 @@ class Migration(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Homogeneous:
-    """What a fleet of one configuration alone would take, its switches and migrations included."""
-
-    configuration: ConfigurationId
-    instances: int  # that have requests
-    makespan_s: float
-    cost_s: float  # switch and migrations of the instance that pays most
-    infeasible_because: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Solution:
     """`reconfigure` or `rebalance` only where it gains more than epsilon; otherwise `keep`, with the current fleet."""
 
@@ -152,7 +141,6 @@ class Solution:
     kv_balance_violation: float
     instances: tuple[PlacedInstance, ...]
     migrations: tuple[Migration, ...]
-    alternatives: tuple[Homogeneous, ...] = ()  # one for each configuration, in the problem's order
 
     @property
     def gap(self) -> float | None:

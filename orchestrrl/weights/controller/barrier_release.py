@@ -7,7 +7,6 @@ it; one of which that is not certain gets no requests until it is repaired.
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
@@ -31,8 +30,7 @@ async def resume_new(acts: SyncActions, record: SyncRecord) -> None:
     await acts.refresh(engine for engine in committed.has if engine in known)
     for engine in acts.lacking(committed.version, committed.has):
         committed = committed.lost(engine, "was restarted")
-    if committed != acts.book.fleet.committed:
-        acts.book.stands(replace(acts.book.fleet, committed=committed))
+    acts.book.amend(committed)
     has = [engine for engine in committed.has if engine in known]
     without = sorted(set(known) - set(has))
     with record.phase(SyncPhase.RESUME):
@@ -134,7 +132,7 @@ async def _bring_back(
 
 
 def _stand(acts: SyncActions, changed: Collection[EngineId], bad: dict[EngineId, str]) -> None:
-    """Written down before anybody is told."""
+    """Write down what became of the changed engines, before the pause barrier is told."""
     fleet = acts.book.fleet
     if fleet.committed is None:
         acts.book.stands(FleetWeights(None, {**fleet.spoilt, **bad}))
@@ -142,8 +140,7 @@ def _stand(acts: SyncActions, changed: Collection[EngineId], bad: dict[EngineId,
     committed = fleet.committed
     for engine in changed:
         committed = committed.lost(engine, bad[engine]) if engine in bad else committed.repaired(engine)
-    if committed != fleet.committed:
-        acts.book.stands(replace(fleet, committed=committed))
+    acts.book.amend(committed)
 
 
 def _report_versions(acts: SyncActions, good: Collection[EngineId], bad: Collection[EngineId], version: int) -> None:

@@ -125,7 +125,7 @@ class EngineRepairs:
         book = self._acts.book
         assert book.fleet.committed is not None
         logger.info("%s was started with version %d", engine, book.fleet.committed.version)
-        book.stands(replace(book.fleet, committed=book.fleet.committed.repaired(engine)))
+        book.amend(book.fleet.committed.repaired(engine))
 
     def _lost(self, engine: EngineId, why: str) -> None:
         """It was thought to have the version."""
@@ -134,7 +134,7 @@ class EngineRepairs:
         if engine in acts.fence.state.versions:
             acts.fence.forget([engine], why)
         if engine in committed.has or engine not in committed.quarantined:
-            acts.book.stands(replace(acts.book.fleet, committed=committed.lost(engine, why)))
+            acts.book.amend(committed.lost(engine, why))
 
     def _report_again(self) -> None:
         """Engines that have the version, verified, and of which the pause barrier does not know it."""
@@ -171,7 +171,7 @@ class EngineRepairs:
         acts, committed = self._acts, self._acts.book.fleet.committed
         if committed is not None and committed.quarantined.get(engine) != why:
             try:
-                acts.book.stands(replace(acts.book.fleet, committed=committed.lost(engine, why)))
+                acts.book.amend(committed.lost(engine, why))
             except OrchestrRLError as error:
                 logger.error("%s", error)
 
@@ -232,7 +232,7 @@ class EngineRepairs:
         fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
             return False
-        acts.book.stands(replace(fleet, committed=fleet.committed.repaired(engine)))
+        acts.book.amend(fleet.committed.repaired(engine))
         acts.fence.set_version([engine], committed.version, "repaired")
         self._tried.pop(engine, None)
         await acts.rest(engine, False)

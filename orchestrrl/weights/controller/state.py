@@ -270,8 +270,13 @@ class WeightBook:
         self.map = map
         self.was_reported = False
 
+    def amend(self, committed: CommittedVersion) -> None:
+        """Write down which engines have the committed version now, where that has changed."""
+        if committed != self.fleet.committed:
+            self.stands(replace(self.fleet, committed=committed))
+
     def stands(self, fleet: FleetWeights) -> None:
-        """Who has what has changed."""
+        """Write down the fleet's weights."""
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet

@@ -69,7 +69,7 @@ OURS = Program(
         "orchestrrl.cli.fleet.engine",
         "orchestrrl.cli.gateway_options",
         "orchestrrl.cli.sync.peer",
-        "orchestrrl.daemon.wiring",
+        "orchestrrl.daemon.running",
         "orchestrrl.lab.simulated_engine.server",
         "orchestrrl.gateway.processes",
         "orchestrrl.gateway.service",

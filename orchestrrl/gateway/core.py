@@ -162,15 +162,23 @@ class Gateway:
     """Owns the ledger and the fleet. `run` watches for hanging engines; `close` stops everything."""
 
     def __init__(
-        self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, clock: Clock, url: str = ""
+        self,
+        node: NodeId,
+        fleet: EngineBackends,
+        *,
+        limits: RelayLimits,
+        clock: Clock,
+        url: str = "",
+        store: LedgerStore | None = None,
     ) -> None:
+        """`store` has what outlives this process."""
         self.node = node
         self.url = url
         self.fleet = fleet
         self.limits = limits
         self.clock = clock
         self.ledger = Ledger()
-        self.store: LedgerStore | None = None  # what outlives this process
+        self.store = store
         self.relays: dict[RequestId, RequestRelay] = {}
         self.groups = InFlightGroups()
         self.barrier = GatewayPause(fleet, self.relays, clock)

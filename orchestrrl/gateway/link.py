@@ -39,12 +39,23 @@ IDENTIFY_AT_FIRST_S = 1.0
 MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
 
 
+async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -> OperationItemResult:
+    """Have the daemon at `target` move a request that another gateway holds."""
+    asked = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to_engine)
+    try:
+        async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        return OperationItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
+    return OperationItemResult(request, answer.done, answer.detail)
+
+
 class GatewayLink:
     """`run` stays attached and reports each `report_interval_s`, until cancelled."""
 
     def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float, clock: Clock) -> None:
         self._gateway = gateway
-        self._target = target
         self._clock = clock
         gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
         self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
@@ -97,17 +108,6 @@ class GatewayLink:
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)
-
-    async def move_elsewhere(self, request: RequestId, to_engine: EngineId) -> OperationItemResult:
-        """Have the daemon move a request that another gateway holds."""
-        asked = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to_engine)
-        try:
-            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
-                stub = control_pb2_grpc.ControlStub(channel)
-                answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            return OperationItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
-        return OperationItemResult(request, answer.done, answer.detail)
 
     async def _identify(self) -> None:
         """Keep the identities of engines that the gateway was started with, for as long as it runs."""

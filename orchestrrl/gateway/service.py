@@ -8,15 +8,17 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from orchestrrl.gateway.link import GatewayLink
+from orchestrrl.gateway.link import GatewayLink, move_elsewhere
 from orchestrrl.gateway.pause_link import DaemonPause
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -87,11 +89,14 @@ async def serve(
     fleet = EngineBackends(
         connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth, pools=options.pools
     )
-    core = Gateway(options.node, fleet, limits=options.limits, clock=clock)
-    if options.keep is not None:
-        core.store = LedgerStore(options.keep, clock)
-        core.store.start()
-    server = GatewayServer(core, plain=options.plain_http)
+    store = None if options.keep is None else LedgerStore(options.keep, clock)
+    if store is not None:
+        store.start()
+    core = Gateway(options.node, fleet, limits=options.limits, clock=clock, store=store)
+    daemon = None if options.daemon is None else DaemonPause(options.daemon)
+    elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
+    barrier = PauseEndpoints(core, daemon, alone=place is None)
+    server = GatewayServer(core, plain=options.plain_http, barrier=barrier, elsewhere=elsewhere)
     try:
         core.url = await server.start(options.host, 0 if place else options.port)
     except OSError as error:
@@ -108,10 +113,6 @@ async def serve(
     if options.daemon is not None:
         link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
         tasks.append(asyncio.create_task(link.run()))
-        server.barrier.daemon = DaemonPause(options.daemon)
-        if place is not None:
-            server.elsewhere = link.move_elsewhere
-    server.barrier.alone = place is None
     if place is not None:
         await server.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()
@@ -132,8 +133,8 @@ async def serve(
     if left:
         logger.warning("cutting %d requests that did not finish within %g s", left, options.drain_s)
     await server.close()
-    if core.store is not None:
-        await core.store.close()
+    if store is not None:
+        await store.close()
     for task in (ending, *tasks):
         task.cancel()
     await asyncio.wait(tasks)

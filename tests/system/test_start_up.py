@@ -20,7 +20,7 @@ PROCESSES = {
     "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
     "orchestrrl.weights.peer.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
     "orchestrrl.lab.simulated_engine.server": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
-    "orchestrrl.daemon.wiring": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},
+    "orchestrrl.daemon.running": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},
 }
 
 

@@ -94,11 +94,12 @@ Daemon = Callable[[RequestBody | None], Awaitable[Mapping[str, Any]]]
 class PauseEndpoints:
     """The routes. `daemon`: the one that answers for all gateways; None: this gateway is the only one."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, daemon: Daemon | None = None, *, alone: bool = True) -> None:
+        """Not `alone`, without a daemon: others serve the same port, and nobody could order them."""
         self._gateway = gateway
-        self.daemon: Daemon | None = None
+        self._daemon = daemon
+        self._alone = alone
         self._set_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
-        self.alone = True  # False, without a daemon: others serve the same port, and nobody could order them
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -129,9 +130,9 @@ class PauseEndpoints:
 
     async def _answer(self, body: RequestBody | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
         try:
-            if self.daemon is not None:
-                return web.json_response(self._with_urls(await self.daemon(body)))
-            if not self.alone:
+            if self._daemon is not None:
+                return web.json_response(self._with_urls(await self._daemon(body)))
+            if not self._alone:
                 raise PauseRefusal(
                     503, "other processes serve this port: give them a daemon, which can order all of them"
                 )

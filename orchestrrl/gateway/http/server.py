@@ -125,7 +125,15 @@ class GatewayServer:
     """Serves one gateway. Call `start` and `start_operator`, then `drain` and `close`. `plain`: by aiohttp alone,
     without the door."""
 
-    def __init__(self, gateway: Gateway, *, plain: bool = False) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        *,
+        plain: bool = False,
+        barrier: PauseEndpoints | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        """`elsewhere` has a request moved that another gateway holds."""
         self._gateway = gateway
         self._plain = plain
         self._draining = False
@@ -136,8 +144,8 @@ class GatewayServer:
         self._servers: list[asyncio.Server] = []
         self._operator_runner: web.AppRunner | None = None
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
-        self.elsewhere: Elsewhere | None = None  # has a request moved that another gateway holds
-        self.barrier = PauseEndpoints(gateway)
+        self._elsewhere = elsewhere
+        barrier = barrier or PauseEndpoints(gateway)
         # Nothing of a single request is in these: both listeners have them.
         common = [
             web.get("/health", self._health),
@@ -158,7 +166,7 @@ class GatewayServer:
             [
                 web.get(f"{OPERATOR_PREFIX}requests", self._requests),
                 web.post(f"{OPERATOR_PREFIX}move", self._move),
-                *self.barrier.routes(),
+                *barrier.routes(),
                 *common,
             ]
         )
@@ -370,8 +378,8 @@ class GatewayServer:
         return web.json_response({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
-        if self.elsewhere is not None and not self._gateway.has_request(move.request):
-            return await self.elsewhere(move.request, move.to_engine)
+        if self._elsewhere is not None and not self._gateway.has_request(move.request):
+            return await self._elsewhere(move.request, move.to_engine)
         (result,) = await self._gateway.move((move,))
         return result
 

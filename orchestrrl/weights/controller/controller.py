@@ -112,7 +112,7 @@ class WeightSync:
         self._hub = hub
         self._clock = clock
         self._settings = settings
-        self._collector = PublicationCollector(self.book, hub, clock, settings, self._complete)
+        self._collector = PublicationCollector(self.book, hub, clock, settings, self._complete, self._record)
         self.report, self.history = self._collector.report, self._collector.history
         self.follow = self._collector.follow
         self._next: SyncRun | None = None
@@ -152,6 +152,9 @@ class WeightSync:
             return self._make_backend(publication.backend)
         except Permanent as error:
             raise ProblemFaults([f"backend: {error}"]) from error
+
+    def _record(self) -> SyncRecord | None:
+        return None if self._running is None else self._running.sync_record
 
     def _complete(self, collection: PublicationSet, record: SyncRecord) -> None:
         words = collection.publications
@@ -357,11 +360,10 @@ class WeightSync:
             self._collector.expire_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
-                self._collector.running = self._running.sync_record
                 try:
                     await self._running.run()
                 finally:
-                    self._running = self._collector.running = None
+                    self._running = None
             elif not await self._repair():
                 self._news.clear()
                 await until_set(self._clock, self._news, TICK_S)

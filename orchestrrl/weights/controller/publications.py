@@ -16,7 +16,7 @@ from orchestrrl.weights.publication import NOT_ATTACHED, Publication
 
 
 class PublicationCollector:
-    """`complete` is called with a version of which all ranks have spoken."""
+    """`complete` is called with a version of which all ranks have spoken; `running` is the one that is carried out."""
 
     def __init__(
         self,
@@ -25,14 +25,15 @@ class PublicationCollector:
         clock: Clock,
         settings: WeightSettings,
         complete: Callable[[PublicationSet, SyncRecord], None],
+        running: Callable[[], SyncRecord | None],
     ) -> None:
         self.records: dict[str, SyncRecord] = {}  # that are not over, and those that were since the start
-        self.running: SyncRecord | None = None  # that is carried out now
         self._book = book
         self._hub = hub
         self._clock = clock
         self._settings = settings
         self._complete = complete
+        self._running = running
         self._numbers = itertools.count(1)
         self._collecting: tuple[PublicationSet, SyncRecord] | None = None
 
@@ -96,9 +97,10 @@ class PublicationCollector:
 
     def history(self, limit: int) -> list[SyncReport]:
         """Newest first; 0: all that are remembered."""
-        running = [] if self.running is None else [self.running.report]
+        running = self._running()
+        first = [] if running is None else [running.report]
         rest = [record.report for record in reversed(self.records.values()) if not record.report.over]
-        reports = {report.id: report for report in (*running, *rest, *reversed(self._book.over))}
+        reports = {report.id: report for report in (*first, *rest, *reversed(self._book.over))}
         return list(reports.values())[: limit or None]
 
     async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:

@@ -142,7 +142,7 @@ async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
     world.deploy(ConfigurationId("narrow"), homogeneous(kinds(of)[ConfigurationId("narrow")], 8, 4))
     async with world:
         with pytest.raises(Permanent, match="in use: 0 by e0"):
-            await world.deployer.start(
+            await world.deployment._deployer.start(
                 EngineSpec(EngineId("x"), ConfigurationId("wide"), Parallelism(tp=4), tuple(map(GpuId, range(4))))
             )
 

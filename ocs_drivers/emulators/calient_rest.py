@@ -71,7 +71,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         try:
             reply = await self._dispatch(request, body)
         except ItemFailed as failure:
-            reply = EmulatedReply(200, [_result(False, str(failure))])
+            reply = EmulatedReply(200, [_result(is_done=False, text=str(failure))])
         return EmulatedReply(reply.status, reply.content, reply.headers | headers)
 
     def _is_known(self, cookie: str) -> bool:
@@ -122,7 +122,7 @@ class CalientRestEmulator(EmulatedHttpServer):
                 return EmulatedReply(200, [(await self._delete([asked], "delete"))[0]["response"]])
             case "POST", "crossconnects", "deleteall":
                 await self._carry_out(self.device.replace((), "deleteall"))
-                return EmulatedReply(200, [_result(True, "done")])
+                return EmulatedReply(200, [_result(is_done=True, text="done")])
         return EmulatedReply(404)
 
     async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:

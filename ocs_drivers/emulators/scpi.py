@@ -203,10 +203,10 @@ class ScpiEmulator:
         return f'"{partners.get(port, "")}"'
 
     async def _disable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._check_ports(_ports(parameters)), False, command)
+        await self.device.enable(self._check_ports(_ports(parameters)), is_enabled=False, command=command)
 
     async def _enable(self, parameters: str, command: str) -> None:
-        await self.device.enable(self._check_ports(_ports(parameters)), True, command)
+        await self.device.enable(self._check_ports(_ports(parameters)), is_enabled=True, command=command)
 
     async def _port_states(self, parameters: str, command: str) -> str:
         states = {state.port: LETTERS[state.status] for state in self.device.model.ports()}

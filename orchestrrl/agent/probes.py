@@ -218,7 +218,7 @@ class HostTraces:
 
     def close(self) -> None:
         for each in self._traced.values():
-            each.reader.arm(False)
+            each.reader.arm(armed=False)
             each.reader.close()
         self._traced.clear()
         self._by_job.clear()

@@ -130,7 +130,7 @@ class NodeRegistry:
             old.end()
             self.stream_ended(old)
         self._attached[hello.node] = attachment
-        self._known[hello.node] = NodeState(hello, True, now_s)
+        self._known[hello.node] = NodeState(hello, attached=True, last_report_s=now_s)
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
@@ -142,7 +142,7 @@ class NodeRegistry:
         if self._attached.get(node) is not attachment:
             return False
         del self._attached[node]
-        self._known[node] = NodeState(attachment.hello, False, now_s)
+        self._known[node] = NodeState(attachment.hello, attached=False, last_report_s=now_s)
         if is_double:  # it comes back under another id, or as the only one
             del self._known[node]
         return True

@@ -199,7 +199,7 @@ class ControlPlane:
     async def _act_on(self, plan: Plan, snapshot: Snapshot) -> None:
         """Carry a plan out, and write down what became of it."""
         if self.fleet.barrier.state.lease is not None:
-            self.plans.acted(plan.id, False, "requests were brought to rest before anything was done")
+            self.plans.acted(plan.id, done=False, detail="requests were brought to rest before anything was done")
             return
         if plan.decision == "rebalance":
             moves = [RequestMove(move.request, move.source, move.destination) for move in plan.moves]
@@ -211,7 +211,7 @@ class ControlPlane:
         try:
             outcome = await self.redeployer.carry_out(plan, snapshot)
         except OrchestrRLError as error:  # nothing was begun
-            outcome = RedeploymentOutcome(False, str(error), self.clock.now_s())
+            outcome = RedeploymentOutcome(done=False, detail=str(error), ended_s=self.clock.now_s())
         self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan.id, outcome)
 

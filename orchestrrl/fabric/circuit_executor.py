@@ -101,9 +101,9 @@ class CircuitExecutor:
         shown = [(pair, states.get(pair)) for pair in map(facts.normal, change.connect)]
         amiss = [f"{pair} is there, and {state}" for pair, state in shown if state not in (None, CircuitState.TUNED)]
         if not amiss:
-            return CircuitOutcome("", switch, True, "was so already", revision=reading.revision)
+            return CircuitOutcome("", switch, done=True, detail="was so already", revision=reading.revision)
         detail = f"{'; '.join(amiss)}: nothing was sent; disconnect it, then connect it again"
-        return CircuitOutcome("", switch, False, detail, revision=reading.revision)
+        return CircuitOutcome("", switch, done=False, detail=detail, revision=reading.revision)
 
     async def confirm(self, switch: str) -> CircuitOutcome:
         """Keep what is on trial there; harmless where it was kept before. Raises Conflict where nothing is, or it was
@@ -166,7 +166,9 @@ class CircuitExecutor:
         """Carry out what was prepared, once. Raises as `change` does; Conflict where the switch has changed since, or
         others kept it busy until after `begin_by_s`."""
         if operation.diff.empty:
-            return CircuitOutcome("", operation.switch, True, "was so already", revision=operation.diff.revision)
+            return CircuitOutcome(
+                "", operation.switch, done=True, detail="was so already", revision=operation.diff.revision
+            )
         async with self._turns[operation.switch]:
             run = self._prepared.pop(operation.id, None)
             if run is None:
@@ -346,4 +348,4 @@ class CircuitExecutor:
 
 
 def _not_begun(operation: CircuitOperation, detail: str) -> CircuitOutcome:
-    return CircuitOutcome(operation.id, operation.switch, False, detail)
+    return CircuitOutcome(operation.id, operation.switch, done=False, detail=detail)

@@ -76,7 +76,7 @@ def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
     single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
     roles = {pod.id: pod.role for pod in site.pods}
     ends = [
-        _End(uplink.pod if uplink.pod in single else uplink.id, uplink.id, roles[uplink.pod], None, 0, True)
+        _End(uplink.pod if uplink.pod in single else uplink.id, uplink.id, roles[uplink.pod], None, 0, uplink=True)
         for uplink in site.uplinks
     ]
     rows, fibres = _rows(site, ends, site.core_switches, str)
@@ -107,8 +107,8 @@ def _pod_layer(
         return name.removeprefix(f"{pod.id}/")
 
     tors = sorted(site.tors_of[pod.id], key=lambda tor: (tor.rail is None, tor.rail or 0, tor.id))
-    ends = [_End(own(tor.id), tor.id, pod.role, tor.rail, nics[tor.id], False) for tor in tors]
-    ends += [_End(own(each.id), each.id, pod.role, None, 0, True) for each in site.uplinks_of[pod.id]]
+    ends = [_End(own(tor.id), tor.id, pod.role, tor.rail, nics[tor.id], uplink=False) for tor in tors]
+    ends += [_End(own(each.id), each.id, pod.role, None, 0, uplink=True) for each in site.uplinks_of[pod.id]]
     rows, fibres = _rows(site, ends, site.agg_switches_of[pod.id], own)
     servers = len(site.servers_of[pod.id])
     return SiteLayer((pod.id,), pod.role, servers, _gpus(site, (pod.id,)), _columns(ends, fibres, core), rows)

@@ -149,7 +149,7 @@ class _Choice:
     def _carry_out(self, pair: int) -> bool:
         """Put the pair in along the best chain, if that gains."""
         self.chain: list[int] = []
-        self._put(pair, True)
+        self._put(pair, served=True)
         done = all(self._clear(end, LAYERS) for end in self.chains.end_list[pair])
         gained = sum(self.value[each] if self.served[each] else -self.value[each] for each in self.chain)
         self.touched[self.chain] = False
@@ -185,11 +185,11 @@ class _Choice:
             out = int(lost.argmax())
             if lost[out] == NEVER:
                 return False
-            self._put(int(pairs[out]), False)
+            self._put(int(pairs[out]), served=False)
             freed = int(heads[out])
             if layers > 0 and refill[freed] > 0:
                 side = chains.starts[freed] + int(put[chains.starts[freed] : chains.stops[freed]].argmax())
-                self._put(int(chains.pair[side]), True)
+                self._put(int(chains.pair[side]), served=True)
                 if not self._clear(int(chains.head[side]), layers - 1):
                     return False
         return True

@@ -52,14 +52,14 @@ class VirtualRouter:
     def join(self, interface: str, other: "VirtualRouter", other_interface: str) -> None:
         self.far_end[interface] = (other, other_interface)
         other.far_end[other_interface] = (self, interface)
-        self.set_signal(interface, True)
-        other.set_signal(other_interface, True)
+        self.set_signal(interface, up=True)
+        other.set_signal(other_interface, up=True)
 
     def part(self, interface: str) -> None:
         other, other_interface = self.far_end.pop(interface)
         del other.far_end[other_interface]
-        self.set_signal(interface, False)
-        other.set_signal(other_interface, False)
+        self.set_signal(interface, up=False)
+        other.set_signal(other_interface, up=False)
 
     def set_signal(self, interface: str, up: bool) -> None:
         self.signal[interface] = up

@@ -460,12 +460,12 @@ class DeployerConformance:
 
     async def test_lending_is_declared(self, deployer: Deployer) -> None:
         async with refusal(Permanent):
-            await deployer.lend(ONE, True)
+            await deployer.lend(ONE, lent=True)
         if deployer.can_lend:
             return
         await deployer.start(self.spec(ONE))
         async with refusal(Permanent):
-            await deployer.lend(ONE, True)
+            await deployer.lend(ONE, lent=True)
         found = await deployer.status(ONE)
         assert found is not None
         assert not found.lent
@@ -476,18 +476,18 @@ class DeployerConformance:
         if not deployer.can_lend:
             raise SkipTest("declared: it cannot lend GPUs")
         await deployer.start(self.spec(ONE, (0, 1)))
-        await deployer.lend(ONE, True)
-        await deployer.lend(ONE, True)
+        await deployer.lend(ONE, lent=True)
+        await deployer.lend(ONE, lent=True)
         await deployer.start(self.spec(TWO, (1, 2)))
         deployer = await bench.anew()
         assert [(each.engine, each.lent) for each in await deployer.list_engines()] == [(ONE, True), (TWO, False)]
         async with refusal(Permanent, TWO):
-            await deployer.lend(ONE, False)
+            await deployer.lend(ONE, lent=False)
         async with refusal(Permanent, TWO):
             await deployer.start(self.spec(EngineId("e-three"), (2,)))
         await deployer.stop(TWO)
-        await deployer.lend(ONE, False)
-        await deployer.lend(ONE, False)
+        await deployer.lend(ONE, lent=False)
+        await deployer.lend(ONE, lent=False)
         found = await self.until_it_answers(deployer, ONE)
         assert not found.lent
         async with refusal(Permanent, ONE):

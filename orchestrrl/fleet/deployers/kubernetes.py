@@ -155,7 +155,7 @@ class KubernetesDeployer(FixedGpusDeployer):
     async def _bring_up(self, engine: EngineId) -> DeployedInstance:
         """Let its first pods through, and wait until all of their containers run, or one has ended. How long images may
         take to be pulled is for the caller to say: cut short, it goes on in the cluster, and `start` joins it again."""
-        with _begun(True, f"starting engine {engine}"):
+        with _begun(begun=True, what=f"starting engine {engine}"):
             up = await self._until_it_runs(engine)
         if isinstance(up, DeployedInstance):
             return up

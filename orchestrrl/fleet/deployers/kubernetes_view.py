@@ -82,11 +82,11 @@ class FleetView:
     async def _list(self) -> dict[str, Found]:
         """Workloads are read first: a pod that is made in between has its workload, one that is removed was none."""
         query = {"labelSelector": selector(self._fleet)}
-        made: list[Object] = (await self._api.get(workloads_path(self._namespace, False), query))["items"]
+        made: list[Object] = (await self._api.get(workloads_path(self._namespace, over_nodes=False), query))["items"]
         for each in made:
             each.setdefault("apiVersion", "apps/v1")  # items of a list leave it out
         with contextlib.suppress(ResourceNotFound):  # LeaderWorkerSet is not installed
-            made += (await self._api.get(workloads_path(self._namespace, True), query))["items"]
+            made += (await self._api.get(workloads_path(self._namespace, over_nodes=True), query))["items"]
         pods: dict[str, list[Object]] = defaultdict(list)
         for pod in (await self._api.get(pods_path(self._namespace), query))["items"]:
             pods[pod["metadata"]["labels"][ENGINE]].append(pod)

@@ -317,7 +317,7 @@ class RedeployActions:
 
     async def _sleep(self, engine: EngineId) -> str:
         await self._with_client(engine, self._put_to_sleep)
-        await self.deployer.lend(engine, True)
+        await self.deployer.lend(engine, lent=True)
         self.running[engine] = replace(self.running[engine], lent=True)
         self.control_plane.engine_stopped(engine)
         self.control_plane.engines_deployed(self.running)
@@ -333,7 +333,7 @@ class RedeployActions:
             if await client.asleep():
                 await client.wake()
 
-        await self.deployer.lend(engine, False)
+        await self.deployer.lend(engine, lent=False)
         await self._with_client(engine, wake)
         self.running[engine] = replace(self.running[engine], lent=False)
         return ""

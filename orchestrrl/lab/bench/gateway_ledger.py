@@ -79,11 +79,17 @@ async def _measure(log_dir: Path, load: LedgerLoad) -> dict[str, WaySpent]:
 
 
 async def _round(spent: dict[str, WaySpent], lanes: dict[str, Lanes], load: LedgerLoad, names: Iterator[str]) -> None:
-    for name, (cpu_s, _) in (await _cost(spent, lanes, 1, False, names, load.whole_requests)).items():
+    for name, (cpu_s, _) in (
+        await _cost(spent, lanes, 1, stream=False, names=names, count=load.whole_requests)
+    ).items():
         spent[name].whole_s.append(1e3 * cpu_s / load.whole_requests)
-    for name, (cpu_s, _) in (await _cost(spent, lanes, STREAM_TOKENS, False, names, load.rollouts)).items():
+    for name, (cpu_s, _) in (
+        await _cost(spent, lanes, STREAM_TOKENS, stream=False, names=names, count=load.rollouts)
+    ).items():
         spent[name].rollout_s.append(1e3 * cpu_s / load.rollouts)
-    for name, (cpu_s, chunks) in (await _cost(spent, lanes, STREAM_TOKENS, True, names, load.rollouts)).items():
+    for name, (cpu_s, chunks) in (
+        await _cost(spent, lanes, STREAM_TOKENS, stream=True, names=names, count=load.rollouts)
+    ).items():
         spent[name].chunks_us.append(1e6 * cpu_s / chunks)
 
 

@@ -67,7 +67,7 @@ class PatchPanel:
             for number in pair.ports:
                 self._links[pair.switch].join(self._ports[pair.switch, number], bridge)
         for port in lit - self._lit:
-            self._links[port[0]].light(self._ports[port], True)
+            self._links[port[0]].light(self._ports[port], is_lit=True)
         self._joined, self._lit = joined, lit
         return next_s
 
@@ -94,7 +94,7 @@ class PatchPanel:
     def _take_apart(self, pairs: Iterable[PortPair], dark: Iterable[Port]) -> None:
         for port in dark:
             if is_fibre(self._ends[port]):
-                self._links[port[0]].light(self._ports[port], False)
+                self._links[port[0]].light(self._ports[port], is_lit=False)
         for pair in pairs:
             for number in pair.ports:
                 self._links[pair.switch].part(self._ports[pair.switch, number])

@@ -78,13 +78,13 @@ class ArmControl:
 NEVER_WORTH_IT_S = 1e9
 
 CONTROLS = {
-    "planning": ArmControl(True, "none", routed=False),
-    "balancing_paper": ArmControl(False, "paper"),
-    "balancing": ArmControl(False, None),
-    "both_paper": ArmControl(True, "paper"),
-    "both": ArmControl(True, None),
-    "mean_only": ArmControl(True, None, knowledge="mean"),
-    "oracle": ArmControl(True, None, knowledge="oracle"),
+    "planning": ArmControl(planning=True, policy="none", routed=False),
+    "balancing_paper": ArmControl(planning=False, policy="paper"),
+    "balancing": ArmControl(planning=False, policy=None),
+    "both_paper": ArmControl(planning=True, policy="paper"),
+    "both": ArmControl(planning=True, policy=None),
+    "mean_only": ArmControl(planning=True, policy=None, knowledge="mean"),
+    "oracle": ArmControl(planning=True, policy=None, knowledge="oracle"),
 }
 
 

@@ -67,8 +67,8 @@ def forward_only(ops: tuple[tuple[PipelineOp, ...], ...]) -> tuple[tuple[Pipelin
 
 
 def _of_rank(rank: int, ranks: int, chunks: int, turns: list[tuple[int, int]]) -> tuple[PipelineOp, ...]:
-    forward = [PipelineOp(chunk * ranks + rank, micro, False) for chunk, micro in turns]
-    backward = [PipelineOp((chunks - 1 - chunk) * ranks + rank, micro, True) for chunk, micro in turns]
+    forward = [PipelineOp(chunk * ranks + rank, micro, backward=False) for chunk, micro in turns]
+    backward = [PipelineOp((chunks - 1 - chunk) * ranks + rank, micro, backward=True) for chunk, micro in turns]
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * ranks

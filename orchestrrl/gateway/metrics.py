@@ -92,7 +92,7 @@ class GatewayCollector(Collector):
 
     def _versions(self) -> Iterator[Metric]:
         gateway, help_text = self._gateway, "Of each engine's weights, where it was told."
-        versions = [(each.id, each.policy_version) for each in gateway.fleet if each.policy_version is not None]
+        versions = [(each.id, each.policy_version) for each in gateway.fleet]
         yield labelled_gauge(f"{PREFIX}_policy_version", help_text, "engine", versions)
         lags = gateway.version_lags
         bounds = [(str(bound), float(sum(n for lag, n in lags.items() if lag <= bound))) for bound in LAG_BOUNDS]

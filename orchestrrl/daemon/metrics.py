@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.defects import ACTING
 from orchestrrl.core.errors import Permanent
+from orchestrrl.core.metrics import labelled_counter, labelled_gauge
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fabric.metrics import fabric_metrics
@@ -39,7 +40,7 @@ class DaemonCollector(Collector):
         snapshot = self._control_plane.fleet.state.snapshot(self._control_plane.clock.now_s())
         yield from self._workers(snapshot.engines, {request.engine for request in snapshot.requests})
         states = Counter(request.state for request in snapshot.requests)
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_requests",
             "Requests in flight, by state.",
             "state",
@@ -73,13 +74,13 @@ class DaemonCollector(Collector):
     def _workers(self, engines: tuple[EngineView, ...], held: Collection[EngineId | None]) -> Iterator[Metric]:
         """`held`: engines that requests are on."""
         healths = Counter(engine.health for engine in engines)
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_workers",
             "Engines known, by health.",
             "health",
             [(health, healths[health]) for health in EngineHealth],
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_engines",
             "Engines by what operators let them do; draining: requests are still there; removed: ever, and not added "
             "again.",
@@ -88,29 +89,29 @@ class DaemonCollector(Collector):
         )
         balance = self._control_plane.balance
         indices = balance.load_index if balance else {}
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_worker_load_index",
             "Load index of an engine (equation 5), seconds per token and slot; absent while it is stalled or unknown.",
             "engine",
-            [(engine, index) for engine, index in indices.items() if index is not None],
+            indices.items(),
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_worker_decode_tokens_per_second",
             "Decode rate of an engine as last measured.",
             "engine",
-            [(e.id, e.decode_tokens_per_s) for e in engines if e.decode_tokens_per_s is not None],
+            [(engine.id, engine.decode_tokens_per_s) for engine in engines],
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_worker_kv_free_tokens",
             "Free room in an engine's KV cache.",
             "engine",
             [(engine.id, engine.kv_free_tokens) for engine in engines],
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_worker_sample_age_seconds",
             "Age of an engine's latest sample.",
             "engine",
-            [(engine.id, engine.age_s) for engine in engines if engine.age_s is not None],
+            [(engine.id, engine.age_s) for engine in engines],
         )
         if balance and balance.balance.spread_before is not None:
             help_text = "Highest minus lowest load index; absent while an engine is stalled."
@@ -118,10 +119,8 @@ class DaemonCollector(Collector):
 
     def _totals(self) -> Iterator[Metric]:
         plane, totals = self._control_plane, self._control_plane.fleet.state.totals
-        moves = CounterMetricFamily("orchestrrl_moves", "Requests moved, by result.", labels=["result"])
-        moves.add_metric(["done"], totals.moves_done)
-        moves.add_metric(["failed"], totals.moves_failed)
-        yield moves
+        moved = [("done", totals.moves_done), ("failed", totals.moves_failed)]
+        yield labelled_counter("orchestrrl_moves", "Requests moved, by result.", "result", moved)
         yield CounterMetricFamily("orchestrrl_requests_finished", "Requests that finished.", totals.finished)
         help_text = "Tokens that destinations of moves had to prefill again."
         yield CounterMetricFamily("orchestrrl_recomputed_tokens", help_text, totals.tokens_recomputed)
@@ -129,7 +128,9 @@ class DaemonCollector(Collector):
         help_text = "Tokens whose KV moves handed over between engines."
         yield CounterMetricFamily("orchestrrl_loaded_tokens", help_text, totals.tokens_loaded)
         nodes = Counter(node.hello.kind for node in plane.fleet.nodes.states() if node.attached)
-        yield _gauges("orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items()))
+        yield labelled_gauge(
+            "orchestrrl_nodes_attached", "Agents and gateways attached.", "kind", sorted(nodes.items())
+        )
         open_operations = len(plane.fleet.runner.open)
         yield GaugeMetricFamily("orchestrrl_operations_open", "Operations without a result.", open_operations)
         help_text = "Entries ever written to the journal."
@@ -141,13 +142,13 @@ class DaemonCollector(Collector):
         help_text = "Generation of the daemon: grows at each of its starts."
         yield GaugeMetricFamily("orchestrrl_generation", help_text, plane.journal.generation)
         modes = [(mode, float(mode is plane.mode.current)) for mode in Mode]
-        yield _gauges("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
+        yield labelled_gauge("orchestrrl_mode", "1 for the mode that is in force.", "mode", modes)
 
     def _barrier(self, engines: tuple[EngineView, ...]) -> Iterator[Metric]:
         keeper, ended = self._control_plane.fleet.barrier, self._control_plane.fleet.canceller.totals
         phases = [(phase, float(phase is keeper.state.phase)) for phase in BarrierPhase]
         help_text = "1 for how the pause barrier for weight updates stands; quiet: all engines are at rest."
-        yield _gauges("orchestrrl_barrier", help_text, "phase", phases)
+        yield labelled_gauge("orchestrrl_barrier", help_text, "phase", phases)
         help_text = "Seconds for which somebody held the pause barrier, since the daemon's start."
         yield CounterMetricFamily("orchestrrl_barrier_held_seconds", help_text, keeper.paused_s)
         help_text = "Leases of the pause barrier that ended without a resume: weights may be mixed."
@@ -156,21 +157,19 @@ class DaemonCollector(Collector):
         if newest is not None:
             help_text = "The policy version of the fleet's weights; absent until somebody has told it."
             yield GaugeMetricFamily("orchestrrl_policy_version", help_text, newest)
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_worker_policy_version",
             "Of an engine's weights; with one other than the fleet's it gets no requests; absent where not known.",
             "engine",
-            [(engine.id, engine.policy_version) for engine in engines if engine.policy_version is not None],
+            [(engine.id, engine.policy_version) for engine in engines],
         )
-        cancelled = CounterMetricFamily(
+        yield labelled_counter(
             "orchestrrl_requests_cancelled",
             "Requests that the daemon had gateways end: somebody asked for it, or their group had enough over all "
             "gateways. Those that gateways ended by themselves are their metrics.",
-            labels=["reason"],
+            "reason",
+            ended.items(),
         )
-        for reason, count in ended.items():
-            cancelled.add_metric([reason], count)
-        yield cancelled
 
     def _decisions(self, now_s: float) -> Iterator[Metric]:
         plane, latest = self._control_plane, self._control_plane.plans.latest
@@ -181,10 +180,12 @@ class DaemonCollector(Collector):
             ages.append(("slow", now_s - latest.created_s))
         if plane.balance:
             policies = [(name, float(name == plane.balance.policy.name)) for name in ("packing", "load_index", "none")]
-            yield _gauges("orchestrrl_balance_policy", "1 for how the fast loop chooses moves.", "policy", policies)
-        yield _gauges("orchestrrl_decision_age_seconds", "Since the latest decision of a loop.", "loop", ages)
+            yield labelled_gauge(
+                "orchestrrl_balance_policy", "1 for how the fast loop chooses moves.", "policy", policies
+            )
+        yield labelled_gauge("orchestrrl_decision_age_seconds", "Since the latest decision of a loop.", "loop", ages)
         seconds = [("fast", plane.fast_tick_s), ("slow", plane.slow_tick_s)]
-        yield _gauges("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
+        yield labelled_gauge("orchestrrl_loop_seconds", "What the latest turn of a loop took.", "loop", seconds)
 
     def _plans(self) -> Iterator[Metric]:
         yield from self._calibration()
@@ -197,12 +198,12 @@ class DaemonCollector(Collector):
                 ("migration_cost", latest.migration_cost_s),
                 ("lower_bound", latest.lower_bound_s or None),
             ]
-            yield _gauges(
+            yield labelled_gauge(
                 "orchestrrl_plan_seconds",
                 "Seconds to the step's end by the latest plan: as it stands and as proposed, costs included; what the "
                 "costs are; and before which it cannot end.",
                 "of",
-                [(of, value) for of, value in seconds if value is not None],
+                seconds,
             )
         done = next((plan for plan in self._control_plane.plans.newest(0) if plan.actual_makespan_s is not None), None)
         if done is None or done.actual_makespan_s is None:
@@ -234,48 +235,37 @@ class DaemonCollector(Collector):
         sources = Counter(
             told.source or "unknown" for told in self._control_plane.planning.step_times(snapshot).values()
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_workers_by_step_times",
             "Engines by where their step times come from; observed: learnt from batches, without a prior.",
             "source",
             [(source, sources[source]) for source in ("configured", "prior", "observed", "unknown")],
         )
         estimates = self._control_plane.planning.costs.estimates()
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_profile_predicted_step_ratio",
             "Predicted over measured seconds of a decode step, running mean; absent until something was measured.",
             "configuration",
-            [(b.profile.id, b.predicted_ratio) for b in estimates if b.predicted_ratio is not None],
+            [(estimate.profile.id, estimate.predicted_ratio) for estimate in estimates],
         )
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_profile_step_time_factor",
             "Step times as they are now believed, against the configured ones, at the loads seen last.",
             "configuration",
             [(estimate.profile.id, estimate.factor) for estimate in estimates],
         )
-        fits = [(estimate.profile.id, estimate.profile.provenance.fit_error_mean) for estimate in estimates]
-        yield _gauges(
+        yield labelled_gauge(
             "orchestrrl_profile_fit_error_ratio",
             "Mean relative error of the curves in use against what they were fitted to; absent where nothing was.",
             "configuration",
-            [(configuration, error) for configuration, error in fits if error is not None],
+            [(estimate.profile.id, estimate.profile.provenance.fit_error_mean) for estimate in estimates],
         )
-        samples = CounterMetricFamily(
+        yield labelled_counter(
             "orchestrrl_profile_batches",
             "Batches of engines whose step time was measured; refused: no engine of the configuration could be so.",
-            labels=["configuration", "result"],
+            ("configuration", "result"),
+            [((each.profile.id, name), getattr(each, name)) for each in estimates for name in ("taken", "refused")],
         )
-        for estimate in estimates:
-            samples.add_metric([estimate.profile.id, "taken"], estimate.taken)
-            samples.add_metric([estimate.profile.id, "refused"], estimate.refused)
-        yield samples
-
-
-def _gauges(name: str, help_text: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help_text, labels=[label])
-    for key, value in values:
-        family.add_metric([key], value)
-    return family
 
 
 async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
@@ -301,10 +291,8 @@ async def serve_metrics(daemon: Daemon, address: str) -> web.AppRunner:
 
 def pause_metrics(paused: Iterable[PauseScope]) -> Metric:
     there = set(paused)
-    family = GaugeMetricFamily("orchestrrl_paused", "1 while an operator has paused this part.", labels=["part"])
-    for part in PauseScope:
-        family.add_metric([part], float(part in there))
-    return family
+    parts = [(part, float(part in there)) for part in PauseScope]
+    return labelled_gauge("orchestrrl_paused", "1 while an operator has paused this part.", "part", parts)
 
 
 def defect_metrics(daemon: Daemon) -> Metric:
@@ -315,16 +303,14 @@ def defect_metrics(daemon: Daemon) -> Metric:
         "routes": daemon.routing,
         "weights": daemon.weights.syncs,
     }
-    family = CounterMetricFamily(
+    counts = daemon.fleet.defects.counts
+    return labelled_counter(
         "orchestrrl_defects",
         "Exceptions that ended one turn of a loop or task, or one call. Its work was set aside; the log has their "
         "tracebacks.",
-        labels=["part"],
+        "part",
+        [
+            *((name, part.defects) for name, part in parts.items() if part is not None),
+            *((name, counts[name]) for name in sorted({*ACTING, *counts})),
+        ],
     )
-    for name, part in parts.items():
-        if part is not None:
-            family.add_metric([name], part.defects)
-    counts = daemon.fleet.defects.counts
-    for name in sorted({*ACTING, *counts}):
-        family.add_metric([name], counts[name])
-    return family

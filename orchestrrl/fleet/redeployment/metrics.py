@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
+from orchestrrl.core.metrics import labelled_counter
 from orchestrrl.core.operation import OperationState, StepState
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
@@ -34,26 +35,23 @@ class RedeploymentMetrics:
         self._counted = {report.id for report in ended}
         help_text = "1 while engines are being changed."
         yield GaugeMetricFamily("orchestrrl_redeployment_running", help_text, float(len(ended) < len(history)))
-        outcomes = CounterMetricFamily(
+        yield labelled_counter(
             "orchestrrl_redeployments",
             "Redeployments that have ended; rolled_back: the engines are those from before; degraded: "
             "some of these are missing.",
-            labels=["outcome"],
+            "outcome",
+            [(outcome, self._outcomes[outcome]) for outcome in OUTCOMES],
         )
-        for outcome in OUTCOMES:
-            outcomes.add_metric([outcome], self._outcomes[outcome])
-        yield outcomes
         help_text = "Seconds for which requests of engines that left had none to go to, over all redeployments."
         yield CounterMetricFamily("orchestrrl_redeployment_closed_seconds", help_text, self._closed_s)
         help_text = "Steps of redeployments that were carried out, and the seconds that they took, by kind."
         steps = SummaryMetricFamily("orchestrrl_redeployment_step_seconds", help_text, labels=["kind"])
-        failed = CounterMetricFamily(
-            "orchestrrl_redeployment_steps_failed", "Steps of redeployments that failed.", labels=["kind"]
-        )
         for kind in StepKind:
             steps.add_metric([kind], self._steps[kind], self._elapsed_s[kind])
-            failed.add_metric([kind], self._failed[kind])
-        yield from (steps, failed)
+        yield steps
+        help_text = "Steps of redeployments that failed."
+        failed = [(kind, self._failed[kind]) for kind in StepKind]
+        yield labelled_counter("orchestrrl_redeployment_steps_failed", help_text, "kind", failed)
 
     def _count(self, report: RedeploymentReport) -> None:
         self._outcomes[report.state] += 1

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
+from orchestrrl.core.metrics import labelled_counter, labelled_gauge
 from orchestrrl.weights.controller.profile import profile
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.model import PeerRole
@@ -52,24 +53,19 @@ class SyncMetrics:
         yield GaugeMetricFamily("orchestrrl_sync_running", help_text, float(running))
         help_text = "Engines that have not the fleet's version and get no requests until they have."
         yield GaugeMetricFamily("orchestrrl_sync_quarantined_engines", help_text, len(status.quarantined))
-        peers = GaugeMetricFamily(
-            "orchestrrl_sync_peers_attached", "Processes that hold weights on their hosts.", labels=["role"]
-        )
         attached = Counter(peer.role for peer in status.peers if peer.attached)
-        for role in PeerRole:
-            peers.add_metric([role], attached[role])
-        yield peers
+        help_text = "Processes that hold weights on their hosts."
+        by_role = [(role, attached[role]) for role in PeerRole]
+        yield labelled_gauge("orchestrrl_sync_peers_attached", help_text, "role", by_role)
 
     def _totals(self) -> Iterator[Metric]:
-        outcomes = CounterMetricFamily(
+        yield labelled_counter(
             "orchestrrl_syncs",
             "Weight syncs that are over since the daemon started, by state and reason; aborted: the fleet has the "
             "version from before; superseded: a newer one was published before its turn came.",
-            labels=["state", "reason"],
+            ("state", "reason"),
+            sorted(self._outcomes.items()),
         )
-        for (state, code), count in sorted(self._outcomes.items()):
-            outcomes.add_metric([state, code], count)
-        yield outcomes
         help_text = "Seconds of phases of weight syncs, over all attempts, of those that are over."
         phases = SummaryMetricFamily("orchestrrl_sync_phase_seconds", help_text, labels=["phase"])
         for phase in SyncPhase:
@@ -100,13 +96,10 @@ class SyncMetrics:
 
 def _against(report: SyncReport) -> Metric:
     took = profile(report)
-    family = GaugeMetricFamily(
+    return labelled_gauge(
         "orchestrrl_sync_transfer_ratio",
         "What carrying the last version took, over the plan's estimate of it and over the bound that no plan beats; "
         "absent where not all was carried.",
-        labels=["of"],
+        "of",
+        [("estimate", took.over_estimate), ("bound", took.over_bound)],
     )
-    for of, value in (("estimate", took.over_estimate), ("bound", took.over_bound)):
-        if value is not None:
-            family.add_metric([of], value)
-    return family

@@ -62,10 +62,15 @@ def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
 
 
 def _kind(section: EngineConfiguration) -> EngineKind:
+    if section.base_s is not None:
+        base_s = Curve(section.base_s.sequences, section.base_s.seconds)
+    else:
+        assert section.alpha_s is not None
+        base_s = Curve.line(section.alpha_s, section.beta_s)
     profile = EngineProfile(
         ConfigurationId(section.id),
         Parallelism(tp=section.gpus),
-        StepTime(Curve.line(section.alpha_s, section.beta_s), section.gamma_s, section.spill_s_per_token),
+        StepTime(base_s, section.gamma_s, section.spill_s_per_token),
         section.prefill_tokens_per_s,
         section.kv_capacity_tokens,
         section.max_sequences,

@@ -104,7 +104,7 @@ def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared:
     if not order.missed:
         orders.append(replayed(moves, sorted(order.removals)))
     usable = [each for each in orders if not each.missed - order.missed]
-    best = min((packed(moves, each, max_moves) for each in usable), key=max)
+    best = min((packed(moves, each, max_moves, by_chains=how) for each in usable for how in (False, True)), key=max)
     if max(best) + 1 > at_least:
         staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
         at_least = staged.at_least

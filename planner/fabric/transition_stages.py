@@ -8,26 +8,32 @@ from collections.abc import Iterable
 from planner.fabric.transition_moves import TransitionMoves
 from planner.fabric.transition_order import RemovalOrder, TransitionReplay
 
+CHAIN = 100  # links of a chain of removals that are looked at
+
 StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
 
 
-def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> StageOf:
-    """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn.
+def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int, *, by_chains: bool) -> StageOf:
+    """Stage by stage: additions whose ports are free, then whatever may come down, in the order's turn, or with
+    `by_chains` those first for which the longest chain of others waits.
 
     What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
     brought forward only where every floor bears it at each point that it overtakes.
     """
-    return _Packing(moves, order, max_moves).run()
+    return _Packing(moves, order, max_moves, by_chains).run()
 
 
 class _Packing:
-    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> None:
+    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int, by_chains: bool) -> None:
         self._moves, self._order, self._max_moves = moves, order, max_moves
         self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
         self._stage_room = list(self._room)  # without this stage's additions
         self._waiting = [len(needed) for needed in moves.blockers]
         self._ready = [addition for addition, count in enumerate(self._waiting) if count == 0]
         self._pending = list(order.removals)
+        if by_chains:
+            behind = _behind(moves, order)
+            self._pending.sort(key=lambda removal: -behind[removal])
         self._events = _events(moves, order)
         self._stage_of: StageOf = [-1] * moves.count
         self._stage = 0
@@ -98,6 +104,25 @@ class _Packing:
     def _take(self, move: int) -> None:
         self._stage_of[move] = self._stage
         self._taken += 1
+
+
+def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
+    """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
+    behind = [0] * len(moves.removals)
+    bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
+    for _ in range(CHAIN):
+        changed = False
+        for floor in bare:
+            if len(floor.additions) > 1:
+                continue  # another may do
+            waiting = 1 + max(behind[removal] for removal in floor.removals)
+            for addition in floor.additions:
+                for removal in moves.blockers[addition]:
+                    changed |= waiting > behind[removal]
+                    behind[removal] = max(behind[removal], waiting)
+        if not changed:
+            break
+    return behind
 
 
 def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:

@@ -441,7 +441,7 @@ class OperationRun(Generic[S]):
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
             if report.direction is StepDirection.FORWARD and not self._description.is_committed():
-                unwritten = OperationFailure[S](None, f"it cannot be written down: {error}", error)
+                unwritten: OperationFailure[S] = OperationFailure(None, f"it cannot be written down: {error}", error)
                 raise _StepFailed(unwritten) from error
             # A full disk must not keep the world from being whole again.
             logger.error("%s: %s", self._description, error)

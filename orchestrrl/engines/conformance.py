@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 
 import aiohttp
+import pytest
 
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.operations import PauseMode
@@ -129,9 +130,10 @@ class EngineUnderTest:
                         return metrics
                 await asyncio.sleep(POLL_S)
 
-    async def until_all_answer(self, *runs: ConformanceRequest) -> None:
+    async def until_all_answer(self, *runs: ConformanceRequest, tokens: int = 1) -> None:
+        """Wait until each of the requests has so many tokens."""
         async with asyncio.timeout(DEADLINE_S):
-            while not all(run.token_ids for run in runs):
+            while not all(len(run.token_ids) >= tokens for run in runs):
                 await asyncio.sleep(POLL_S)
 
     async def until_idle(self) -> EngineMetrics:
@@ -195,6 +197,11 @@ WRONG_BODIES: list[tuple[int, dict[str, Any]]] = [
 class EngineConformance:
     """Each test finds the engine idle and leaves it idle."""
 
+    @pytest.fixture
+    async def bench(self, engine: Engine) -> AsyncIterator[EngineUnderTest]:
+        async with at(engine) as bench:
+            yield bench
+
     async def test_capabilities(self, engine: Engine) -> None:
         found = await engine.capabilities()
         assert found.version
@@ -209,290 +216,253 @@ class EngineConformance:
         assert await engine.healthy()
         assert await engine.probe() > 0
 
-    async def test_token_ids_in_and_out(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            run = await bench.run(max_tokens=40)
-            assert run.prompt_token_ids == PROMPT
-            assert all(chunk.prompt_token_ids is None for chunk in run.chunks[1:])
-            assert len(run.token_ids) == 40
-            assert run.text
-            assert [chunk.finish_reason for chunk in run.chunks if chunk.finish_reason] == ["length"]
+    async def test_token_ids_in_and_out(self, bench: EngineUnderTest) -> None:
+        run = await bench.run(max_tokens=40)
+        assert run.prompt_token_ids == PROMPT
+        assert all(chunk.prompt_token_ids is None for chunk in run.chunks[1:])
+        assert len(run.token_ids) == 40
+        assert run.text
+        assert [chunk.finish_reason for chunk in run.chunks if chunk.finish_reason] == ["length"]
 
-    async def test_text_is_tokenized_and_its_ids_do_as_well(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            by_text = await bench.run(TEXT, max_tokens=30)
-            assert by_text.prompt_token_ids is not None
-            assert await engine.detokenize(by_text.prompt_token_ids) == TEXT
-            by_ids = await bench.run(list(by_text.prompt_token_ids), max_tokens=30)
-            assert by_ids.token_ids == by_text.token_ids
+    async def test_text_is_tokenized_and_its_ids_do_as_well(self, engine: Engine, bench: EngineUnderTest) -> None:
+        by_text = await bench.run(TEXT, max_tokens=30)
+        assert by_text.prompt_token_ids is not None
+        assert await engine.detokenize(by_text.prompt_token_ids) == TEXT
+        by_ids = await bench.run(list(by_text.prompt_token_ids), max_tokens=30)
+        assert by_ids.token_ids == by_text.token_ids
 
-    async def test_greedy_is_deterministic_alone_and_in_a_batch(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            alone = await bench.run(max_tokens=200)
-            together = [bench.start(max_tokens=200)] + [bench.start([9, 8, 7 + n], max_tokens=150) for n in range(3)]
-            assert [(await run.done()).finish_reason for run in together] == ["length"] * 4
-            assert together[0].token_ids == alone.token_ids
+    async def test_greedy_is_deterministic_alone_and_in_a_batch(self, bench: EngineUnderTest) -> None:
+        alone = await bench.run(max_tokens=200)
+        together = [bench.start(max_tokens=200)] + [bench.start([9, 8, 7 + n], max_tokens=150) for n in range(3)]
+        assert [(await run.done()).finish_reason for run in together] == ["length"] * 4
+        assert together[0].token_ids == alone.token_ids
 
-    async def test_greedy_ignores_the_seed(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            runs = [await bench.run(max_tokens=50, seed=seed) for seed in (1, 2)]
-            assert runs[0].token_ids == runs[1].token_ids
+    async def test_greedy_ignores_the_seed(self, bench: EngineUnderTest) -> None:
+        runs = [await bench.run(max_tokens=50, seed=seed) for seed in (1, 2)]
+        assert runs[0].token_ids == runs[1].token_ids
 
-    async def test_prompt_and_partial_answer_continue_as_the_undisturbed_answer(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            whole = (await bench.run(max_tokens=300)).token_ids
-            for cut in (1, 17, 128, 299):
-                rest = await bench.run([*PROMPT, *whole[:cut]], max_tokens=300 - cut)
-                assert rest.token_ids == whole[cut:]
+    async def test_prompt_and_partial_answer_continue_as_the_undisturbed_answer(self, bench: EngineUnderTest) -> None:
+        whole = (await bench.run(max_tokens=300)).token_ids
+        for cut in (1, 17, 128, 299):
+            rest = await bench.run([*PROMPT, *whole[:cut]], max_tokens=300 - cut)
+            assert rest.token_ids == whole[cut:]
 
-    async def test_streaming_equals_not_streaming(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            streamed = await bench.run(max_tokens=60)
-            body = {"model": bench.capabilities.models[0], "prompt": list(PROMPT), "max_tokens": 60}
-            body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-            status, answer = await post(engine, "/v1/completions", body)
-            assert status == 200
-            choice = answer["choices"][0]
-            assert choice["token_ids"] == streamed.token_ids
-            assert choice["text"] == streamed.text
-            assert choice["finish_reason"] == "length"
-            assert choice["prompt_token_ids"] == list(PROMPT)
-            assert answer["usage"] == answer["usage"] | {"prompt_tokens": 5, "completion_tokens": 60}
+    async def test_streaming_equals_not_streaming(self, engine: Engine, bench: EngineUnderTest) -> None:
+        streamed = await bench.run(max_tokens=60)
+        body = {"model": bench.capabilities.models[0], "prompt": list(PROMPT), "max_tokens": 60}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        status, answer = await post(engine, "/v1/completions", body)
+        assert status == 200
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == streamed.token_ids
+        assert choice["text"] == streamed.text
+        assert choice["finish_reason"] == "length"
+        assert choice["prompt_token_ids"] == list(PROMPT)
+        assert answer["usage"] == answer["usage"] | {"prompt_tokens": 5, "completion_tokens": 60}
 
-    async def test_the_last_chunk_has_the_usage(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            *_, last = (await bench.run(max_tokens=7)).chunks
-            assert last.usage is not None
-            assert (last.usage["prompt_tokens"], last.usage["completion_tokens"]) == (len(PROMPT), 7)
+    async def test_the_last_chunk_has_the_usage(self, bench: EngineUnderTest) -> None:
+        *_, last = (await bench.run(max_tokens=7)).chunks
+        assert last.usage is not None
+        assert (last.usage["prompt_tokens"], last.usage["completion_tokens"]) == (len(PROMPT), 7)
 
-    async def test_a_body_that_is_sent_as_it_is_gets_the_engines_own_answer(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            parsed = await bench.run(max_tokens=20)
-            whole = await bench.run(max_tokens=20, verbatim=True, prompt_logprobs=0)
-            (chunk,) = whole.chunks
-            assert chunk.answer is not None
-            assert chunk.finish_reason == "length"
-            (choice,) = chunk.answer["choices"]
-            assert choice["text"] == parsed.text
-            assert len(choice["prompt_logprobs"]) == len(PROMPT)
-            streamed = await bench.run(max_tokens=20, verbatim=True, stream=True)
-            *events, last = streamed.chunks
-            assert (last.event, last.finish_reason) == ({}, "length")
-            parts = [each.event["choices"][0]["text"] for each in events if each.event]
-            assert "".join(parts) == parsed.text
+    async def test_a_body_that_is_sent_as_it_is_gets_the_engines_own_answer(self, bench: EngineUnderTest) -> None:
+        parsed = await bench.run(max_tokens=20)
+        whole = await bench.run(max_tokens=20, verbatim=True, prompt_logprobs=0)
+        (chunk,) = whole.chunks
+        assert chunk.answer is not None
+        assert chunk.finish_reason == "length"
+        (choice,) = chunk.answer["choices"]
+        assert choice["text"] == parsed.text
+        assert len(choice["prompt_logprobs"]) == len(PROMPT)
+        streamed = await bench.run(max_tokens=20, verbatim=True, stream=True)
+        *events, last = streamed.chunks
+        assert (last.event, last.finish_reason) == ({}, "length")
+        parts = [each.event["choices"][0]["text"] for each in events if each.event]
+        assert "".join(parts) == parsed.text
 
-    async def test_max_tokens_is_cut_to_the_room_in_the_context(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            longest = bench.capabilities.max_model_len_tokens or 0
-            run = await bench.run([5] * (longest - 3), max_tokens=100)
-            assert len(run.token_ids) == 3
-            assert run.finish_reason == "length"
+    async def test_max_tokens_is_cut_to_the_room_in_the_context(self, bench: EngineUnderTest) -> None:
+        longest = bench.capabilities.max_model_len_tokens or 0
+        run = await bench.run([5] * (longest - 3), max_tokens=100)
+        assert len(run.token_ids) == 3
+        assert run.finish_reason == "length"
 
-    async def test_completions_have_16_tokens_by_default(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            assert len((await bench.run()).token_ids) == 16
+    async def test_completions_have_16_tokens_by_default(self, bench: EngineUnderTest) -> None:
+        assert len((await bench.run()).token_ids) == 16
 
-    async def test_a_stop_token_ends_the_answer_and_belongs_to_it(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            whole = (await bench.run(max_tokens=40)).token_ids
-            stop = whole[20]
-            end = whole.index(stop) + 1
-            run = await bench.run(max_tokens=40, stop_token_ids=[stop])
-            assert run.token_ids == whole[:end]
-            assert run.finish_reason == "stop"
-            assert run.chunks[-1].stop_reason == stop
-            held_back = await bench.run(max_tokens=end, stop_token_ids=[stop], min_tokens=end)
-            assert len(held_back.token_ids) == end
+    async def test_a_stop_token_ends_the_answer_and_belongs_to_it(self, bench: EngineUnderTest) -> None:
+        whole = (await bench.run(max_tokens=40)).token_ids
+        stop = whole[20]
+        end = whole.index(stop) + 1
+        run = await bench.run(max_tokens=40, stop_token_ids=[stop])
+        assert run.token_ids == whole[:end]
+        assert run.finish_reason == "stop"
+        assert run.chunks[-1].stop_reason == stop
+        held_back = await bench.run(max_tokens=end, stop_token_ids=[stop], min_tokens=end)
+        assert len(held_back.token_ids) == end
 
-    async def test_logprobs_of_completions(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            run = await bench.run(max_tokens=20, logprobs=2)
-            _check_logprobs(run, alternatives=2)
-            without = await bench.run(max_tokens=20)
-            assert all(chunk.logprobs is None for chunk in without.chunks)
-            assert without.token_ids == run.token_ids
+    async def test_logprobs_of_completions(self, bench: EngineUnderTest) -> None:
+        run = await bench.run(max_tokens=20, logprobs=2)
+        _check_logprobs(run, alternatives=2)
+        without = await bench.run(max_tokens=20)
+        assert all(chunk.logprobs is None for chunk in without.chunks)
+        assert without.token_ids == run.token_ids
 
-    async def test_logprobs_of_chats(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            _check_logprobs(await bench.run(TEXT, chat=True, max_tokens=20, logprobs=True, top_logprobs=2), 2)
+    async def test_logprobs_of_chats(self, bench: EngineUnderTest) -> None:
+        _check_logprobs(await bench.run(TEXT, chat=True, max_tokens=20, logprobs=True, top_logprobs=2), 2)
 
-    async def test_a_chat_goes_on_as_a_completion_of_its_tokens(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            chat = await bench.run(TEXT, chat=True, max_tokens=60)
-            assert chat.prompt_token_ids
-            assert len(chat.token_ids) == 60
-            assert chat.finish_reason == "length"
-            rest = await bench.run([*chat.prompt_token_ids, *chat.token_ids[:25]], max_tokens=35)
-            assert rest.token_ids == chat.token_ids[25:]
+    async def test_a_chat_goes_on_as_a_completion_of_its_tokens(self, bench: EngineUnderTest) -> None:
+        chat = await bench.run(TEXT, chat=True, max_tokens=60)
+        assert chat.prompt_token_ids
+        assert len(chat.token_ids) == 60
+        assert chat.finish_reason == "length"
+        rest = await bench.run([*chat.prompt_token_ids, *chat.token_ids[:25]], max_tokens=35)
+        assert rest.token_ids == chat.token_ids[25:]
 
-    async def test_metrics_move(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            before = await bench.until_idle()
-            run = bench.start(max_tokens=LONG_TOKENS)
-            busy = await bench.until(lambda m: m.running == 1 and m.kv_usage_fraction > 0)
-            assert busy.kv_capacity_tokens > 0
-            assert 0 < busy.kv_usage_fraction <= 1
+    async def test_metrics_move(self, engine: Engine, bench: EngineUnderTest) -> None:
+        before = await bench.until_idle()
+        run = bench.start(max_tokens=LONG_TOKENS)
+        busy = await bench.until(lambda m: m.running == 1 and m.kv_usage_fraction > 0)
+        assert busy.kv_capacity_tokens > 0
+        assert 0 < busy.kv_usage_fraction <= 1
+        await engine.abort([run.id])
+        await run.done()
+        short = await bench.run(max_tokens=30)
+        after = await bench.until_idle()
+        made = len(run.token_ids) + len(short.token_ids)
+        assert after.prompt_tokens_total - before.prompt_tokens_total == 2 * len(PROMPT)
+        # A token may be made between the abort's order and its effect.
+        assert 0 <= after.generation_tokens_total - before.generation_tokens_total - made <= 8
+
+    async def test_abort_ends_a_request_and_frees_its_kv(self, engine: Engine, bench: EngineUnderTest) -> None:
+        for chat in (False, True):
+            run = bench.start(TEXT, chat=chat, max_tokens=LONG_TOKENS)
+            other = bench.start(max_tokens=LONG_TOKENS)
+            await bench.until_all_answer(run, other)
             await engine.abort([run.id])
             await run.done()
-            short = await bench.run(max_tokens=30)
-            after = await bench.until_idle()
-            made = len(run.token_ids) + len(short.token_ids)
-            assert after.prompt_tokens_total - before.prompt_tokens_total == 2 * len(PROMPT)
-            # A token may be made between the abort's order and its effect.
-            assert 0 <= after.generation_tokens_total - before.generation_tokens_total - made <= 8
-
-    async def test_abort_ends_a_request_and_frees_its_kv(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            for chat in (False, True):
-                run = bench.start(TEXT, chat=chat, max_tokens=LONG_TOKENS)
-                other = bench.start(max_tokens=LONG_TOKENS)
-                await bench.until_all_answer(run, other)
-                await engine.abort([run.id])
-                await run.done()
-                assert run.finish_reason == "abort"
-                assert 0 < len(run.token_ids) < LONG_TOKENS
-                assert (await bench.until(lambda m: m.running == 1)).kv_usage_fraction > 0
-                await engine.abort([other.id])
-                await other.done()
-                await bench.until_idle()
-                partial = run.token_ids
-                again = await bench.run(TEXT, chat=chat, max_tokens=len(partial))
-                assert again.token_ids == partial
-
-    async def test_abort_of_unknown_or_no_requests_harms_nobody(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            run = bench.start(max_tokens=300)
-            await bench.until_all_answer(run)
-            await engine.abort(["never-heard-of"])
-            await engine.abort([])
-            assert (await run.done()).finish_reason == "length"
-
-    async def test_abort_of_a_waiting_request(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            running, waiting = await bench.fill()
-            await engine.abort([waiting[0].id])
-            assert (await waiting[0].done()).finish_reason == "abort"
-            assert waiting[0].token_ids == []
-            await engine.abort([run.id for run in running])
-            assert [(await run.done()).finish_reason for run in running] == ["abort"] * len(running)
-            assert len((await waiting[1].done()).token_ids) == 50
-
-    async def test_abort_right_after_sending(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            runs = [bench.start(max_tokens=LONG_TOKENS) for _ in range(4)]
-            await asyncio.sleep(0)
-            await engine.abort([run.id for run in runs])
-            assert [(await run.done()).finish_reason for run in runs] == ["abort"] * 4
+            assert run.finish_reason == "abort"
+            assert 0 < len(run.token_ids) < LONG_TOKENS
+            assert (await bench.until(lambda m: m.running == 1)).kv_usage_fraction > 0
+            await engine.abort([other.id])
+            await other.done()
             await bench.until_idle()
+            partial = run.token_ids
+            again = await bench.run(TEXT, chat=chat, max_tokens=len(partial))
+            assert again.token_ids == partial
 
-    async def test_a_client_that_leaves_has_its_request_aborted(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            running, waiting = await bench.fill()
-            for run in (*waiting, *running):
-                assert run.task is not None
-                run.task.cancel()
-            await bench.until_idle()
+    async def test_abort_of_unknown_or_no_requests_harms_nobody(self, engine: Engine, bench: EngineUnderTest) -> None:
+        run = bench.start(max_tokens=300)
+        await bench.until_all_answer(run)
+        await engine.abort(["never-heard-of"])
+        await engine.abort([])
+        assert (await run.done()).finish_reason == "length"
 
-    async def test_pause_keep_freezes_and_goes_on(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            run = bench.start(max_tokens=LONG_TOKENS)
-            await bench.until_all_answer(run)
-            await engine.pause(PauseMode.KEEP)
-            assert await engine.is_paused()
-            newcomer = bench.start(max_tokens=5)
-            made = []
-            for _ in range(LOOKS_WHILE_FROZEN):
-                made.append((await engine.metrics()).generation_tokens_total)
-                await asyncio.sleep(POLL_S)
-            assert made == [made[0]] * LOOKS_WHILE_FROZEN
-            assert newcomer.token_ids == []
-            frozen_at = len(run.token_ids)
-            await engine.resume()
-            assert not await engine.is_paused()
-            assert len((await newcomer.done()).token_ids) == 5
-            async with asyncio.timeout(DEADLINE_S):
-                while len(run.token_ids) < frozen_at + 50:
-                    await asyncio.sleep(POLL_S)
-            await engine.abort([run.id])
-            partial = (await run.done()).token_ids
-            assert (await bench.run(max_tokens=len(partial))).token_ids == partial
+    async def test_abort_of_a_waiting_request(self, engine: Engine, bench: EngineUnderTest) -> None:
+        running, waiting = await bench.fill()
+        await engine.abort([waiting[0].id])
+        assert (await waiting[0].done()).finish_reason == "abort"
+        assert waiting[0].token_ids == []
+        await engine.abort([run.id for run in running])
+        assert [(await run.done()).finish_reason for run in running] == ["abort"] * len(running)
+        assert len((await waiting[1].done()).token_ids) == 50
 
-    async def test_pause_keep_keeps_the_kv(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            running = [bench.start([*PROMPT, seat], max_tokens=LONG_TOKENS) for seat in range(2)]
-            await bench.until_all_answer(*running)
-            before = await engine.metrics()
-            await engine.pause(PauseMode.KEEP)
-            await engine.abort([running[0].id])  # also possible during a pause
-            assert (await running[0].done()).finish_reason == "abort"
-            frozen = await bench.until(lambda m: m.running + m.waiting == 1)
-            assert frozen.running == 1
-            assert frozen.kv_usage_fraction > 0
-            assert frozen.preemptions_total == before.preemptions_total
+    async def test_abort_right_after_sending(self, engine: Engine, bench: EngineUnderTest) -> None:
+        runs = [bench.start(max_tokens=LONG_TOKENS) for _ in range(4)]
+        await asyncio.sleep(0)
+        await engine.abort([run.id for run in runs])
+        assert [(await run.done()).finish_reason for run in runs] == ["abort"] * 4
+        await bench.until_idle()
 
-    async def test_pause_keep_can_drop_the_kv(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            run = bench.start(max_tokens=LONG_TOKENS)
-            await bench.until_all_answer(run)
-            await engine.pause(PauseMode.KEEP, drop_kv=True)
-            assert await engine.is_paused()
-            frozen_at = len(run.token_ids)
-            await engine.resume()
-            async with asyncio.timeout(DEADLINE_S):
-                while len(run.token_ids) < frozen_at + 50:
-                    await asyncio.sleep(POLL_S)
-            await engine.abort([run.id])
-            partial = (await run.done()).token_ids
-            assert (await bench.run(max_tokens=len(partial))).token_ids == partial
+    async def test_a_client_that_leaves_has_its_request_aborted(self, bench: EngineUnderTest) -> None:
+        running, waiting = await bench.fill()
+        for run in (*waiting, *running):
+            assert run.task is not None
+            run.task.cancel()
+        await bench.until_idle()
 
-    async def test_pause_abort_ends_running_and_waiting_with_what_they_have(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            running, waiting = await bench.fill()
-            await engine.pause(PauseMode.ABORT)
-            assert await engine.is_paused()
-            assert [(await run.done()).finish_reason for run in (*running, *waiting)] == ["abort"] * (bench.seats + 2)
-            assert all(0 < len(run.token_ids) < LONG_TOKENS for run in running)
-            assert all(run.token_ids == [] for run in waiting)
-            await bench.until(lambda m: m.running == 0 and m.kv_usage_fraction == 0)
-            newcomer = bench.start(max_tokens=5)
-            await bench.until(lambda m: m.running == 0)
-            assert newcomer.token_ids == []
-            await engine.resume()
-            assert len((await newcomer.done()).token_ids) == 5
+    async def test_pause_keep_freezes_and_goes_on(self, engine: Engine, bench: EngineUnderTest) -> None:
+        run = bench.start(max_tokens=LONG_TOKENS)
+        await bench.until_all_answer(run)
+        await engine.pause(PauseMode.KEEP)
+        assert await engine.is_paused()
+        newcomer = bench.start(max_tokens=5)
+        made = []
+        for _ in range(LOOKS_WHILE_FROZEN):
+            made.append((await engine.metrics()).generation_tokens_total)
+            await asyncio.sleep(POLL_S)
+        assert made == [made[0]] * LOOKS_WHILE_FROZEN
+        assert newcomer.token_ids == []
+        frozen_at = len(run.token_ids)
+        await engine.resume()
+        assert not await engine.is_paused()
+        assert len((await newcomer.done()).token_ids) == 5
+        await _check_undisturbed(bench, run, frozen_at + 50)
 
-    async def test_pause_wait_lets_running_requests_finish(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            running, waiting = await bench.fill(ENOUGH_TOKENS)
-            await engine.pause(PauseMode.WAIT)
-            assert [(await run.done()).finish_reason for run in running] == ["length"] * bench.seats
-            assert await engine.is_paused()
-            assert all(run.token_ids == [] for run in waiting)
-            assert (await engine.metrics()).waiting == 2
-            await engine.resume()
-            assert [len((await run.done()).token_ids) for run in waiting] == [50, 50]
+    async def test_pause_keep_keeps_the_kv(self, engine: Engine, bench: EngineUnderTest) -> None:
+        running = [bench.start([*PROMPT, seat], max_tokens=LONG_TOKENS) for seat in range(2)]
+        await bench.until_all_answer(*running)
+        before = await engine.metrics()
+        await engine.pause(PauseMode.KEEP)
+        await engine.abort([running[0].id])  # also possible during a pause
+        assert (await running[0].done()).finish_reason == "abort"
+        frozen = await bench.until(lambda m: m.running + m.waiting == 1)
+        assert frozen.running == 1
+        assert frozen.kv_usage_fraction > 0
+        assert frozen.preemptions_total == before.preemptions_total
 
-    async def test_preempted_requests_go_on_with_the_same_tokens(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            before = await engine.metrics()
-            share = before.kv_capacity_tokens // bench.seats
-            assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), (
-                "the KV cache is too large to be filled"
-            )
-            prompts = [[*PROMPT, *[seat] * (share - 300)] for seat in range(bench.seats)]
-            runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
-            together = [(await run.done()).token_ids for run in runs]
-            assert (await engine.metrics()).preemptions_total > before.preemptions_total
-            tokens = OVERLAPPING_TOKENS - 1
-            assert together[-1][:tokens] == (await bench.run(prompts[-1], max_tokens=tokens)).token_ids
+    async def test_pause_keep_can_drop_the_kv(self, engine: Engine, bench: EngineUnderTest) -> None:
+        run = bench.start(max_tokens=LONG_TOKENS)
+        await bench.until_all_answer(run)
+        await engine.pause(PauseMode.KEEP, drop_kv=True)
+        assert await engine.is_paused()
+        frozen_at = len(run.token_ids)
+        await engine.resume()
+        await _check_undisturbed(bench, run, frozen_at + 50)
 
-    async def test_wrong_requests_are_refused_with_an_error_object(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            too_long = [5] * ((bench.capabilities.max_model_len_tokens or 0) + 1)
-            for status, body in [*WRONG_BODIES, (400, {"prompt": too_long})]:
-                await _check_refused(bench.start(**{"max_tokens": 5, **body}), status)
-            wrong_chats: list[dict[str, Any]] = [{"messages": []}, {"messages": "x"}, {"top_logprobs": 2}]
-            for body in [*wrong_chats, {"max_tokens": 0}]:
-                await _check_refused(bench.start(TEXT, chat=True, **{"max_tokens": 5, **body}), 400)
+    async def test_pause_abort_ends_running_and_waiting_with_what_they_have(
+        self, engine: Engine, bench: EngineUnderTest
+    ) -> None:
+        running, waiting = await bench.fill()
+        await engine.pause(PauseMode.ABORT)
+        assert await engine.is_paused()
+        assert [(await run.done()).finish_reason for run in (*running, *waiting)] == ["abort"] * (bench.seats + 2)
+        assert all(0 < len(run.token_ids) < LONG_TOKENS for run in running)
+        assert all(run.token_ids == [] for run in waiting)
+        await bench.until(lambda m: m.running == 0 and m.kv_usage_fraction == 0)
+        newcomer = bench.start(max_tokens=5)
+        await bench.until(lambda m: m.running == 0)
+        assert newcomer.token_ids == []
+        await engine.resume()
+        assert len((await newcomer.done()).token_ids) == 5
+
+    async def test_pause_wait_lets_running_requests_finish(self, engine: Engine, bench: EngineUnderTest) -> None:
+        running, waiting = await bench.fill(ENOUGH_TOKENS)
+        await engine.pause(PauseMode.WAIT)
+        assert [(await run.done()).finish_reason for run in running] == ["length"] * bench.seats
+        assert await engine.is_paused()
+        assert all(run.token_ids == [] for run in waiting)
+        assert (await engine.metrics()).waiting == 2
+        await engine.resume()
+        assert [len((await run.done()).token_ids) for run in waiting] == [50, 50]
+
+    async def test_preempted_requests_go_on_with_the_same_tokens(self, engine: Engine, bench: EngineUnderTest) -> None:
+        before = await engine.metrics()
+        share = before.kv_capacity_tokens // bench.seats
+        assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), "the KV cache is too large to be filled"
+        prompts = [[*PROMPT, *[seat] * (share - 300)] for seat in range(bench.seats)]
+        runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
+        together = [(await run.done()).token_ids for run in runs]
+        assert (await engine.metrics()).preemptions_total > before.preemptions_total
+        tokens = OVERLAPPING_TOKENS - 1
+        assert together[-1][:tokens] == (await bench.run(prompts[-1], max_tokens=tokens)).token_ids
+
+    async def test_wrong_requests_are_refused_with_an_error_object(self, bench: EngineUnderTest) -> None:
+        too_long = [5] * ((bench.capabilities.max_model_len_tokens or 0) + 1)
+        for status, body in [*WRONG_BODIES, (400, {"prompt": too_long})]:
+            await _check_refused(bench.start(**{"max_tokens": 5, **body}), status)
+        wrong_chats: list[dict[str, Any]] = [{"messages": []}, {"messages": "x"}, {"top_logprobs": 2}]
+        for body in [*wrong_chats, {"max_tokens": 0}]:
+            await _check_refused(bench.start(TEXT, chat=True, **{"max_tokens": 5, **body}), 400)
 
     async def test_tokenize_and_detokenize(self, engine: Engine) -> None:
         status, answer = await post(engine, "/tokenize", {"prompt": TEXT})
@@ -501,31 +471,39 @@ class EngineConformance:
         assert await engine.detokenize(answer["tokens"]) == TEXT
         assert (await post(engine, "/detokenize", {}))[0] == 400
 
-    async def test_chats_are_tokenized_as_they_are_generated_from(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            body = {"messages": [{"role": "user", "content": TEXT}]}
-            _, answer = await post(engine, "/tokenize", body)
-            assert (await bench.run(TEXT, chat=True, max_tokens=1)).prompt_token_ids == tuple(answer["tokens"])
+    async def test_chats_are_tokenized_as_they_are_generated_from(self, engine: Engine, bench: EngineUnderTest) -> None:
+        body = {"messages": [{"role": "user", "content": TEXT}]}
+        _, answer = await post(engine, "/tokenize", body)
+        assert (await bench.run(TEXT, chat=True, max_tokens=1)).prompt_token_ids == tuple(answer["tokens"])
 
-    async def test_abort_counts_names_and_everything_when_none_is_named(self, engine: Engine) -> None:
-        async with at(engine) as bench:
-            assert await post(engine, "/abort_requests", {"request_ids": ["no", "body"]}) == (
-                200,
-                {"status": "aborted", "aborted": 2},
-            )
-            # A starved engine may answer only when it has made all of LONG_TOKENS: then there was nothing to abort.
-            for _ in range(ATTEMPTS):
-                run = bench.start(max_tokens=LONG_TOKENS)
-                await bench.until_all_answer(run)
-                status, answer = await post(engine, "/abort_requests", {})
-                assert status == 200
-                await run.done()
-                if answer["aborted"]:
-                    break
-                assert run.finish_reason == "length"
-            assert answer["aborted"] == 1
-            assert run.finish_reason == "abort"
-            assert len(run.token_ids) < LONG_TOKENS
+    async def test_abort_counts_names_and_everything_when_none_is_named(
+        self, engine: Engine, bench: EngineUnderTest
+    ) -> None:
+        assert await post(engine, "/abort_requests", {"request_ids": ["no", "body"]}) == (
+            200,
+            {"status": "aborted", "aborted": 2},
+        )
+        # A starved engine may answer only when it has made all of LONG_TOKENS: then there was nothing to abort.
+        for _ in range(ATTEMPTS):
+            run = bench.start(max_tokens=LONG_TOKENS)
+            await bench.until_all_answer(run)
+            status, answer = await post(engine, "/abort_requests", {})
+            assert status == 200
+            await run.done()
+            if answer["aborted"]:
+                break
+            assert run.finish_reason == "length"
+        assert answer["aborted"] == 1
+        assert run.finish_reason == "abort"
+        assert len(run.token_ids) < LONG_TOKENS
+
+
+async def _check_undisturbed(bench: EngineUnderTest, run: ConformanceRequest, tokens: int) -> None:
+    """The request goes on to so many tokens, and they are those of the same request when it is alone."""
+    await bench.until_all_answer(run, tokens=tokens)
+    await bench.engine.abort([run.id])
+    partial = (await run.done()).token_ids
+    assert (await bench.run(max_tokens=len(partial))).token_ids == partial
 
 
 def _check_logprobs(run: ConformanceRequest, alternatives: int) -> None:
@@ -539,14 +517,10 @@ def _check_logprobs(run: ConformanceRequest, alternatives: int) -> None:
 
 
 async def _check_refused(run: ConformanceRequest, status: int) -> None:
-    refusal = None
-    try:
+    with pytest.raises(RequestRefused) as refusal:
         await run.done()
-    except RequestRefused as raised:
-        refusal = raised
-    assert refusal is not None, f"{run.id} was not refused, and ended with {run.finish_reason}"
-    assert refusal.status == status
-    error = refusal.body["error"]
+    assert refusal.value.status == status
+    error = refusal.value.body["error"]
     assert error["message"]
     assert error["type"]
     assert error["code"] == status

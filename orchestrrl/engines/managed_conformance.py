@@ -15,10 +15,12 @@ cannot do it declares in its capabilities, and refuses.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
+
+import pytest
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
@@ -51,18 +53,6 @@ async def restored(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[None]:
         yield
     finally:
         await engine.load_weights(str(own), None)
-
-
-@contextmanager
-def refused(word: str = "") -> Iterator[None]:
-    """It says no, in words of which this is one."""
-    words = None
-    try:
-        yield
-    except Permanent as refusal:
-        words = str(refusal)
-    assert words is not None, "it was not refused"
-    assert word in words
 
 
 class ManagedConformance:
@@ -105,7 +95,7 @@ class ManagedConformance:
     async def test_what_does_not_fit_is_refused(self, engine: EngineOfBothKinds) -> None:
         longest = (await engine.capabilities()).max_model_len_tokens
         assert longest is not None
-        with refused():
+        with pytest.raises(Permanent):
             await engine.excerpt([PROMPT[0]] * (longest + 1), 1)
 
     async def test_other_weights_are_seen_and_named(
@@ -161,7 +151,7 @@ class ManagedConformance:
         assert not await engine.asleep()
         if not (await engine.capabilities()).sleep:
             for order in (engine.sleep, engine.wake):
-                with refused("sleep"):
+                with pytest.raises(Permanent, match="sleep"):
                     await order()
             assert not await engine.asleep()
             assert await engine.probe() > 0
@@ -169,7 +159,7 @@ class ManagedConformance:
         for _ in range(2):
             await engine.sleep()
             assert await engine.asleep()
-        with refused("asleep"):
+        with pytest.raises(Permanent, match="asleep"):
             await engine.load_weights("/nowhere", 1)
         for _ in range(2):
             await engine.wake()
@@ -180,7 +170,7 @@ class ManagedConformance:
     async def test_scale_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
         replicas = (await engine.layout()).dp or 1
         if not (await engine.capabilities()).scale_elastic_ep:
-            with refused("scaled"):
+            with pytest.raises(Permanent, match="scaled"):
                 await engine.scale(replicas + 1)
             return
         excerpt = await engine.excerpt(PROMPT, TOKENS)
@@ -190,5 +180,5 @@ class ManagedConformance:
             assert (await engine.layout()).dp == dp
             assert (await engine.metrics()).kv_capacity_tokens == before.kv_capacity_tokens // replicas * dp
             assert mean_nats(excerpt, await engine.score(excerpt)) < SAME_NATS
-        with refused():
+        with pytest.raises(Permanent):
             await engine.scale(0)

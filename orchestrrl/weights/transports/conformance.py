@@ -107,210 +107,192 @@ def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
 
 
 class TransportConformance:
+    """Each test has `two`, made for it alone."""
+
     def make_transport(self) -> Transport:
         raise TypeError(f"{type(self).__name__} does not say how to make a transport")
 
-    @contextlib.contextmanager
-    def two(self) -> Iterator[TwoPeers]:
-        made = TwoPeers(self.make_transport)
-        try:
-            yield made
-        finally:
-            made.close()
+    def setup_method(self) -> None:
+        self.two = TwoPeers(self.make_transport)
+
+    def teardown_method(self) -> None:
+        self.two.close()
 
     def test_bytes_come_as_they_were_sent_in_order(self) -> None:
         sizes = [1, 8, CHUNK_BYTES, 1000, 8, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 1]
         chunks = [pattern(size, seed) for seed, size in enumerate(sizes)]
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            received = two.begin(lambda: receive_all(incoming, sizes))
-            send_all(outgoing, chunks)
-            assert received.result(PATIENT_S) == chunks
+        outgoing, incoming = self.two.link()
+        received = self.two.begin(lambda: receive_all(incoming, sizes))
+        send_all(outgoing, chunks)
+        assert received.result(PATIENT_S) == chunks
 
     def test_two_chunks_and_a_small_one_may_be_on_their_way(self) -> None:
         chunks = [pattern(size, seed) for seed, size in enumerate((SMALL_BYTES, CHUNK_BYTES, CHUNK_BYTES))]
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            into = [bytearray(len(chunk)) for chunk in chunks]
+        outgoing, incoming = self.two.link()
+        into = [bytearray(len(chunk)) for chunk in chunks]
 
-            def send() -> None:
-                for pending in [outgoing.send(memoryview(chunk)) for chunk in chunks]:
-                    pending.wait(PATIENT_S)
+        def send() -> None:
+            for pending in [outgoing.send(memoryview(chunk)) for chunk in chunks]:
+                pending.wait(PATIENT_S)
 
-            sent = two.begin(send)
-            for each in [incoming.receive(memoryview(each)) for each in into]:
-                each.wait(PATIENT_S)
-            sent.result(PATIENT_S)
-            assert [bytes(each) for each in into] == chunks
+        sent = self.two.begin(send)
+        for each in [incoming.receive(memoryview(each)) for each in into]:
+            each.wait(PATIENT_S)
+        sent.result(PATIENT_S)
+        assert [bytes(each) for each in into] == chunks
 
     def test_only_the_piece_of_memory_that_is_given_is_written(self) -> None:
         whole = bytearray(b"\xaa" * 300)
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            sent = two.begin(lambda: outgoing.send(memoryview(bytes(300))[100:200]).wait(PATIENT_S))
-            incoming.receive(memoryview(whole)[100:200]).wait(PATIENT_S)
-            sent.result(PATIENT_S)
+        outgoing, incoming = self.two.link()
+        sent = self.two.begin(lambda: outgoing.send(memoryview(bytes(300))[100:200]).wait(PATIENT_S))
+        incoming.receive(memoryview(whole)[100:200]).wait(PATIENT_S)
+        sent.result(PATIENT_S)
         assert whole == b"\xaa" * 100 + bytes(100) + b"\xaa" * 100
 
     def test_the_receiver_may_come_later(self) -> None:
-        with self.two() as two:
-            dialled = two.begin(lambda: two.sender.dial(two.address, "late", PATIENT_S))
-            time.sleep(SHORT_S)
-            incoming, outgoing = two.receiver.accept("late", PATIENT_S), dialled.result(PATIENT_S)
-            sent = two.begin(lambda: send_all(outgoing, [b"late"]))
-            assert receive_all(incoming, [4]) == [b"late"]
-            sent.result(PATIENT_S)
-            outgoing.close()
-            incoming.close()
+        dialled = self.two.begin(lambda: self.two.sender.dial(self.two.address, "late", PATIENT_S))
+        time.sleep(SHORT_S)
+        incoming, outgoing = self.two.receiver.accept("late", PATIENT_S), dialled.result(PATIENT_S)
+        sent = self.two.begin(lambda: send_all(outgoing, [b"late"]))
+        assert receive_all(incoming, [4]) == [b"late"]
+        sent.result(PATIENT_S)
+        outgoing.close()
+        incoming.close()
 
     def test_who_does_not_come_is_said_to_be_late(self) -> None:
-        with self.two() as two:
-            for call in (
-                lambda: two.receiver.accept("nobody", SHORT_S),
-                lambda: two.sender.dial(two.address, "nobody", SHORT_S),
-            ):
-                try:
-                    call()
-                except NotYet:
-                    continue
-                raise AssertionError("expected NotYet, nothing was raised")
-            # And nothing is left of it that would be in the way.
-            self._exchange_one(two, "nobody")
+        for call in (
+            lambda: self.two.receiver.accept("nobody", SHORT_S),
+            lambda: self.two.sender.dial(self.two.address, "nobody", SHORT_S),
+        ):
+            try:
+                call()
+            except NotYet:
+                continue
+            raise AssertionError("expected NotYet, nothing was raised")
+        # And nothing is left of it that would be in the way.
+        self._exchange_one("nobody")
 
     def test_many_links_at_once_are_each_their_own(self) -> None:
         names = [f"{number}/{'x' * number}" for number in range(6)]
-        with self.two() as two:
-            links = {name: two.link(name) for name in names}
-            chunks = {name: [pattern(CHUNK_BYTES // 4, seed + 1)] * 4 for seed, name in enumerate(names)}
-            sent = [two.begin(partial(send_all, links[name][0], chunks[name])) for name in names]
-            sizes = [CHUNK_BYTES // 4] * 4
-            got = {name: two.begin(partial(receive_all, links[name][1], sizes)) for name in names}
-            for each in sent:
-                each.result(PATIENT_S)
-            for name in names:
-                assert got[name].result(PATIENT_S) == chunks[name]
+        links = {name: self.two.link(name) for name in names}
+        chunks = {name: [pattern(CHUNK_BYTES // 4, seed + 1)] * 4 for seed, name in enumerate(names)}
+        sent = [self.two.begin(partial(send_all, links[name][0], chunks[name])) for name in names]
+        sizes = [CHUNK_BYTES // 4] * 4
+        got = {name: self.two.begin(partial(receive_all, links[name][1], sizes)) for name in names}
+        for each in sent:
+            each.result(PATIENT_S)
+        for name in names:
+            assert got[name].result(PATIENT_S) == chunks[name]
 
     def test_what_was_sent_before_the_end_arrives(self) -> None:
         chunk = pattern(CHUNK_BYTES)
         for number in range(5):
-            with self.two() as two:
-                outgoing, incoming = two.link(str(number))
+            outgoing, incoming = self.two.link(str(number))
 
-                def send(outgoing: OutgoingLink = outgoing) -> None:
-                    send_all(outgoing, [chunk, chunk])
-                    outgoing.close()
+            def send(outgoing: OutgoingLink = outgoing) -> None:
+                send_all(outgoing, [chunk, chunk])
+                outgoing.close()
 
-                sent = two.begin(send)
-                assert receive_all(incoming, [CHUNK_BYTES] * 2) == [chunk, chunk]
-                sent.result(PATIENT_S)
+            sent = self.two.begin(send)
+            assert receive_all(incoming, [CHUNK_BYTES] * 2) == [chunk, chunk]
+            sent.result(PATIENT_S)
 
     def test_a_receiver_notices_that_the_sender_has_gone(self) -> None:
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            outgoing.close()
-            with broken():
-                incoming.receive(memoryview(bytearray(8))).wait(PATIENT_S)
+        outgoing, incoming = self.two.link()
+        outgoing.close()
+        with broken():
+            incoming.receive(memoryview(bytearray(8))).wait(PATIENT_S)
 
     def test_a_sender_notices_that_the_receiver_has_gone(self) -> None:
         chunk = bytes(CHUNK_BYTES)
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            incoming.close()
-            with broken():
-                for _ in range(200):  # what the kernels hold may still be taken
-                    outgoing.send(memoryview(chunk)).wait(PATIENT_S)
+        outgoing, incoming = self.two.link()
+        incoming.close()
+        with broken():
+            for _ in range(200):  # what the kernels hold may still be taken
+                outgoing.send(memoryview(chunk)).wait(PATIENT_S)
 
     def test_silence_is_not_waited_for_longer_than_said(self) -> None:
-        with self.two() as two:
-            _, incoming = two.link()
-            with broken():
-                incoming.receive(memoryview(bytearray(8))).wait(SHORT_S)
+        _, incoming = self.two.link()
+        with broken():
+            incoming.receive(memoryview(bytearray(8))).wait(SHORT_S)
 
     def test_a_receiver_that_takes_nothing_is_not_waited_for_either(self) -> None:
         chunk = bytes(CHUNK_BYTES)
-        with self.two() as two:
-            outgoing, _ = two.link()
-            with broken():
-                for _ in range(200):
-                    outgoing.send(memoryview(chunk)).wait(SHORT_S)
+        outgoing, _ = self.two.link()
+        with broken():
+            for _ in range(200):
+                outgoing.send(memoryview(chunk)).wait(SHORT_S)
 
     def test_closing_interrupts_who_waits(self) -> None:
-        with self.two() as two:
-            outgoing, incoming = two.link()
-            waits = threading.Event()
+        outgoing, incoming = self.two.link()
+        waits = threading.Event()
 
-            def receive() -> None:
-                pending = incoming.receive(memoryview(bytearray(8)))
-                waits.set()
-                with broken():
-                    pending.wait(PATIENT_S)
+        def receive() -> None:
+            pending = incoming.receive(memoryview(bytearray(8)))
+            waits.set()
+            with broken():
+                pending.wait(PATIENT_S)
 
-            received = two.begin(receive)
-            assert waits.wait(PATIENT_S)
-            time.sleep(SHORT_S)
-            began_s = time.monotonic()
-            incoming.close()
-            received.result(PATIENT_S)
-            assert time.monotonic() - began_s < PATIENT_S / 2
-            outgoing.close()
+        received = self.two.begin(receive)
+        assert waits.wait(PATIENT_S)
+        time.sleep(SHORT_S)
+        began_s = time.monotonic()
+        incoming.close()
+        received.result(PATIENT_S)
+        assert time.monotonic() - began_s < PATIENT_S / 2
+        outgoing.close()
 
     def test_a_key_may_be_used_again(self) -> None:
-        with self.two() as two:
-            for _ in range(3):
-                self._exchange_one(two, "again")
+        for _ in range(3):
+            self._exchange_one("again")
 
     def test_links_that_are_done_make_room_for_others(self) -> None:
-        with self.two() as two:
-            for turn in range(4):
-                links = [two.link(f"{turn}/{number}") for number in range(3)]
-                for number, (outgoing, incoming) in enumerate(links):
-                    chunks = [pattern(1000 * (turn + 1), number), pattern(CHUNK_BYTES, turn)]
-                    sent = two.begin(partial(send_all, outgoing, chunks))
-                    assert receive_all(incoming, [len(chunk) for chunk in chunks]) == chunks
-                    sent.result(PATIENT_S)
-                for outgoing, incoming in links:
-                    outgoing.done()
-                    incoming.done()
-                    incoming.close()
-                    outgoing.close()
+        for turn in range(4):
+            links = [self.two.link(f"{turn}/{number}") for number in range(3)]
+            for number, (outgoing, incoming) in enumerate(links):
+                chunks = [pattern(1000 * (turn + 1), number), pattern(CHUNK_BYTES, turn)]
+                sent = self.two.begin(partial(send_all, outgoing, chunks))
+                assert receive_all(incoming, [len(chunk) for chunk in chunks]) == chunks
+                sent.result(PATIENT_S)
+            for outgoing, incoming in links:
+                outgoing.done()
+                incoming.done()
+                incoming.close()
+                outgoing.close()
 
     def test_after_a_link_that_only_one_end_is_done_with_comes_another(self) -> None:
-        with self.two() as two:
-            for is_sender_done in (True, False):
-                outgoing, incoming = two.link()
-                sent = two.begin(partial(send_all, outgoing, [b"word"]))
-                assert receive_all(incoming, [4]) == [b"word"]
-                sent.result(PATIENT_S)
-                (outgoing if is_sender_done else incoming).done()
-                outgoing.close()
-                incoming.close()
-                self._exchange_one(two, "other")
+        for is_sender_done in (True, False):
+            outgoing, incoming = self.two.link()
+            sent = self.two.begin(partial(send_all, outgoing, [b"word"]))
+            assert receive_all(incoming, [4]) == [b"word"]
+            sent.result(PATIENT_S)
+            (outgoing if is_sender_done else incoming).done()
+            outgoing.close()
+            incoming.close()
+            self._exchange_one("other")
 
     def test_where_nobody_listens_the_link_is_broken(self) -> None:
-        with self.two() as two:
-            address = two.address
-            two.receiver.close()
-            with broken():
-                two.sender.dial(address, "key", PATIENT_S)
+        address = self.two.address
+        self.two.receiver.close()
+        with broken():
+            self.two.sender.dial(address, "key", PATIENT_S)
 
     def test_a_closed_transport_accepts_nothing(self) -> None:
-        with self.two() as two:
-            accepted = two.begin(lambda: two.receiver.accept("key", PATIENT_S))
-            time.sleep(SHORT_S)
-            two.receiver.close()
-            with broken():
-                accepted.result(PATIENT_S)
+        accepted = self.two.begin(lambda: self.two.receiver.accept("key", PATIENT_S))
+        time.sleep(SHORT_S)
+        self.two.receiver.close()
+        with broken():
+            accepted.result(PATIENT_S)
 
     def test_closing_twice_is_closing_once(self) -> None:
-        with self.two() as two:
-            for link in two.link():
-                link.close()
-                link.close()
-            two.sender.close()
+        for link in self.two.link():
+            link.close()
+            link.close()
+        self.two.sender.close()
 
-    def _exchange_one(self, two: TwoPeers, key: str) -> None:
-        outgoing, incoming = two.link(key)
-        sent = two.begin(lambda: send_all(outgoing, [b"word"]))
+    def _exchange_one(self, key: str) -> None:
+        outgoing, incoming = self.two.link(key)
+        sent = self.two.begin(lambda: send_all(outgoing, [b"word"]))
         assert receive_all(incoming, [4]) == [b"word"]
         sent.result(PATIENT_S)
         outgoing.close()
@@ -325,7 +307,12 @@ def main(names: Sequence[str]) -> None:
     for name in names:
         for test in sorted(each for each in dir(Named) if each.startswith("test_")):
             print(f"{name}: {test}", flush=True)  # noqa: T201
-            getattr(Named(), test)()
+            suite = Named()
+            suite.setup_method()
+            try:
+                getattr(suite, test)()
+            finally:
+                suite.teardown_method()
 
 
 if __name__ == "__main__":

@@ -29,33 +29,31 @@ class TestTcp(TransportConformance):
         ids=["http", "magic", "version", "length", "not text"],
     )
     def test_strangers_are_shown_out(self, said: bytes) -> None:
-        with self.two() as two, socket.create_connection(parts_of(two.address)) as stranger:
+        with socket.create_connection(parts_of(self.two.address)) as stranger:
             stranger.settimeout(PATIENT_S)
             stranger.sendall(said)
             with contextlib.suppress(ConnectionResetError):  # it had not read all of it
                 assert stranger.recv(1) == b""
-            self._exchange_one(two, "key")
+            self._exchange_one("key")
 
     def test_a_crowd_that_says_nothing_keeps_nobody_out(self) -> None:
-        with self.two() as two:
-            crowd = [socket.create_connection(parts_of(two.address)) for _ in range(MOST_STRANGERS + 20)]
-            self._exchange_one(two, "key")
-            crowd[0].settimeout(PATIENT_S)
-            assert crowd[0].recv(1) == b""  # the first to come is the first to go
-            for each in crowd:
-                each.close()
+        crowd = [socket.create_connection(parts_of(self.two.address)) for _ in range(MOST_STRANGERS + 20)]
+        self._exchange_one("key")
+        crowd[0].settimeout(PATIENT_S)
+        assert crowd[0].recv(1) == b""  # the first to come is the first to go
+        for each in crowd:
+            each.close()
 
     def test_who_has_left_is_not_taken_for_who_comes_later(self) -> None:
-        with self.two() as two:
-            with socket.create_connection(parts_of(two.address)) as gone:
-                gone.sendall(GREETING.pack(MAGIC, VERSION, 3) + b"key")
-            self._exchange_one(two, "key")
+        with socket.create_connection(parts_of(self.two.address)) as gone:
+            gone.sendall(GREETING.pack(MAGIC, VERSION, 3) + b"key")
+        self._exchange_one("key")
 
     def test_a_key_may_come_in_pieces(self) -> None:
-        with self.two() as two, socket.create_connection(parts_of(two.address)) as slow:
+        with socket.create_connection(parts_of(self.two.address)) as slow:
             for byte in GREETING.pack(MAGIC, VERSION, 3) + b"key":
                 slow.sendall(bytes([byte]))
-            incoming = two.receiver.accept("key", PATIENT_S)
+            incoming = self.two.receiver.accept("key", PATIENT_S)
             slow.sendall(b"word")
             assert receive_all(incoming, [4]) == [b"word"]
             incoming.close()

@@ -154,15 +154,6 @@ class ShardRuns:
                     yield from _part_of_row(columns, base, last, period, 0, rest)
             group += 1
 
-    def expanded(self, offset: int, size: int) -> list[tuple[int, int, int]]:
-        """File, place and length of each run, in the order of the shard's bytes."""
-        rows = [
-            (run.at + number * run.period, run.file, run.start + number * run.stride, run.length)
-            for run in self.pieces(offset, size)
-            for number in range(run.times)
-        ]
-        return [(file, start, length) for _, file, start, length in sorted(rows)]
-
     def spans(self, file: int) -> tuple[Ints, Ints]:
         """What a file's pages have to be there for: from and to, gaps of less than a page left in. In no order."""
         group_of = np.repeat(np.arange(len(self._at)), np.diff(self._first))
@@ -358,12 +349,10 @@ def faults_of_shard(shard: ShardMap, tensors: Mapping[str, TensorMeta], block_by
         if tensor is None:
             faults.append(f"{path}.parameter: is not one of tensors, got {piece.parameter!r}")
             continue
-        if len(piece.box) != len(tensor.shape) or not all(
-            0 <= first < last <= length for (first, last), length in zip(piece.box, tensor.shape, strict=True)
-        ):
+        if not tensor.has(piece.box):
             faults.append(f"{path}.box: must be within {tensor.shape}, got {piece.box}")
             continue
-        size = DTYPE_BYTES[tensor.dtype] * math.prod(last - first for first, last in piece.box)
+        size = tensor.bytes_of(piece.box)
         if (piece.offset, piece.bytes) != (at, size):
             faults.append(f"{path}: must be {size} bytes at {at}, got {piece.bytes} at {piece.offset}")
         at += size

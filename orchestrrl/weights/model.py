@@ -59,11 +59,20 @@ class TensorMeta:
 
     @property
     def bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
+        return self.bytes_of(self.whole)
 
     @property
     def whole(self) -> Box:
         return tuple((0, length) for length in self.shape)
+
+    def has(self, box: Box) -> bool:
+        """Return whether the box lies within the tensor and has elements."""
+        return len(box) == len(self.shape) and all(
+            0 <= first < last <= length for (first, last), length in zip(box, self.shape, strict=True)
+        )
+
+    def bytes_of(self, box: Box) -> int:
+        return DTYPE_BYTES[self.dtype] * math.prod(last - first for first, last in box)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,16 +65,13 @@ class Publication:
             faults.append(f"rank: must be >= 0 and below world {self.world}, got {self.rank}")
         if (size := sum(tensor.bytes for tensor in self.tensors)) > MOST_BYTES:
             faults.append(f"tensors: must have at most {MOST_BYTES} bytes together, got {size}")
-        known = {tensor.name: tensor.shape for tensor in self.tensors}
+        known = {tensor.name: tensor for tensor in self.tensors}
         for name, boxes in self.boxes.items():
             for box in boxes:
-                shape = known.get(name)
-                if shape is None:
+                if (tensor := known.get(name)) is None:
                     faults.append(f"boxes.{name}: is not one of tensors")
-                elif len(box) != len(shape) or any(
-                    not 0 <= a < b <= length for (a, b), length in zip(box, shape, strict=True)
-                ):
-                    faults.append(f"boxes.{name}: must be within {shape}, got {box}")
+                elif not tensor.has(box):
+                    faults.append(f"boxes.{name}: must be within {tensor.shape}, got {box}")
         if faults:
             raise ValueError("; ".join(faults))
 

@@ -48,7 +48,3 @@ class ByteRanges:
         if at < size:
             found.append((at, size - at))
         return tuple(found)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self._last) - sum(self._first)

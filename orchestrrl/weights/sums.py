@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import local
-from typing import Protocol
 
 import numpy as np
 import xxhash
 
+from orchestrrl.weights.base import LocalVersion
 from orchestrrl.weights.model import Range
 
 MOST_THREADS = 8
@@ -18,14 +18,6 @@ MOST_THREADS = 8
 
 def sum_of(data: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
-
-
-class ReadableBytes(Protocol):
-    """The part of `base.Staged` that hashing needs."""
-
-    def view(self, shard: str, offset: int, size: int) -> memoryview | None: ...
-
-    def read(self, shard: str, offset: int, into: memoryview) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class SumTask:
         self._block_bytes = block_bytes
         self._own = local()
 
-    def block(self, staged: ReadableBytes, shard: str, offset: int, size: int) -> str:
+    def block(self, staged: LocalVersion, shard: str, offset: int, size: int) -> str:
         """The sum of any range that is no longer than a block."""
         data = staged.view(shard, offset, size)
         if data is None:
@@ -62,10 +54,9 @@ class SumTask:
 
     def blocks(
         self,
-        staged: ReadableBytes,
+        staged: LocalVersion,
         wanted: Sequence[tuple[str, int, int]],
         on_block: Callable[[str, int, int, str], None],
-        threads: int = 0,
     ) -> BlockSums:
         """`on_block` gets shard, offset, size and sum of each, from several threads."""
         began_s = time.perf_counter()
@@ -77,7 +68,7 @@ class SumTask:
                 done += size
             return done
 
-        count = min(threads or min(MOST_THREADS, os.cpu_count() or 1), len(wanted))
+        count = min(MOST_THREADS, os.cpu_count() or 1, len(wanted))
         if count <= 1:
             return BlockSums(hashed(wanted), time.perf_counter() - began_s)
         each = -(-len(wanted) // count)  # neighbours in one thread: pages are read ahead

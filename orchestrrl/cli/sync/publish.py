@@ -73,8 +73,8 @@ def publish(
 
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
     """Raises ProblemFaults with all that is wrong."""
+    from orchestrrl.weights.peer.arguments import FOLDERS
     from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
-    from orchestrrl.weights.trainer.client import FOLDERS
 
     faults = address_faults(daemon)
     home = peer_folder or Path(f"{FOLDERS}{peer}")

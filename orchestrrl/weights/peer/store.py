@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights.layout import faults_of_shard
-from orchestrrl.weights.model import MODEL_FILE, HeldVersion, StagedPart, VersionMap
+from orchestrrl.weights.model import MODEL_FILE, MOST_BYTES, MOST_VERSION, HeldVersion, StagedPart, VersionMap
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
 from orchestrrl.weights.staging_hold import nobody_stages
@@ -38,8 +38,6 @@ INSTALLED_FILE = "installed.json"
 SERVING_FILE = "serving.json"
 LOCK_FILE = "LOCK"
 MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
-MOST_BYTES = 1 << 50
-MOST_VERSION = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +126,7 @@ class VersionStore:
 
     def installed(self) -> dict[str, str]:
         """By engine, `StagedVersion.identity` of what it was given last."""
-        try:
-            told = json.loads((self.folder / INSTALLED_FILE).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return {str(name): str(each) for name, each in told.items()} if isinstance(told, dict) else {}
+        return _read_names(self.folder / INSTALLED_FILE)
 
     def note_installed(self, engine: str, identity: str) -> None:
         """Empty: nobody knows what it has. To be there again after a restart."""
@@ -141,11 +135,7 @@ class VersionStore:
 
     def serving(self) -> dict[str, str]:
         """Engines that the daemon told of last, by name, and where they listen."""
-        try:
-            told = json.loads((self.folder / SERVING_FILE).read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return {str(name): str(url) for name, url in told.items()} if isinstance(told, dict) else {}
+        return _read_names(self.folder / SERVING_FILE)
 
     def note_serving(self, engines: Mapping[EngineId, str]) -> None:
         with self._changing:
@@ -236,12 +226,11 @@ def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:
         for name, boxes in part.boxes.items():
             if name not in tensors:
                 continue  # of no use to anybody here
-            shape = tensors[name].shape
-            for box in boxes:
-                if len(box) != len(shape) or not all(
-                    0 <= a < b <= length for (a, b), length in zip(box, shape, strict=True)
-                ):
-                    faults.append(f"parts[{part.rank}].boxes.{name}: must be within {shape}, got {box}")
+            faults += [
+                f"parts[{part.rank}].boxes.{name}: must be within {tensors[name].shape}, got {box}"
+                for box in boxes
+                if not tensors[name].has(box)
+            ]
     return faults
 
 
@@ -274,6 +263,15 @@ def _read_state(folder: Path) -> _State | None:
     except (OSError, ValidationError):
         return None
     return state if state.schema == SCHEMA else None
+
+
+def _read_names(path: Path) -> dict[str, str]:
+    """Return the mapping in the file; an empty one where the file cannot be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -5,14 +5,13 @@ of them have.
 """
 
 import itertools
-import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.model import DTYPE_BYTES, TensorMeta
+from orchestrrl.weights.model import TensorMeta
 from planner.sync_tree.layout import Range, between, chunk
 from planner.sync_tree.parameters import Box
 
@@ -31,14 +30,12 @@ class TensorPiece:
     def __post_init__(self) -> None:
         if tuple(self.values.shape) != (shape := shape_of(self.box)):
             raise ValueError(f"{self.meta.name}: {self.box} needs values of {shape}, got {tuple(self.values.shape)}")
-        if len(self.box) != len(self.meta.shape) or any(
-            not 0 <= first < last <= length for (first, last), length in zip(self.box, self.meta.shape, strict=True)
-        ):
+        if not self.meta.has(self.box):
             raise ValueError(f"{self.meta.name}: a box must be within {self.meta.shape}, got {self.box}")
 
     @property
     def bytes(self) -> int:
-        return DTYPE_BYTES[self.meta.dtype] * math.prod(shape_of(self.box))
+        return self.meta.bytes_of(self.box)
 
     @property
     def key(self) -> int:

@@ -32,6 +32,7 @@ from orchestrrl.rpc.pb import weights_pb2
 from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import TensorMeta
+from orchestrrl.weights.peer.arguments import FOLDERS
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
 from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
-FOLDERS = "/dev/shm/orchestrrl-weights-"  # of peers, before their names
 UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
 Arrays = Mapping[str, "np.ndarray[Any, Any]"] | Sequence[TensorPiece]
 

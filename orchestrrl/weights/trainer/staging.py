@@ -4,11 +4,10 @@ A file is written under another name and renamed when it is whole, so what dies 
 is taken before anything is copied: a full /dev/shm would otherwise end the process at the first page that is not there.
 """
 
-import math
 import mmap
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Protocol
 import numpy as np
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.layout import Bytes, FileLayout, lay_out
-from orchestrrl.weights.model import DTYPE_BYTES, StagedPart, TensorMeta
-from orchestrrl.weights.peer.disk_space import free_bytes, is_full
+from orchestrrl.weights.layout import Bytes, FileLayout, Ints, SourceFile, lay_out, locate
+from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, StagedPart, TensorMeta
+from orchestrrl.weights.peer.disk_space import free_bytes, is_full, pages
 from orchestrrl.weights.staging_hold import StagingHold
 from orchestrrl.weights.trainer.boxes import TensorPiece, boxes_of, shape_of, slices, tensors_of
-from planner.sync_tree.parameters import Box
+from planner.sync_tree.reshard import ShardSlice
 
 
 class PieceCopies(Protocol):
@@ -56,10 +55,6 @@ class StagedRank:
     hold: StagingHold  # until the daemon's peer has opened the version: to be let go of then
 
 
-def version_folder(folder: Path, version: int) -> Path:
-    return folder / f"v{version}"
-
-
 def stage(
     folder: Path, version: int, rank: int, world: int, pieces: Sequence[TensorPiece], copies: PieceCopies
 ) -> StagedRank:
@@ -68,7 +63,7 @@ def stage(
     tensors = tensors_of(pieces)
     part = StagedPart(rank, boxes_of(pieces))
     size = sum(piece.bytes for piece in pieces)
-    home = version_folder(folder, version)
+    home = folder / f"v{version}"
     hold: StagingHold | None = None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,7 +74,8 @@ def stage(
             )
         hold = StagingHold(home)
         _clear(home, rank, world)
-        _check_room(home, size)
+        if free_bytes(home) < size:
+            raise Permanent(_no_room(home, size))
         _write(home, part, lay_out(tensors), pieces, copies)
         held, hold = hold, None
         return StagedRank(part, tensors, size, held)
@@ -101,7 +97,8 @@ def _write(
     try:
         with unfinished.open("w+b") as file:
             file.truncate(layout.bytes)
-            for first, last in _by_page(_runs(part, layout)):
+            starts, ends = _pages(part, layout)
+            for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
                 os.posix_fallocate(file.fileno(), first, min(last, layout.bytes) - first)
             mapped = np.frombuffer(mmap.mmap(file.fileno(), layout.bytes), dtype=np.uint8)  # closed with its last view
             mapped[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
@@ -124,49 +121,17 @@ def _clear(home: Path, rank: int, world: int) -> None:
             left.unlink(missing_ok=True)
 
 
-def _runs(part: StagedPart, layout: FileLayout) -> Iterator[tuple[int, int]]:
-    """Bytes of the file that are written, from and to; what is less than a page apart is one."""
-    yield 0, len(layout.header)
-    for tensor in layout.tensors:
-        for box in part.boxes[tensor.name]:
-            yield from _runs_of(box, tensor.shape, DTYPE_BYTES[tensor.dtype], layout.places[tensor.name])
-
-
-def _runs_of(box: Box, shape: tuple[int, ...], width: int, at: int) -> Iterator[tuple[int, int]]:
-    """Of a box of a tensor that begins `at` a byte."""
-    inner, size, axis = width, width, len(shape)  # bytes of an element of the axis; of the box's run behind it
-    offset = 0
-    while axis and (size == inner or inner - size < mmap.PAGESIZE):
-        axis -= 1
-        first, last = box[axis]
-        offset += first * inner
-        size += (last - first - 1) * inner
-        inner *= shape[axis]
-    steps = [width * math.prod(shape[each + 1 :]) for each in range(axis)]
-    for corner in np.ndindex(*shape_of(box[:axis])):
-        start = at + offset + sum((box[each][0] + corner[each]) * step for each, step in enumerate(steps))
-        yield start, start + size
-
-
-def _by_page(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The pages that they touch, joined where they are next to each other."""
-    page = mmap.PAGESIZE
-    open_run: tuple[int, int] | None = None
-    for first, last in sorted(runs):
-        first, last = first // page * page, -(-last // page) * page
-        if open_run and first <= open_run[1]:
-            open_run = open_run[0], max(open_run[1], last)
-            continue
-        if open_run:
-            yield open_run
-        open_run = first, last
-    if open_run:
-        yield open_run
-
-
-def _check_room(home: Path, size: int) -> None:
-    if free_bytes(home) < size:
-        raise Permanent(_no_room(home, size))
+def _pages(part: StagedPart, layout: FileLayout) -> tuple[Ints, Ints]:
+    """Return the pages of the file that are written, from and to: those of the header and of the part's boxes."""
+    tensors = {tensor.name: tensor for tensor in layout.tensors}
+    written, size = [], 0
+    for name, boxes in part.boxes.items():
+        for box in boxes:
+            written.append(ShardSlice(name, box, size, tensors[name].bytes_of(box)))
+            size += written[-1].bytes
+    runs = locate(ShardMap(part.file, size, tuple(written)), tensors, [SourceFile(0, layout.places)])
+    starts, ends = runs.spans(0)
+    return pages(np.append(starts, 0), np.append(ends, len(layout.header)))
 
 
 def _no_room(home: Path, size: int) -> str:

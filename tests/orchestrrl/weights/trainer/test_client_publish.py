@@ -15,8 +15,9 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, P
 from orchestrrl.rpc.channel import Backoff
 from orchestrrl.weights.controller.reports import SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.peer import settings as peer_settings
+from orchestrrl.weights.peer.arguments import FOLDERS
 from orchestrrl.weights.staging_hold import nobody_stages
-from orchestrrl.weights.trainer.client import FOLDERS, NOT_ATTACHED, SyncAborted, WeightsClient
+from orchestrrl.weights.trainer.client import NOT_ATTACHED, SyncAborted, WeightsClient
 from tests.orchestrrl.gateway.processes import free_port
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 from tests.orchestrrl.weights.staged_parts import tensors_in

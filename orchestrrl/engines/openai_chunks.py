@@ -38,7 +38,8 @@ class ChunkReader:
 
     def read_on(self, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
         """The chunk at `at`, and the place after it. Plain events that came together are one chunk, as vLLM makes of
-        those that its own sender is behind with. Raises as `read`."""
+        those that its own sender is behind with. As `parse_chunk`, but for `raw`, which is left out where it would tell
+        nothing more. Raises StreamError, and what `parse_chunk` raises."""
         first = self._framed(events[at])
         if first is None:
             return self._parsed(events[at]), at + 1
@@ -53,12 +54,6 @@ class ChunkReader:
             at += 1
             found = self._framed(events[at]) if at < len(events) else None
         return Chunk(tuple(ids), "".join(texts)), at
-
-    def read(self, data: bytes) -> Chunk | None:
-        """As `parse_chunk`, but for `raw`, which is left out where it would tell nothing more. Raises StreamError, and
-        what `parse_chunk` raises."""
-        framed = self._framed(data)
-        return self._parsed(data) if framed is None else Chunk(framed[0], framed[1])
 
     def _framed(self, data: bytes) -> tuple[tuple[int, ...], str] | None:
         """The tokens and the text of an event that looks as the last parsed one did around them."""

@@ -206,7 +206,8 @@ class VllmEngine:
                         yield last
                         return
                     continue
-                chunk, at = self._chunk(path, reader, received, at)
+                with self._raising(path):
+                    chunk, at = reader.read_on(received, at)
                 if chunk is None:
                     continue
                 if last is not None:
@@ -336,11 +337,6 @@ class VllmEngine:
         if self._pool is None:
             self._pool = ConnectionPool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
         return self._pool
-
-    def _chunk(self, path: str, reader: ChunkReader, events: Sequence[bytes], at: int) -> tuple[Chunk | None, int]:
-        with self._raising(path):
-            return reader.read_on(events, at)
-        raise AssertionError("unreachable")
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:

@@ -79,14 +79,9 @@ class VllmManagement:
         return int(name) if name.isdecimal() else None
 
     async def weight_name(self) -> str:
-        try:
-            answer = await self._calls.json("GET", "/weight_info")
-        except RequestRefused as refusal:
-            if refusal.status in (404, 405):
-                return UNNAMED
-            raise
+        answer = await self._if_offered("/weight_info")
         with self._calls.reading("/weight_info"):
-            return str(answer["weight_version"])
+            return UNNAMED if answer is None else str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int) -> None:
         """A server that takes no names goes on without."""
@@ -216,14 +211,9 @@ class VllmManagement:
 
     async def asleep(self, page: str | None = None) -> bool:
         """`page`: its metrics, where they have just been read."""
-        try:
-            answer = await self._calls.json("GET", "/is_sleeping")
-        except RequestRefused as refusal:
-            if refusal.status in (404, 405):
-                return False
-            raise
+        answer = await self._if_offered("/is_sleeping")
         with self._calls.reading("/is_sleeping"):
-            if not answer["is_sleeping"]:
+            if answer is None or not answer["is_sleeping"]:
                 return False
         # vLLM says so of an engine that is only paused, too.
         page = await self.metrics_page() if page is None else page
@@ -245,6 +235,15 @@ class VllmManagement:
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
         if (has := (await self.layout()).dp) != dp:
             raise OutcomeUnknown(f"{self._url}: was scaled to DP={dp}, and says DP={has}")
+
+    async def _if_offered(self, path: str) -> Any | None:
+        """Return the answer to a GET; None where the server has no such path."""
+        try:
+            return await self._calls.json("GET", path)
+        except RequestRefused as refusal:
+            if refusal.status in (404, 405):
+                return None
+            raise
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
         """Something that changes the engine. What it failed at may be half done."""

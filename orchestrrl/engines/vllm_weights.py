@@ -76,7 +76,10 @@ class VllmWeights:
         started = await self._management.as_started(page)
         await self._management.check_load(LOAD_NEEDS | {"/update_weight_version"}, started.paths, page)
         has_backend = _has_backend(started)
-        given = "" if has_backend else await self._given(folder, started.model, known_sum)
+        given = ""
+        if not has_backend:
+            # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
+            given = await asyncio.to_thread(_checked_sum, folder, started.model, known_sum)
         was_paused, name = await self._management.is_paused(), await self._management.weight_name()
         try:
             await self._management.pause_without_kv()
@@ -169,10 +172,6 @@ class VllmWeights:
             raise Permanent(f"{self._url}: refused {because}") from error
         raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from error
 
-    async def _given(self, folder: Path, model: str | None, known_sum: str) -> str:
-        """vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing."""
-        return await asyncio.to_thread(_checked_sum, folder, None if model is None else Path(model), known_sum)
-
     async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> LoadedWeights:
         """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
         take those of the next load for it, and only the one after that finds every layer at its beginning."""
@@ -232,15 +231,15 @@ def _has_backend(started: StartedSettings) -> bool:
     return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 
-def _checked_sum(folder: Path, model: Path | None, known_sum: str) -> str:
+def _checked_sum(folder: Path, model: str | None, known_sum: str) -> str:
     """Of a checkpoint that can be seen here, taken unless it is known; of a folder of another machine nothing is known.
     Where the model that the server was started with can be seen, too, it must be of that form. Raises Permanent."""
     if not folder.exists():
         return ""
     wanted = None
-    if model is not None and model.is_dir():
+    if model is not None and Path(model).is_dir():
         with suppress(BrokenCheckpoint):  # it began with weights of another format, or with none
-            wanted = shapes_of(read_checkpoint(model))
+            wanted = shapes_of(read_checkpoint(Path(model)))
     try:
         tensors = read_checkpoint(folder)
         if wanted is not None:

@@ -57,9 +57,13 @@ def parsed(event: bytes) -> Chunk | type[Exception] | None:
     return None if chunk is None else replace(chunk, raw=None)
 
 
+def read_one(reader: ChunkReader, event: bytes) -> Chunk | None:
+    return reader.read_on([event], 0)[0]
+
+
 def read(reader: ChunkReader, event: bytes) -> Chunk | type[Exception] | None:
     try:
-        chunk = reader.read(event)
+        chunk = read_one(reader, event)
     except ValueError:
         return ValueError
     return None if chunk is None else replace(chunk, raw=None)
@@ -79,10 +83,10 @@ PLAIN = b'{"choices":[{"index":0,"text":"a","finish_reason":null,"token_ids":[5]
 @example(b"b\x01", PLAIN.index(b'a"'), 1)
 def test_nothing_that_the_parser_refuses_or_reads_otherwise_slips_through(junk: bytes, at: int, dropped: int) -> None:
     reader = ChunkReader()
-    reader.read(PLAIN)
+    read_one(reader, PLAIN)
     event = PLAIN[:at] + junk + PLAIN[at + dropped :]
     outcomes: list[Any] = []
-    for call in (lambda: parse_chunk(json.loads(event)), lambda: reader.read(event)):
+    for call in (lambda: parse_chunk(json.loads(event)), lambda: read_one(reader, event)):
         try:
             chunk = call()
             outcomes.append(chunk and replace(chunk, raw=None))
@@ -117,7 +121,7 @@ def test_fields_that_are_only_passed_on_are_kept() -> None:
     reader = ChunkReader()
     for delta in ({"content": "a"}, {"content": "a"}, {"content": "a", "reasoning": "b"}):
         choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [5]}
-        chunk = reader.read(json.dumps({"choices": [choice]}).encode())
+        chunk = read_one(reader, json.dumps({"choices": [choice]}).encode())
         assert chunk is not None
         assert "reasoning" not in delta or chunk.raw == choice
 
@@ -125,5 +129,5 @@ def test_fields_that_are_only_passed_on_are_kept() -> None:
 def test_an_error_is_told_as_one() -> None:
     event = {"error": {"message": "dying", "code": 500}}
     with pytest.raises(StreamError) as raised:
-        ChunkReader().read(json.dumps(event).encode())
+        read_one(ChunkReader(), json.dumps(event).encode())
     assert raised.value.event == event

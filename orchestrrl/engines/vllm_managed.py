@@ -4,7 +4,8 @@ Orders that change the engine are OutcomeUnknown where it failed at them: vLLM d
 """
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,7 @@ SLEEP_TIMEOUT_S = 300.0  # weights to CPU memory and back
 SCALE_TIMEOUT_S = 1_800.0
 SCALE_DRAIN_S = 120  # vLLM's own default
 LOAD_NEEDS = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/collective_rpc"})
+LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
 UNNAMED = "default"  # what vLLM calls weights that nobody has named
 NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
 SLEEP_STATE = "vllm:engine_sleep_state"
@@ -93,25 +95,37 @@ class VllmManagement:
         dies at its next step, or answers out of torn weights."""
         paths = await self.paths()
         await self.check_load(LOAD_NEEDS, paths)
-        was_paused = await self.is_paused()
-        named = "/update_weight_version" in paths
+        name = UNNAMED if policy_version is None else str(policy_version)
+        async with self.loading(source, name, takes_names="/update_weight_version" in paths):
+            await self.reload(source)
+
+    @asynccontextmanager
+    async def loading(self, source: object, name: str, *, takes_names: bool = True) -> AsyncIterator[str]:
+        """Pause it and drop its KV for a load of `source` in the block, which gets the name of the weights from before;
+        afterwards give it the new name, and let it run if it ran. After Retryable and Permanent it is as it was."""
+        was_paused, renamed = await self.is_paused(), False
+        before = await self.weight_name() if takes_names else UNNAMED
         try:
             await self.pause_without_kv()
-            if named:  # until it has the new ones nobody shall take them for those that were named last
-                await self.name(UNNAMED)
-            await self.reload(source)
+            if takes_names:  # until it has the new ones, no reader shall take them for those that were named last
+                await self.name(LOADING)
+                renamed = True
+            yield before
         except (Retryable, Permanent) as error:
             try:
-                await self.resume_if(not was_paused)
+                await self._leave(before if renamed else None, was_paused)
             except OrchestrRLError as another:
                 raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
             raise
         try:
-            if named and policy_version is not None:
-                await self.name(str(policy_version))
-            await self.resume_if(not was_paused)
+            await self._leave(name if renamed else None, was_paused)
         except OrchestrRLError as error:
             raise OutcomeUnknown(f"{self._url}: loaded {source}, but then: {error}") from error
+
+    async def _leave(self, name: str | None, stays_paused: bool) -> None:
+        if name is not None:
+            await self.name(name)
+        await self.resume_if(not stays_paused)
 
     async def pause_without_kv(self) -> None:
         """Paused so, vLLM drops all KV, cached prefixes included, also where it was paused before."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import TransferEnds
-from orchestrrl.engines.vllm_managed import VllmManagement
-from orchestrrl.engines.vllm_weights import LOADING
+from orchestrrl.engines.vllm_managed import LOADING, VllmManagement
 
 NEEDED = frozenset(
     {

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import EngineMetrics, LoadedWeights
 from orchestrrl.engines.vllm_calls import VllmCalls
 from orchestrrl.engines.vllm_info import StartedSettings
-from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, VllmManagement
+from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, VllmManagement
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
@@ -32,7 +32,6 @@ from orchestrrl.integrations.instrument.checkpoint_files import (
 
 _Answer = TypeVar("_Answer")
 
-LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
 BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
@@ -80,23 +79,11 @@ class VllmWeights:
         if not has_backend:
             # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
             given = await asyncio.to_thread(_checked_sum, folder, started.model, known_sum)
-        was_paused, name = await self._management.is_paused(), await self._management.weight_name()
-        try:
-            await self._management.pause_without_kv()
-            # Until it has the new ones nobody shall take them for those that were named last.
-            await self._management.name(LOADING)
+        async with self._management.loading(folder, str(version)) as before:
             if has_backend:
                 loaded = await self._transfer(folder, version)
             else:
-                loaded = await self._reload(folder, version, given, again=name == LOADING)
-        except (Retryable, Permanent) as error:
-            await self._as_before(error, name, was_paused)
-            raise
-        try:
-            await self._management.name(str(version))
-            await self._management.resume_if(not was_paused)
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: has version {version}, but then: {error}") from error
+                loaded = await self._reload(folder, version, given, again=before == LOADING)
         return loaded
 
     async def loaded(self) -> LoadedWeights | None:
@@ -178,14 +165,6 @@ class VllmWeights:
         for _ in range(2 if again else 1):
             await self._management.reload(str(folder))
         return LoadedWeights(version, given)
-
-    async def _as_before(self, error: OrchestrRLError, name: str, was_paused: bool) -> None:
-        """After a load that changed nothing."""
-        try:
-            await self._management.name(name)
-            await self._management.resume_if(not was_paused)
-        except OrchestrRLError as another:
-            raise OutcomeUnknown(f"{error}; it may be left paused: {another}") from error
 
     async def _pause_again(self) -> None:
         try:

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from orchestrrl.integrations.instrument.checkpoint_files import read_header
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, TensorMeta
 from planner.sync_tree.parameters import Box
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
-MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PAGE_BYTES = 4096
 MOST_GROUPS = 1 << 22  # of one shard: what is kept of it grows with them
 
@@ -60,28 +60,17 @@ def lay_out(tensors: Sequence[TensorMeta]) -> FileLayout:
 
 
 def read_layout(path: Path) -> FileLayout:
-    """Of a file that somebody else has written. Raises ValueError where it is none, or shorter than it says."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < length <= min(MOST_HEADER_BYTES, size - 8):
-            raise ValueError(f"{path}: is no safetensors file, got a header of {length} bytes in {size}")
-        text = file.read(length)
-    tensors, places = [], {}
+    """Return the layout of a file that another program has written. Raises ValueError where it is no safetensors file,
+    or shorter than its header says."""
     try:
-        entries = json.loads(text)
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            tensor = TensorMeta(name, entry["dtype"], tuple(int(each) for each in entry["shape"]))
-            first, last = (int(each) for each in entry["data_offsets"])
-            if first < 0 or last - first != tensor.bytes or 8 + length + last > size:
-                raise ValueError(f"{name}: must be {tensor.bytes} bytes within {size}, got {first} to {last}")
-            tensors.append(tensor)
-            places[name] = 8 + length + first
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        stored = read_header(path)
+        tensors = [TensorMeta(each.name, each.dtype, each.shape) for each in stored]
+    except ValueError as error:
         raise ValueError(f"{path}: is no safetensors file that can be used here: {error}") from error
-    return FileLayout(tuple(sorted(tensors, key=lambda each: each.name)), head + text, places, size)
+    size, places = path.stat().st_size, {each.name: each.begin for each in stored}
+    with path.open("rb") as file:
+        header = file.read(min(places.values(), default=size))
+    return FileLayout(tuple(sorted(tensors, key=lambda each: each.name)), header, places, size)
 
 
 @dataclass(frozen=True, slots=True)

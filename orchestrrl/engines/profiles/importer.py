@@ -15,8 +15,8 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.engines.profiles.store import tidy, tidy_moves
-from planner.cost.fit import FitError, StepSample, TimedSample, fit_curve, fit_rate, fit_step
+from orchestrrl.engines.profiles.store import of_fit, tidy, tidy_moves
+from planner.cost.fit import StepSample, TimedSample, fit_curve, fit_rate, fit_step
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
 from planner.model import ConfigurationId
 
@@ -149,9 +149,9 @@ def engine_profile(
         kv_capacity_tokens=capacity_tokens,
         max_sequences=given.max_sequences,
         switch_s=given.switch_s,
-        provenance=_with_error(provenance, fitted.error),
+        provenance=of_fit(provenance, fitted.error),
         others=(
-            ("prefill_tokens_per_s", _with_error(provenance, prefill_error)),
+            ("prefill_tokens_per_s", of_fit(provenance, prefill_error)),
             ("kv_capacity_tokens", Provenance(provenance.source, provenance.date, estimate)),
             ("max_sequences", Provenance(ProfileSource.GIVEN, provenance.date, given.sequences_detail)),
             ("switch_s", Provenance(ProfileSource.GIVEN, provenance.date, given.switch_detail)),
@@ -189,11 +189,7 @@ def _moves(vendor: KernelData, handle: ImportHandle, provenance: Provenance) -> 
     bytes_per_s, latency_s = link
     recompute = fit_curve(_prefill_table(handle))
     transfer_s = Curve((0.0, LARGE_BYTES), (latency_s, latency_s + LARGE_BYTES / bytes_per_s))
-    return MoveCosts(vendor.kv_bytes_per_token(), transfer_s, recompute.curve, _with_error(provenance, recompute.error))
-
-
-def _with_error(provenance: Provenance, error: FitError) -> Provenance:
-    return Provenance(provenance.source, provenance.date, provenance.detail, error.samples, error.mean, error.max)
+    return MoveCosts(vendor.kv_bytes_per_token(), transfer_s, recompute.curve, of_fit(provenance, recompute.error))
 
 
 class Aiconfigurator:

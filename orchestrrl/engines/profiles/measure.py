@@ -20,6 +20,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities, GenerationRequest, RequestRefused
 from orchestrrl.engines.profiles.spill import Spill, overfills, spill_of
+from orchestrrl.engines.profiles.store import of_fit
 from planner.cost.fit import FitError, StepSample, TimedSample, TooFewSamples, fit_curve, fit_rate, fit_step
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, ProfileSource, Provenance
 from planner.model import ConfigurationId
@@ -121,11 +122,9 @@ async def measure(
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
     """Recomputing as measured, transfer as given. A measurement has always several prompt lengths."""
     recompute = fit_curve(prefill)
-    error = recompute.error
-    detail = f"{provenance.detail}; transfer: command line"
+    source = replace(provenance, detail=f"{provenance.detail}; transfer: command line")
     transfer_s = Curve((0.0, LARGE_BYTES), (0.0, LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)))
-    told = Provenance(provenance.source, provenance.date, detail, error.samples, error.mean, error.max)
-    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, told)
+    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, of_fit(source, recompute.error))
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:
@@ -276,20 +275,15 @@ class _Run:
             ) from None
         rate, prefill_error = fit_rate(prefill)
         detail = f"{self._engine.url}, {capabilities.engine} {capabilities.version}".rstrip()
-
-        def seen(error: FitError) -> Provenance:
-            return Provenance(ProfileSource.MEASURED, wanted.date, detail, error.samples, error.mean, error.max)
-
-        others = [("prefill_tokens_per_s", seen(prefill_error))]
+        seen = Provenance(ProfileSource.MEASURED, wanted.date, detail)
+        others = [("prefill_tokens_per_s", of_fit(seen, prefill_error))]
         for name, told in (("kv_capacity_tokens", wanted.kv_capacity_tokens), ("max_sequences", wanted.max_sequences)):
             word = Provenance(ProfileSource.GIVEN, wanted.date, "command line")
-            others.append(
-                (name, word if told else Provenance(ProfileSource.MEASURED, wanted.date, f"{detail}, its own word"))
-            )
+            others.append((name, word if told else replace(seen, detail=f"{detail}, its own word")))
         others.append(("switch_s", Provenance(ProfileSource.GIVEN, wanted.date, wanted.switch_detail)))
         spill = spill_of(beyond, fitted.step, limits.kv_capacity_tokens) or NO_SPILL
         if spill is not NO_SPILL:
-            others += [("spill_s_per_token", seen(spill.error)), ("spill_capacity_tokens", seen(spill.error))]
+            others += [(name, of_fit(seen, spill.error)) for name in ("spill_s_per_token", "spill_capacity_tokens")]
         return EngineProfile(
             id=wanted.id,
             parallelism=wanted.parallelism,
@@ -298,7 +292,7 @@ class _Run:
             kv_capacity_tokens=limits.kv_capacity_tokens,
             max_sequences=limits.max_sequences,
             switch_s=wanted.switch_s,
-            provenance=seen(fitted.error),
+            provenance=of_fit(seen, fitted.error),
             spill_capacity_tokens=spill.capacity_tokens,
             others=tuple(others),
         )

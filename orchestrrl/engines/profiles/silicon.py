@@ -27,22 +27,12 @@ COLUMNS = (*TEXTS, *AT_LEAST_ONE, *AT_LEAST_ZERO, MEASURED)
 NEEDED = ("backend", "model_path", "system", "isl", "osl", "batch_size", "tp_size", MEASURED)
 WHOLE = ("tp_size", "pp_size", *AT_LEAST_ZERO)
 
-WEIGHT_BITS = {
+WEIGHT_BITS: dict[str, float | None] = {
     "": None,  # the checkpoint's own
-    "bf16": 16.0,
-    "bfloat16": 16.0,
-    "fp16": 16.0,
-    "float16": 16.0,
-    "half": 16.0,
-    "fp8": 8.0,
-    "fp8_static": 8.0,
-    "fp8_block": 8.0,
-    "fp4": 4.5,
-    "nvfp4": 4.5,
-    "mxfp4": 4.25,
-    "w4a16_mxfp4": 4.25,
-    "int4": 4.5,
-    "int4_wo": 4.5,
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), 16.0),
+    **dict.fromkeys(("fp8", "fp8_static", "fp8_block"), 8.0),
+    **dict.fromkeys(("fp4", "nvfp4", "int4", "int4_wo"), 4.5),
+    **dict.fromkeys(("mxfp4", "w4a16_mxfp4"), 4.25),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
@@ -40,6 +40,9 @@ from planner.cost.profile import (
     StepTime,
 )
 from planner.model import ConfigurationId
+
+if TYPE_CHECKING:
+    from planner.cost.fit import FitError
 
 # Figures of a configuration that may have a source of their own.
 FIGURES = (
@@ -293,6 +296,11 @@ def tidy_moves(moves: MoveCosts) -> MoveCosts:
 
 def tidy_curve(curve: Curve) -> Curve:
     return Curve(curve.xs, tuple(_digits(y) for y in curve.ys))
+
+
+def of_fit(provenance: Provenance, error: "FitError") -> Provenance:
+    """The provenance of a figure that was fitted with this error."""
+    return replace(provenance, samples=error.samples, fit_error_mean=error.mean, fit_error_max=error.max)
 
 
 def _tidy_errors(provenance: Provenance) -> Provenance:

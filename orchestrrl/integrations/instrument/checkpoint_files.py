@@ -56,7 +56,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     try:
         for file in _files(folder):
-            for stored in _read_header(file):
+            for stored in read_header(file):
                 if stored.name in found:
                     raise BrokenCheckpoint(f"{file}: has {stored.name}, which {found[stored.name].file.name} has too")
                 found[stored.name] = stored
@@ -173,7 +173,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
+def read_header(file: Path) -> list[StoredTensor]:
+    """Return the tensors of one file. Raises BrokenCheckpoint, and OSError where it cannot be read."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)

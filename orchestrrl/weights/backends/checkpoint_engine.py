@@ -28,7 +28,7 @@ from orchestrrl.weights.backends.base import (
 )
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
+from orchestrrl.weights.trainer.torch_tensors import named_tensors, torch_dtype
 from planner.model import EngineId
 
 REGISTER, UPDATE = "register", "update"  # what is asked of the trainer
@@ -141,12 +141,11 @@ class RankShares:
 
     def use(self, model: Any, options: SenderOptions) -> None:
         self._options = options
-        self._all = dict(named_tensors(model, options.rename, options.ignore))
-        self._dtypes = {name: published_dtype(tensor.dtype, options.dtype) for name, tensor in self._all.items()}
+        self._all, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
     @property
     def tensors(self) -> tuple[TensorMeta, ...]:
-        return tuple(TensorMeta(name, self._dtypes[name], tuple(tensor.shape)) for name, tensor in self._all.items())
+        return tuple(self._metas.values())
 
     def act(self, step: TrainerStep, report: ReportStep) -> None:
         name = CHECKPOINT.format(version=step.body["version"])
@@ -177,7 +176,7 @@ class RankShares:
             gather = getattr(tensor, "full_tensor", None)
             whole = gather() if callable(gather) else tensor  # of all ranks together, also where another keeps it
             if number % self._options.world == self._options.rank:
-                share[name] = whole.detach().to(torch_dtype(self._dtypes[name])).cpu().contiguous()
+                share[name] = whole.detach().to(torch_dtype(self._metas[name].dtype)).cpu().contiguous()
         return share
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.backends.base import JOIN, SEND, ReportStep, SenderOptions, TrainerStep
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.trainer.torch_tensors import named_tensors, published_dtype, torch_dtype
+from orchestrrl.weights.trainer.torch_tensors import named_tensors, torch_dtype
 
 
 class VllmSender:
@@ -27,7 +27,6 @@ class VllmSender:
         self._factory = WeightTransferTrainerFactory
         self._options = options
         self._own_init = trainer_init
-        self._metas: dict[str, TensorMeta] = {}
         self._engine: Any = None
         self._group = 0
         self._report_step: ReportStep | None = None
@@ -37,11 +36,7 @@ class VllmSender:
     def use(self, model: Any, options: SenderOptions) -> None:
         """These are the tensors from now on; what was joined stays."""
         self._options = options
-        self._tensors = dict(named_tensors(model, options.rename, options.ignore))
-        self._metas = {
-            name: TensorMeta(name, published_dtype(tensor.dtype, options.dtype), tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
+        self._tensors, self._metas = named_tensors(model, options.dtype, options.rename, options.ignore)
 
     @property
     def tensors(self) -> tuple[TensorMeta, ...]:

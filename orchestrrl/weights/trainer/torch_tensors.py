@@ -200,11 +200,17 @@ class TensorCopies:
         return self._bounce[number]
 
 
-def named_tensors(model: Any, rename: Rename | None, ignore: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Of a module or a state dict, as they are, under the names for engines; of names that share one tensor the first
-    alone. Raises Permanent for tensors that cannot be published, all at once."""
-    for name, tensor, _ in _publishable(model, "once", rename, ignore):
-        yield name, tensor
+def named_tensors(
+    model: Any, dtype: Any, rename: Rename | None, ignore: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, TensorMeta]]:
+    """Return the tensors of a module or a state dict, as they are, under the names for engines, and how each is
+    published; of names that share one tensor the first alone. Raises Permanent for tensors that cannot be published,
+    all at once."""
+    tensors = {name: tensor for name, tensor, _ in _publishable(model, "once", rename, ignore)}
+    return tensors, {
+        name: TensorMeta(name, published_dtype(tensor.dtype, dtype), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
 
 
 def _publishable(

@@ -41,6 +41,12 @@ class AnswerPiece(NamedTuple):
     def memory_bytes(self) -> int:
         return len(self.ids) + len(self.text) + len(self.prompt_ids or b"") + len(self.more or "")
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """What `more` has."""
+        found: dict[str, Any] = json.loads(self.more) if self.more is not None else {}
+        return found
+
 
 def key_of(name: str) -> int:
     """A number below 2**63 that stands for the name."""
@@ -67,21 +73,6 @@ def digest_of(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
 class RecordCutter:
     """Cuts a record into pieces as it grows."""
 
-    __slots__ = (
-        "_answer",
-        "_chars",
-        "_ended",
-        "_extras",
-        "_ids",
-        "_logprobs",
-        "_number",
-        "_prompt_given",
-        "_prompt_logged",
-        "_prompt_wanted",
-        "_tokens",
-        "record",
-    )
-
     def __init__(self, answer: int, record: RequestRecord, *, prompt_wanted: bool) -> None:
         """`prompt_wanted`: the answer, once it is complete, has the prompt's tokens too."""
         self.record = record
@@ -98,11 +89,11 @@ class RecordCutter:
         self._prompt_logged = self._prompt_given
         self._ended = False
 
-    def resume(self, pieces: int) -> None:
-        """The record has been put together from so many pieces, and goes on."""
+    def resume(self, pieces: Sequence[AnswerPiece]) -> None:
+        """The record has been put together from these pieces, and goes on."""
         record = self.record
         self._ids = record.generated_ids
-        self._number = pieces
+        self._number = len(pieces)
         self._tokens = len(record.generated_ids)
         self._chars = len(record.text)
         self._logprobs = len(record.logprobs or ())
@@ -181,62 +172,14 @@ class RecordCutter:
 
 @dataclass(slots=True)
 class KeptAnswer:
-    """As much of an answer as the disk has."""
+    """As much of an answer as the disk has: its pieces up to the first that is missing."""
 
-    pieces: int = 0
-    ids: "array[int]" = field(default_factory=lambda: array("I"))
-    text: list[str] = field(default_factory=list)
-    prompt_ids: tuple[int, ...] | None = None
-    prompt_tokens: int = 0
-    max_tokens: int | None = None
     attempt: int = 0
-    logprobs: list[TokenLogprob] | None = None
-    extras: list[Mapping[str, Any]] = field(default_factory=list)
-    versions: list[tuple[int | None, int]] = field(default_factory=list)  # with the token that each begins at
-    immovable_because: str = ""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    choice_fields: dict[str, Any] = field(default_factory=dict)
-    answer_fields: dict[str, Any] = field(default_factory=dict)
-    usage: Mapping[str, Any] | None = None
+    pieces: list[AnswerPiece] = field(default_factory=list)
 
-    def add(self, piece: AnswerPiece) -> None:
-        start = len(self.ids)
-        self.pieces += 1
-        self.ids.frombytes(piece.ids)
-        self.text.append(piece.text.decode("utf-8", "surrogatepass"))
-        if piece.prompt_ids is not None:
-            self.prompt_ids = tuple(array("I", piece.prompt_ids))
-        self.prompt_tokens = piece.prompt_tokens
-        self.max_tokens = piece.max_tokens
-        self.finish_reason = piece.finish_reason
-        more = json.loads(piece.more) if piece.more is not None else {}
-        if "logprobs" in more:
-            self.logprobs = self.logprobs or []
-            for token, logprob, top in more["logprobs"]:
-                self.logprobs.append(TokenLogprob(token, logprob, tuple((other, value) for other, value in top)))
-        self.extras += more.get("extras", ())
-        if piece.ids:
-            self.versions.append((piece.version, start))
-            self.versions += [(version, at) for at, version in more.get("changes", ())]
-        self.immovable_because = more.get("immovable_because", "")
-        self.stop_reason = more.get("stop_reason")
-        self.choice_fields = more.get("choice_fields", {})
-        self.answer_fields = more.get("answer_fields", {})
-        self.usage = more.get("usage")
-
-    def spans(self) -> list[tuple[int | None, int, int]]:
-        """Versions with their first token and the one after their last; a single one where there are no tokens."""
-        begins = self.versions or [(None, 0)]
-        ends = [start for _, start in begins[1:]] + [len(self.ids)]
-        return [(version, start, end) for (version, start), end in zip(begins, ends, strict=True)]
-
-    def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprob, ...] | None:
-        if self.logprobs is None:
-            return None
-        if len(self.logprobs) != len(self.ids):  # the engine has its own way: all come with the last tokens
-            return tuple(self.logprobs) if end == len(self.ids) else None
-        return tuple(self.logprobs[start:end])
+    @property
+    def ids(self) -> "array[int]":
+        return array("I", b"".join(piece.ids for piece in self.pieces))
 
 
 def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
@@ -245,42 +188,59 @@ def put_together(pieces: Iterable[AnswerPiece]) -> dict[int, KeptAnswer]:
     for piece in pieces:
         answer = kept.get(piece.answer)
         if piece.number == 0 or answer is None:
-            attempt = answer.attempt if answer is not None else 0
-            answer = kept[piece.answer] = KeptAnswer(attempt=attempt)
+            answer = kept[piece.answer] = KeptAnswer(answer.attempt if answer is not None else 0)
         answer.attempt = max(answer.attempt, piece.attempt)  # an attempt's name is never used again
-        if piece.number == answer.pieces:
-            answer.add(piece)
+        if piece.number == len(answer.pieces):
+            answer.pieces.append(piece)
     return kept
 
 
 def give_back(record: RequestRecord, kept: KeptAnswer, now_s: float) -> bool:
     """Put what was kept into a record that is asked for again. False: it could not be gone on with, and begins anew."""
     record.attempt = kept.attempt
-    prompt_ids = record.prompt_ids or kept.prompt_ids
-    if kept.finish_reason is None:
-        tied = record.immovable_because or kept.immovable_because
-        if tied or not kept.ids or prompt_ids is None or kept.max_tokens is None:
+    if not kept.pieces:
+        return False
+    last, more = kept.pieces[-1], kept.pieces[-1].others
+    stored_prompt = next((piece.prompt_ids for piece in reversed(kept.pieces) if piece.prompt_ids is not None), None)
+    prompt_ids = record.prompt_ids or (None if stored_prompt is None else tuple(array("I", stored_prompt)))
+    immovable_because = more.get("immovable_because", "")
+    if last.finish_reason is None:
+        tied = record.immovable_because or immovable_because
+        if tied or not kept.ids or prompt_ids is None or last.max_tokens is None:
             return False
     record.prompt_ids = prompt_ids
-    record.prompt_tokens_estimate = kept.prompt_tokens
-    record.max_tokens = kept.max_tokens
-    record.immovable_because = kept.immovable_because
-    for extra in kept.extras:
-        record.append(Chunk(), "", extra, now_s)
-    for version, start, end in kept.spans():
-        last = end == len(kept.ids)
-        ends = last and kept.finish_reason is not None
-        chunk = Chunk(
-            tuple(kept.ids[start:end]),
-            logprobs=kept.logprobs_of(start, end),
-            choice_fields=(kept.choice_fields or None) if ends else None,
-            answer_fields=(kept.answer_fields or None) if ends else None,
-        )
-        record.append(chunk, "".join(kept.text) if last else "", None, now_s, version)
+    record.prompt_tokens_estimate = last.prompt_tokens
+    record.max_tokens = last.max_tokens
+    record.immovable_because = immovable_because
+    for piece in kept.pieces:
+        _append(record, piece, now_s)
     record.text_complete = False  # as far as is known
-    if kept.finish_reason is not None:
-        record.usage = kept.usage
-        record.finish(kept.finish_reason, kept.stop_reason, now_s)
+    if last.finish_reason is not None:
+        record.usage = more.get("usage")
+        record.finish(last.finish_reason, more.get("stop_reason"), now_s)
     else:
         record.detach()
     return True
+
+
+def _append(record: RequestRecord, piece: AnswerPiece, now_s: float) -> None:
+    """Add the piece's tokens, those of each policy version as one chunk; the last one has the text."""
+    more = piece.others
+    for extra in more.get("extras", ()):
+        record.append(Chunk(), "", extra, now_s)
+    ids = array("I", piece.ids)
+    start = len(record.generated_ids)
+    begins = [(start, piece.version), *more.get("changes", ())]
+    ends = [begin for begin, _ in begins[1:]] + [start + len(ids)]
+    logprobs = [TokenLogprob(token, value, tuple(map(tuple, top))) for token, value, top in more.get("logprobs", ())]
+    by_token = len(logprobs) == len(ids)  # else the engine has its own way: all come with the last tokens
+    for (begin, version), end in zip(begins, ends, strict=True):
+        last = end == start + len(ids)
+        found = logprobs[begin - start : end - start] if by_token else logprobs if last else ()
+        chunk = Chunk(
+            tuple(ids[begin - start : end - start]),
+            logprobs=tuple(found) or None,
+            choice_fields=more.get("choice_fields") if last else None,
+            answer_fields=more.get("answer_fields") if last else None,
+        )
+        record.append(chunk, piece.text.decode("utf-8", "surrogatepass") if last else "", None, now_s, version)

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.clock import Clock, WallClock, stop
 from orchestrrl.core.errors import Retryable
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 
@@ -141,9 +141,7 @@ class GatewayClient:
         return await self.complete(body, endpoint=CompletionEndpoint.CHAT, **options)
 
     async def close(self) -> None:
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await stop(*self._watching)
         self._watching.clear()
         if self._session is not None:
             await self._session.close()
@@ -179,9 +177,7 @@ class GatewayClient:
                 return asking.result()
             raise _Gone("does not answer any longer")
         finally:
-            asking.cancel()
-            losing.cancel()
-            await asyncio.gather(asking, losing, return_exceptions=True)
+            await stop(asking, losing)
 
     async def _post(
         self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]

@@ -248,7 +248,7 @@ class Gateway:
         faults = self.fleet.set_routes(routes, expected)
         for backend in self.fleet:
             if id(backend) not in known:
-                self.barrier.meet(backend)
+                self.fleet.in_background(self.barrier.meet(backend))
                 self.fleet.in_background(self.fleet.learn(backend))
         newest = (route.newest_policy_version for route in routes)
         self.barrier.learn(next((version for version in newest if version is not None), None))

@@ -94,20 +94,17 @@ class GatewayLink:
                 return OperationResult(operation.id, self._gateway.node, status, "; ".join(faults))
             case MoveRequests(moves):
                 items = await self._gateway.move(moves)
-                return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case CloseBarrier() as order:
                 items = await self._gateway.barrier.close(order)
-                return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case OpenBarrier() as order:
                 items = await self._gateway.barrier.open(order)
-                return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
             case CancelRequests(requests, groups, reason):
                 cancelled = self._gateway.cancel(requests, groups, reason)
                 items = tuple(OperationItemResult(name, True) for name in cancelled)
-                return OperationResult(operation.id, self._gateway.node, OperationStatus.DONE, items=items)
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)
+        return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
 
     async def _identify(self) -> None:
         """Keep the identities of engines that the gateway was started with, for as long as it runs."""

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
@@ -48,7 +48,7 @@ class GatewayPause:
         self._fleet = fleet
         self._relays = relays
         self._clock = clock
-        self._closed: CloseBarrier | None = None
+        self.closed: CloseBarrier | None = None  # the order that it is closed by; None: it is open
         self._since_s = 0.0
         self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
         self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
@@ -63,12 +63,8 @@ class GatewayPause:
         self.stale_total: Counter[OnStale] = Counter()  # requests, by what became of them
 
     @property
-    def closed(self) -> CloseBarrier | None:
-        return self._closed
-
-    @property
     def closed_total_s(self) -> float:
-        return self._closed_total_s + (self._clock.now_s() - self._since_s if self._closed is not None else 0.0)
+        return self._closed_total_s + (self._clock.now_s() - self._since_s if self.closed is not None else 0.0)
 
     @property
     def rest(self) -> tuple[OperationItemResult, ...]:
@@ -79,7 +75,7 @@ class GatewayPause:
         slots = [relay.backend for relay in self._relays.values()]
         frozen = sum(backend is not None and backend.paused for backend in slots)
         held = sum(backend is None for backend in slots)
-        closed = self._closed
+        closed = self.closed
         phase = BarrierPhase.OPEN
         if closed is not None:
             phase = BarrierPhase.QUIET if self._quiet.is_set() else BarrierPhase.CLOSING
@@ -104,13 +100,11 @@ class GatewayPause:
         """
         self._take(order)
         at_rest = self._own_at_rest if order.engines_run else self._quiet
-        deadline = asyncio.create_task(self._until(order.quiet_by_s))
-        waits = [asyncio.create_task(at_rest.wait()), asyncio.create_task(self._opened.wait())]
+        opened = asyncio.create_task(self._opened.wait())
         try:
-            await asyncio.wait({deadline, *waits}, return_when=asyncio.FIRST_COMPLETED)
+            await until_set(self._clock, at_rest, order.quiet_by_s - self._clock.now_s(), opened)
         finally:
-            for task in (deadline, *waits):
-                task.cancel()
+            opened.cancel()
         if not self._held_by(order):
             raise Permanent(f"the pause barrier opened again before all was quiet: {self.opened_because}")
         if not at_rest.is_set():
@@ -121,7 +115,7 @@ class GatewayPause:
 
     def _take(self, order: CloseBarrier) -> None:
         now_s = self._clock.now_s()
-        held = self._closed
+        held = self.closed
         if held is not None and held.lease != order.lease:
             left_s = held.lease_until_s - now_s
             raise Permanent(f"the pause barrier is closed by {held.holder or 'somebody'} for {left_s:.3g} s more")
@@ -134,7 +128,7 @@ class GatewayPause:
             self._let_pause(order)
             return
         logger.warning("the pause barrier closes for %s (%s)", order.holder or "somebody", order.mode)
-        self._closed = order
+        self.closed = order
         self._since_s = now_s
         self._fleet.barrier_open = False
         # Ones that wait for an earlier closing are not told of this one.
@@ -151,11 +145,11 @@ class GatewayPause:
 
     def renew(self, lease: str, until_s: float) -> None:
         """Raises Permanent where the pause barrier is not closed under this lease."""
-        if self._closed is None or self._closed.lease != lease:
+        if self.closed is None or self.closed.lease != lease:
             raise Permanent(
                 f"the pause barrier is not closed under this lease: {self.opened_because or 'it never was closed'}"
             )
-        self._closed = replace(self._closed, lease_until_s=until_s)
+        self.closed = replace(self.closed, lease_until_s=until_s)
 
     async def _come_to_rest(self, order: CloseBarrier) -> None:
         if order.mode is not PauseMode.KEEP:
@@ -182,7 +176,7 @@ class GatewayPause:
             await self._clock.sleep(REST_POLL_S)
 
     def _held_by(self, order: CloseBarrier) -> bool:
-        return self._closed is not None and self._closed.lease == order.lease
+        return self.closed is not None and self.closed.lease == order.lease
 
     async def _bring_to_rest(self, backend: EngineBackend, order: CloseBarrier) -> None:
         """Pause the engine. Where that cannot be done, its requests are taken back."""
@@ -229,8 +223,8 @@ class GatewayPause:
 
     async def _expire(self, order: CloseBarrier) -> None:
         """Open when the lease ends; it may be renewed until then."""
-        while self._closed is not None and self._closed.lease == order.lease:
-            left_s = self._closed.lease_until_s - self._clock.now_s()
+        while self.closed is not None and self.closed.lease == order.lease:
+            left_s = self.closed.lease_until_s - self._clock.now_s()
             if left_s <= 0:
                 self.expired_total += 1
                 missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
@@ -261,9 +255,9 @@ class GatewayPause:
             raise Permanent(f"without: no engine {', '.join(map(repr, unknown))}; known: {known}")
         if order.lease and order.lease in self._ended:
             raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
-        if order.lease and (self._closed is None or self._closed.lease != order.lease):
+        if order.lease and (self.closed is None or self.closed.lease != order.lease):
             raise Permanent("the pause barrier is not closed under this lease")
-        if self._closed is None:
+        if self.closed is None:
             for backend in self._fleet:
                 backend.paused = True
         return await self._open(order.policy_version, order.without, "as ordered")
@@ -271,16 +265,18 @@ class GatewayPause:
     async def _open(
         self, version: int | None, without: tuple[EngineId, ...], because: str
     ) -> tuple[OperationItemResult, ...]:
-        closed, opened = self._closed, self._opened  # it may be closed again before engines run
+        closed, opened = self.closed, self._opened  # it may be closed again before engines run
         self.opened_because = because
         if closed is not None:
-            self._closed = None
+            self.closed = None
             self._closed_total_s += self._clock.now_s() - self._since_s
             self._ended.append(closed.lease)
             self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
         if version is not None:
             self._on_new_weights(version, without, self._rest if closed is not None else {})
-            self._restart(closed)
+            if closed is not None and closed.frozen is FrozenRequests.RESTART:
+                for relay in list(self._relays.values()):
+                    relay.restart()
         for relay in list(self._relays.values()):
             relay.record.progressed_s = self._clock.now_s()  # it stood still by order
             if relay.backend is not None and relay.backend.outdated:
@@ -290,7 +286,7 @@ class GatewayPause:
                 backend for backend in self._fleet.with_retired() if backend.paused and not self._left_out(backend)
             ]
             items = await asyncio.gather(*(self._resume(backend) for backend in slots))
-        if self._closed is None:  # it may have been closed again
+        if self.closed is None:  # it may have been closed again
             self._fleet.barrier_open = True
             self._fleet.announce()
         opened.set()
@@ -333,11 +329,6 @@ class GatewayPause:
         self._fleet.policy_version = newest
         for relay in list(self._relays.values()):
             self.park_to_bound(relay)
-
-    def _restart(self, closed: CloseBarrier | None) -> None:
-        if closed is not None and closed.frozen is FrozenRequests.RESTART:
-            for relay in list(self._relays.values()):
-                relay.restart()
 
     async def _resume(self, backend: EngineBackend) -> OperationItemResult:
         try:
@@ -390,7 +381,7 @@ class GatewayPause:
 
     def _is_to_run(self, backend: EngineBackend) -> bool:
         """It stands still, and no order says that it should."""
-        return backend.paused and not self._left_out(backend) and self._closed is None and self._fleet.contains(backend)
+        return backend.paused and not self._left_out(backend) and self.closed is None and self._fleet.contains(backend)
 
     def _left_out(self, backend: EngineBackend) -> bool:
         """It waits for new weights. Nobody brings them to one that has left the routes."""
@@ -418,11 +409,8 @@ class GatewayPause:
                 self._resume_later(backend)
         self._fleet.announce()
 
-    def meet(self, backend: EngineBackend) -> None:
+    async def meet(self, backend: EngineBackend) -> None:
         """An engine that is new here may have been paused by a gateway that is no more: nobody else would resume it."""
-        self._fleet.in_background(self._meet(backend))
-
-    async def _meet(self, backend: EngineBackend) -> None:
         if not await self._is_paused_by_others(backend):
             return
         logger.warning("%s was paused before: it is resumed in %g s", backend.id, ORPHANED_AFTER_S)
@@ -437,7 +425,7 @@ class GatewayPause:
         except OrchestrRLError as error:
             logger.debug("%s does not say whether it is paused: %s", backend.id, error)
             return False
-        return paused and self._closed is None and not backend.paused and self._fleet.get(backend.id) is backend
+        return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -451,10 +439,7 @@ class GatewayPause:
         more = f" and {len(names) - NAMED_MOST} more" if len(names) > NAMED_MOST else ""
         return f"{len(names)} requests still run: {', '.join(names[:NAMED_MOST])}{more}"
 
-    async def _until(self, at_s: float) -> None:
-        await self._clock.sleep(max(0.0, at_s - self._clock.now_s()))
-
     async def stop(self) -> None:
         """Engines that were paused here are resumed: nobody else would."""
-        if self._closed is not None:
+        if self.closed is not None:
             await self._open(None, (), "the gateway ends")

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.gateway.http.server import url_of
-from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, log_to_stderr, operator_port_of, print_urls, serve
+from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, listening, log_to_stderr, print_urls, serve
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ def serve_many(options: GatewayOptions) -> None:
     with _reserved(options.host, options.port) as port, _signals() as told:
         places = [ProcessPlace(index, port) for index in range(options.processes)]
         for place in places:
-            _check_free(options.operator_host, operator_port_of(options, place))
+            operator_port = options.operator_port_at(place)
+            with listening("operator", options.operator_host, operator_port):
+                _check_free(options.operator_host, operator_port)
         children = [_started(options, place) for place in places]
         try:
             operator_urls = [_await_operator_url(child) for child in children]
@@ -116,29 +118,25 @@ def _end(children: list[_Child], drain_s: float) -> None:
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
     """The port, kept from others' use: one that is taken is told before anything starts. Raises Permanent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as holder:
-        try:
+    with _socket_for(host) as holder:
+        with listening("listen", host, port):
             # Other processes of ours would let us share their port: one that does not share finds them.
-            with socket.socket(family) as alone:
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((host, port))
+            _check_free(host, port)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             holder.bind((host, port))
-        except OSError as error:
-            raise Permanent(f"--listen {host}:{port}: {error.strerror or error}") from error
         bound_port: int = holder.getsockname()[1]
         yield bound_port
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raises Permanent where an operator API could not listen there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+    """Raises OSError where another process listens there."""
+    with _socket_for(host) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind((host, port))
-        except OSError as error:
-            raise Permanent(f"--operator {host}:{port}: {error.strerror or error}") from error
+        holder.bind((host, port))
+
+
+def _socket_for(host: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
@@ -69,7 +69,7 @@ class RequestRelay:
         self._limits = limits
         self._clock = clock
         self._grown = grown
-        self._backend: EngineBackend | None = None
+        self.backend: EngineBackend | None = None  # that runs it; None: it is on no engine
         self._attempted: EngineAttempt | None = None  # the present attempt
         self._pump_task: asyncio.Task[bool] | None = None
         self._move: MoveInProgress | None = None
@@ -102,20 +102,15 @@ class RequestRelay:
     # --- orders but for moves ----------------------------------------------------------------------------------------
 
     @property
-    def backend(self) -> EngineBackend | None:
-        """Where it runs; None: it is on no engine."""
-        return self._backend
-
-    @property
     def kept_for(self) -> EngineId | None:
         """The engine that it waits for, by order, on none."""
-        return self._awaited.engine if self._awaited is not None and self._backend is None else None
+        return self._awaited.engine if self._awaited is not None and self.backend is None else None
 
     def end(self, finish_reason: str, stop_reason: str) -> bool:
         """The answer ends here, with what it has. False: it has ended already."""
         if self.record.done:
             return False
-        self.record.finish(finish_reason, stop_reason, self._now_s())
+        self.record.finish(finish_reason, stop_reason, self._clock.now_s())
         self._interrupt()
         if self._pump_task is not None:
             self._pump_task.cancel()
@@ -124,7 +119,7 @@ class RequestRelay:
     def withdraw(self) -> bool:
         """Stop the request where it runs; it goes on from its tokens once there is an engine for it. False: it is on
         none, or can only go on where it is."""
-        if self._pump_task is None or self._pump_task.done() or self._backend is None or not self.record.movable_now:
+        if self._pump_task is None or self._pump_task.done() or self.backend is None or not self.record.movable_now:
             return False
         self._answer_move(False, "it was taken back from the engines")
         self._pump_task.cancel()
@@ -135,7 +130,7 @@ class RequestRelay:
         if self.record.done or self.record.delivered:
             return False
         self._answer_move(False, "it begins anew")
-        if self._pump_task is None or self._backend is None:
+        if self._pump_task is None or self.backend is None:
             self.record.forget_answer()
         elif self.record.generated_ids or self.record.relayed:
             self._restarting = True
@@ -150,30 +145,19 @@ class RequestRelay:
         because = self._not_movable_to(target)
         if because:
             return OperationItemResult(self.record.id, False, because)
-        assert self._backend is not None
+        assert self.backend is not None
         assert self._pump_task is not None
         assert self._attempted is not None
-        computed = self.record.state is RequestState.RUNNING
-        move = MoveInProgress(
-            self.record,
-            order,
-            self._backend,
-            target,
-            computed=computed,
-            step_s=self._attempted.step_s(),
-            now_s=self._now_s(),
-        )
-        if computed and usable(self._attempted.left, order, self._backend, target):
-            move.load_from(self._attempted.left)
+        tokens, left = self._computed_tokens, self._attempted.left
+        load = left if tokens and usable(left, order, self.backend, target) else None
+        step_s = self._attempted.step_s()
+        move = MoveInProgress(order, self.backend, target, tokens, step_s, self._clock.now_s(), load)
         self._move, self._awaited = move, None
         self._pump_task.cancel()
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
-        patience = asyncio.create_task(self._sleep(max(self._limits.move_answer_s, predicted_s)))
-        waited_for: set[asyncio.Future[Any]] = {move.result, patience}
-        try:
-            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            patience.cancel()
+        patience_s = max(self._limits.move_answer_s, predicted_s)
+        never = asyncio.Event()
+        await until_set(self._clock, never, patience_s, move.result)
         if self._move is move:  # it has been taken, and waits there for its turn
             self._answer_move(True)
         return await move.result
@@ -186,7 +170,7 @@ class RequestRelay:
         if because:
             return OperationItemResult(self.record.id, False, because)
         assert self._pump_task is not None
-        tokens = self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
+        tokens = self._computed_tokens
         self._await(engine, hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
@@ -207,8 +191,13 @@ class RequestRelay:
         self._interrupt()
         return OperationItemResult(self.record.id, True)
 
+    @property
+    def _computed_tokens(self) -> int:
+        """The context that the present engine has computed."""
+        return self.record.context_tokens if self.record.state is RequestState.RUNNING else 0
+
     def _await(self, engine: EngineId, hold_s: float) -> None:
-        self._awaited = AwaitedEvent(engine, self._now_s() + hold_s, engine in self._fleet.expected)
+        self._awaited = AwaitedEvent(engine, self._clock.now_s() + hold_s, engine in self._fleet.expected)
 
     def _interrupt(self) -> None:
         """Have the seeker look again."""
@@ -219,7 +208,7 @@ class RequestRelay:
     def _not_redirectable(self, engine: EngineId) -> str:
         if self.record.done:
             return "finished before the move"
-        if self._backend is not None or self._move is not None:
+        if self.backend is not None or self._move is not None:
             return "is between two engines"
         if engine in self._refused_by:
             return f"was refused by {engine}"
@@ -228,7 +217,7 @@ class RequestRelay:
     def _not_movable_to(self, target: EngineBackend) -> str:
         if because := self._not_movable():
             return because
-        if target is self._backend:
+        if target is self.backend:
             return f"is on {target.id} already"
         if not target.usable:
             return _takes_none(target.id, target)
@@ -236,7 +225,7 @@ class RequestRelay:
 
     def _ends_early_on(self, target: EngineBackend) -> str:
         """Why the answer should not go there from where it is, if it should not."""
-        here_tokens = float("inf") if self._backend is None else self._backend.context_limit_tokens
+        here_tokens = float("inf") if self.backend is None else self.backend.context_limit_tokens
         if target.id not in self._too_short() or target.context_limit_tokens >= here_tokens:
             return ""
         return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
@@ -251,7 +240,7 @@ class RequestRelay:
             return "finished before the move"
         if self._move is not None:
             return f"is being moved to {self._move.target.id} already"
-        if self._backend is None or self._pump_task is None or self._pump_task.done():
+        if self.backend is None or self._pump_task is None or self._pump_task.done():
             return "is between two engines"
         if not record.movable_now:
             return f"cannot be continued elsewhere: {record.fixed_because}"
@@ -266,14 +255,14 @@ class RequestRelay:
             self.record.moves += 1
             move.taken()
         else:
-            move.failed(detail, self._now_s())
+            move.failed(detail, self._clock.now_s())
 
     def _arrived(self) -> None:
         """The request goes on where it was moved to."""
         move, self._move = self._move, None
         assert move is not None
         self.record.moves += 1
-        move.arrived(self._now_s(), self._fleet.in_background)
+        move.arrived(self._clock.now_s(), self._fleet.in_background)
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
@@ -322,27 +311,22 @@ class RequestRelay:
 
     async def _wait_for(self, awaited: AwaitedEvent) -> EngineBackend | None:
         """The engine that the request is held for; None where it did not come in time, or is of no use."""
-        deadline = asyncio.create_task(self._sleep(awaited.until_s - self._now_s()))
         was_expected = awaited.expected
-        try:
-            while True:
-                backend = self._fleet.get(awaited.engine)
-                expected = awaited.engine in self._fleet.expected
-                if backend is not None and backend.usable:  # a pause barrier that is closed opens again
-                    if self._fleet.barrier_open or self._ends_early_on(backend):
-                        return None if self._ends_early_on(backend) else backend
-                elif not expected and (was_expected or deadline.done()):
-                    return None
-                was_expected = was_expected or expected
-                self.record.detach()
-                changed = asyncio.create_task(self._fleet.changed())
-                waited_for: set[asyncio.Task[Any]] = {changed} if deadline.done() else {changed, deadline}
-                try:
-                    await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-        finally:
-            deadline.cancel()
+        while True:
+            backend = self._fleet.get(awaited.engine)
+            expected = awaited.engine in self._fleet.expected
+            left_s = awaited.until_s - self._clock.now_s()
+            if backend is not None and backend.usable:  # a pause barrier that is closed opens again
+                if self._fleet.barrier_open or self._ends_early_on(backend):
+                    return None if self._ends_early_on(backend) else backend
+            elif not expected and (was_expected or left_s <= 0):
+                return None
+            was_expected = was_expected or expected
+            self.record.detach()
+            if left_s > 0:
+                await until_set(self._clock, self._fleet.changed, left_s)
+            else:
+                await self._fleet.changed.wait()
 
     async def _wait_for_slot(self) -> EngineBackend | None:
         try:
@@ -357,19 +341,13 @@ class RequestRelay:
             self._fail(503, str(error))
             return None
 
-    def _now_s(self) -> float:
-        return self._clock.now_s()
-
-    async def _sleep(self, duration_s: float) -> None:
-        await self._clock.sleep(duration_s)
-
     async def _attempt(self, backend: EngineBackend) -> None:
         """One attempt, and what follows from how it ended."""
         record = self.record
         self._sent_tokens = record.context_tokens
-        backend.enter(record, self._now_s())
+        backend.enter(record, self._clock.now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
-        self._backend = backend
+        self.backend = backend
         self._attempted = attempt = EngineAttempt(record, backend, self._fleet, self._clock)
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
@@ -393,7 +371,7 @@ class RequestRelay:
                     await asyncio.wait({task})
             finally:  # a second cancellation may come while the first is being seen to
                 # A task keeps its error, whose frames lead back here: a circle that held bodies of 64 MB for long.
-                self._backend = self._pump_task = self._attempted = None
+                self.backend = self._pump_task = self._attempted = None
                 self._fleet.release(backend, record)
                 if task.cancelled() or not record.done:
                     self._fleet.in_background(self._fleet.abort(backend, attempt_id))
@@ -410,7 +388,7 @@ class RequestRelay:
         """The record has what the chunk brought."""
         if self._failed and (chunk.token_ids or self.record.done):
             self._count_failovers()
-        if self._move is not None and self._move.target is self._backend and (chunk.token_ids or chunk.finish_reason):
+        if self._move is not None and self._move.target is self.backend and (chunk.token_ids or chunk.finish_reason):
             self._arrived()
         if self.record.streaming:
             self._grown(self.record)
@@ -419,7 +397,7 @@ class RequestRelay:
         """The request goes on after its engine failed."""
         failed, self._failed = self._failed, []
         for engine, computed in failed:
-            self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._now_s())
+            self._fleet.failovers.count(engine, self._sent_tokens if computed else None, self._clock.now_s())
 
     def _settle(self, backend: EngineBackend, task: "asyncio.Task[bool]", attempt: EngineAttempt) -> None:
         """Decide how an attempt that did not finish goes on."""
@@ -455,7 +433,7 @@ class RequestRelay:
             self._back_to = self._move.source
             self._answer_move(False, f"refused by {backend.id}: {refusal}")
         elif not (others and (self.record.generated_ids or self.record.moves)):
-            self.record.fail(RequestFailure(refusal.status, refusal.body), self._now_s())
+            self.record.fail(RequestFailure(refusal.status, refusal.body), self._clock.now_s())
 
     def _after_failure(self, backend: EngineBackend, error: OrchestrRLError) -> None:
         """The engine could not be reached, or broke off."""
@@ -498,7 +476,7 @@ class RequestRelay:
 
     def _fail(self, status: int, message: str) -> None:
         logger.warning("request %s failed: %s", self.record.id, message)
-        self.record.fail(RequestFailure(status, error_body(message, status)), self._now_s())
+        self.record.fail(RequestFailure(status, error_body(message, status)), self._clock.now_s())
 
     def _complete(self) -> bool:
         """Whether the answer was complete at the cut, though its engine had not said so yet."""
@@ -508,7 +486,7 @@ class RequestRelay:
         ids = record.generated_ids
         if not ids:
             return False
-        now_s = self._now_s()
+        now_s = self._clock.now_s()
         if record.max_tokens is not None and len(ids) >= record.max_tokens:
             record.finish("length", None, now_s)
         elif ids[-1] in (record.body.get("stop_token_ids") or ()) and len(ids) > (record.body.get("min_tokens") or 0):
@@ -520,7 +498,7 @@ class RequestRelay:
     def stalled(self, now_s: float) -> bool:
         """No token for too long, although the engine makes some for others where that could explain it: a waiting
         request waits for its turn, one that cannot be continued is better left alone."""
-        backend, record = self._backend, self.record
+        backend, record = self.backend, self.record
         if backend is None or self._pump_task is None or self._pump_task.done() or self._move is not None:
             return False
         if not self._fleet.barrier_open:
@@ -532,7 +510,7 @@ class RequestRelay:
 
     async def leave_stalled(self) -> None:
         """Give the engine up for this request, unless it is paused, or computes an answer that comes as a whole."""
-        backend, task = self._backend, self._pump_task
+        backend, task = self.backend, self._pump_task
         if backend is None or task is None:
             return
         excused = False
@@ -545,7 +523,7 @@ class RequestRelay:
         if self._pump_task is not task or task.done() or self._move is not None:
             return
         if excused:
-            self.record.progressed_s = self._now_s()
+            self.record.progressed_s = self._clock.now_s()
             return
         logger.warning("request %s: %s made no token for %g s", self.record.id, backend.id, self._limits.stall_s)
         self._hung_on.add(backend.id)

@@ -6,14 +6,15 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrrl.core.clock import WallClock
+from orchestrrl.core.clock import WallClock, stop
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.engines.base import Engine, connect
+from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.server import GatewayServer
@@ -26,6 +27,14 @@ from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where one of several processes belongs: which it is, and the port that all of them listen on."""
+
+    index: int
+    shared_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,9 @@ class GatewayOptions:
     plain_http: bool = False  # aiohttp serves everything
     keep: RetentionPolicy | None = None  # what is generated for requests that their clients named
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessPlace:
-    """Where one of several processes belongs: which it is, and the port that all of them listen on."""
-
-    index: int
-    shared_port: int
+    def operator_port_at(self, place: ProcessPlace | None) -> int:
+        """Return the process's own: a shared port would lead to the ledger of any of them."""
+        return self.operator_port + place.index if place is not None and self.operator_port else self.operator_port
 
 
 def log_to_stderr(level: str) -> None:
@@ -83,9 +88,7 @@ async def serve(
     _allow_many_connections()
     clock = WallClock()
 
-    def connect_engine(url: str) -> Engine:
-        return connect(options.engine_kind, url)
-
+    connect_engine = partial(connect, options.engine_kind)
     fleet = EngineBackends(
         connect_engine, clock=clock, routing=options.routing, queue_depth=options.queue_depth, pools=options.pools
     )
@@ -97,15 +100,11 @@ async def serve(
     elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
     barrier = PauseEndpoints(core, daemon, alone=place is None)
     server = GatewayServer(core, plain=options.plain_http, barrier=barrier, elsewhere=elsewhere)
-    try:
+    with listening("listen", options.host, options.port):
         core.url = await server.start(options.host, 0 if place else options.port)
-    except OSError as error:
-        raise Permanent(f"--listen {options.host}:{options.port}: {error.strerror or error}") from error
-    operator_port = operator_port_of(options, place)
-    try:
+    operator_port = options.operator_port_at(place)
+    with listening("operator", options.operator_host, operator_port):
         operator_url = await server.start_operator(options.operator_host, operator_port)
-    except OSError as error:
-        raise Permanent(f"--operator {options.operator_host}:{operator_port}: {error.strerror or error}") from error
     logger.info("the operator API is at %s", operator_url)
     core.node = _node(options, core.url, place)
     core.set_routes(options.engines)
@@ -135,18 +134,20 @@ async def serve(
     await server.close()
     if store is not None:
         await store.close()
-    for task in (ending, *tasks):
-        task.cancel()
-    await asyncio.wait(tasks)
+    await stop(ending, *tasks)
     await fleet.close()
     for task in tasks:
         if not task.cancelled():
             task.result()
 
 
-def operator_port_of(options: GatewayOptions, place: ProcessPlace | None) -> int:
-    """Return the process's own: a shared port would lead to the ledger of any of them."""
-    return options.operator_port + place.index if place is not None and options.operator_port else options.operator_port
+@contextmanager
+def listening(flag: str, host: str, port: int) -> Iterator[None]:
+    """Raise Permanent, with the flag, where the block cannot listen at its address."""
+    try:
+        yield
+    except OSError as error:
+        raise Permanent(f"--{flag} {host}:{port}: {error.strerror or error}") from error
 
 
 def _allow_many_connections() -> None:

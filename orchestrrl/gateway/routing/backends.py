@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from orchestrrl.core.addresses import same_address, server_address
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
@@ -78,7 +78,7 @@ class EngineBackends:
         self._retired: list[EngineBackend] = []  # old houses of engines, with what still runs there
         self._barrier_open = True
         self.policy_version: int | None = None  # newest that was told
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set, and replaced, when an engine may have become usable
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[EngineBackend]:
@@ -211,8 +211,8 @@ class EngineBackends:
         change."""
         self.kv_versions = Counter(backend.kv_version for backend in self._backends.values() if backend.routed)
         self._note_contexts()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
         self._usability_changed()
         self.dispatch()
 
@@ -414,10 +414,6 @@ class EngineBackends:
         if self._placed:
             self.dispatch()
 
-    def changed(self) -> Coroutine[Any, Any, bool]:
-        """Ends when an engine may have become usable since this was called."""
-        return self._changed.wait()
-
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:
         """What the engine offers, asked once; raises what the engine raises."""
         if backend.capabilities is None:
@@ -477,9 +473,7 @@ class EngineBackends:
             await self._close_if_gone(backend)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
         for backend in self.with_retired():
             await backend.engine.close()
         self._backends.clear()

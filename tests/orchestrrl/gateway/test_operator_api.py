@@ -12,7 +12,7 @@ from orchestrrl.cli.gateway import GatewayFlags
 from orchestrrl.cli.gateway_options import read_options
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.gateway.http.server import GatewayServer
-from orchestrrl.gateway.service import GatewayOptions, ProcessPlace, operator_port_of
+from orchestrrl.gateway.service import GatewayOptions, ProcessPlace
 from orchestrrl.integrations.vllm_weights import reload_weights
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.processes import free_port
@@ -146,8 +146,8 @@ def test_an_operator_address_that_is_none_is_refused(operator: str, fault: str) 
 
 def test_each_process_has_an_operator_port_of_its_own() -> None:
     places = [None, ProcessPlace(0, 8000), ProcessPlace(2, 8000)]
-    assert [operator_port_of(options(operator="127.0.0.1:9000"), place) for place in places] == [9000, 9000, 9002]
-    assert [operator_port_of(options(), place) for place in places] == [0, 0, 0]
+    assert [options(operator="127.0.0.1:9000").operator_port_at(place) for place in places] == [9000, 9000, 9002]
+    assert [options().operator_port_at(place) for place in places] == [0, 0, 0]
 
 
 # --- trainers that close the pause barrier

@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.http.pause import (
     CancelBody,
     PauseBody,
-    PauseRefusal,
     RenewBody,
     RequestBody,
     ResumeBody,
@@ -22,6 +22,14 @@ from orchestrrl.rpc.plain_values import plain
 
 ANSWER_S = 30.0  # beyond what is waited for
 
+_METHODS: Mapping[type[RequestBody | None], str] = {
+    type(None): "GetPauseBarrier",
+    PauseBody: "PauseFleet",
+    RenewBody: "RenewPause",
+    ResumeBody: "ResumeFleet",
+    SetVersionBody: "SetPolicyVersion",
+    CancelBody: "CancelRequests",
+}
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.NOT_FOUND: 404,
@@ -38,7 +46,7 @@ class DaemonPause:
         self._target = target
 
     async def __call__(self, body: RequestBody | None) -> Mapping[str, Any]:
-        """The daemon's answer, as plain values. Raises Refusal."""
+        """The daemon's answer, as plain values. Raises HttpRefusal."""
         name, message, patience_s = _call(body)
         try:
             async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
@@ -47,46 +55,19 @@ class DaemonPause:
         except grpc.aio.AioRpcError as error:
             status = _STATUSES.get(error.code(), 503)
             where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
-            raise PauseRefusal(status, f"{where}{error.details()}") from error
+            raise HttpRefusal(f"{where}{error.details()}", status=status) from error
 
 
 def _call(body: RequestBody | None) -> tuple[str, Message, float]:
     """Method, request, and how long to wait for the answer."""
-    match body:
-        case None:
-            return "GetPauseBarrier", control_pb2.GetPauseBarrierRequest(), ANSWER_S
-        case PauseBody():
-            pause = control_pb2.PauseFleetRequest(
-                mode=PAUSE_MODE.to_pb(body.mode),
-                frozen=FROZEN.to_pb(body.frozen),
-                holder=body.holder,
-                lease_s=body.lease_s,
-                deadline_s=body.within_s,
-            )
-            return "PauseFleet", pause, body.within_s + ANSWER_S
-        case RenewBody():
-            return "RenewPause", control_pb2.RenewPauseRequest(lease_id=body.lease_id, lease_s=body.lease_s), ANSWER_S
-        case ResumeBody():
-            resume = control_pb2.ResumeFleetRequest(
-                lease_id=body.lease_id,
-                policy_version=body.policy_version,
-                weights_source=body.weights_source,
-                without_engine_ids=body.without_engines,
-                reason=body.reason,
-            )
-            return "ResumeFleet", resume, ANSWER_S
-        case SetVersionBody():
-            told = control_pb2.SetPolicyVersionRequest(
-                engine_ids=body.engines,
-                policy_version=body.policy_version,
-                reason=body.reason,
-                weights_source=body.weights_source,
-            )
-            return "SetPolicyVersion", told, ANSWER_S
-        case CancelBody():
-            cancel = control_pb2.CancelRequestsRequest(
-                request_ids=body.requests, group_ids=body.groups, reason=body.reason
-            )
-            return "CancelRequests", cancel, ANSWER_S
-        case other:
-            raise TypeError(f"no call is known for {other!r}")
+    name = _METHODS[type(body)]
+    fields = {} if body is None else body.model_dump(exclude_none=True)
+    patience_s = ANSWER_S
+    if isinstance(body, PauseBody):
+        fields |= {
+            "mode": PAUSE_MODE.to_pb(body.mode),
+            "frozen": FROZEN.to_pb(body.frozen),
+            "deadline_s": body.within_s,
+        }
+        patience_s += body.within_s
+    return name, getattr(control_pb2, f"{name}Request")(**fields), patience_s

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.field_types import InvalidRequest, raise_faults, shown, type_faults, with_types
+from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, raise_faults, shown, type_faults, with_types
 from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.versions import OnStale
@@ -23,18 +23,10 @@ MAX_LABEL_LENGTH = 256
 CHARACTERS_PER_TOKEN = 4
 
 # The gateway answers these itself, or sets them for each attempt.
-_OWN_FIELDS = frozenset(
-    {
-        "stream",
-        "stream_options",
-        "n",
-        "return_token_ids",
-        "request_id",
-        "return_policy_versions",
-        "max_version_lag",
-        "on_stale",
-        "group_enough",
-    }
+_OWN_FIELDS = name_set(
+    """
+    stream stream_options n return_token_ids request_id return_policy_versions max_version_lag on_stale group_enough
+    """
 )
 
 
@@ -70,10 +62,10 @@ def read_completion_request(
     max_version_lag: int | None = None,
     on_stale: OnStale = OnStale.ABORT,
 ) -> CompletionRequest:
-    """Raises InvalidRequest. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the
+    """Raises HttpRefusal. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the
     body does not set them."""
     if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, got {shown(body)}")
+        raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
     raise_faults([*_header_faults(request_id, group, tag), *_body_faults(endpoint, body, len(prompts))])
     body = with_types(endpoint, body)

@@ -7,13 +7,12 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Mapping
 
 from aiohttp import http_exceptions, web
 from aiohttp.web_protocol import RequestHandler
 
 from orchestrrl.core.errors import cut
-from orchestrrl.gateway.http.field_types import InvalidRequest
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
@@ -27,10 +26,8 @@ _QUOTED = re.compile(r"\s*:?\s*(?:bytearray\()?b['\"].*", re.DOTALL)
 _HEADER_NAME = re.compile(r"b['\"]([A-Za-z0-9-]+):")
 
 
-def error_answer(
-    message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> web.Response:
-    return web.json_response(error_body(message, status, param), status=status, headers=headers)
+def error_answer(message: str, status: int, param: str | None = None) -> web.Response:
+    return web.json_response(error_body(message, status, param), status=status)
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
@@ -86,24 +83,24 @@ async def expected(request: web.Request) -> None:
 
 
 async def read_body(request: web.Request, *, empty: bytes | None = None) -> bytes:
-    """Return the body, decompressed; `empty` replaces one that is left out. Raises InvalidRequest, and what aiohttp
+    """Return the body, decompressed; `empty` replaces one that is left out. Raises HttpRefusal, and what aiohttp
     raises for a body that is too large or breaks off."""
     if empty is None and not any(name in request.headers for name in ("Content-Length", "Transfer-Encoding")):
-        raise InvalidRequest("Content-Length: must be given, got nothing", "Content-Length", status=411)
+        raise HttpRefusal("Content-Length: must be given, got nothing", "Content-Length", status=411)
     data = await request.read()
     named = ",".join(request.headers.getall("Content-Encoding", []))
     codings = [coding for part in named.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
     if any(coding not in _CODINGS for coding in codings) or len(codings) > 2:
         wrong = f"Content-Encoding: must be gzip or deflate, or left out, got {cut(repr(named), 80)}"
         accepted = {"Accept-Encoding": "gzip, deflate"}
-        raise InvalidRequest(wrong, "Content-Encoding", status=415, headers=accepted)
+        raise HttpRefusal(wrong, "Content-Encoding", status=415, headers=accepted)
     for coding in reversed(codings):
         data = decompressed(data, coding)
     return data or empty or b""
 
 
 def decompressed(data: bytes, coding: str) -> bytes:
-    """Return the data without its coding. Raises InvalidRequest where it is not of that coding, ends early or grows too
+    """Return the data without its coding. Raises HttpRefusal where it is not of that coding, ends early or grows too
     large. Some clients omit the zlib frame of `deflate`."""
     try:
         return _decompressed(data, _CODINGS[coding])
@@ -114,7 +111,7 @@ def decompressed(data: bytes, coding: str) -> bytes:
             except zlib.error:
                 pass
         wrong = f"Content-Encoding: must be that of the body, got {coding!r}: {error}"
-        raise InvalidRequest(wrong, "Content-Encoding") from error
+        raise HttpRefusal(wrong, "Content-Encoding") from error
 
 
 def _decompressed(data: bytes, wbits: int) -> bytes:
@@ -124,11 +121,11 @@ def _decompressed(data: bytes, wbits: int) -> bytes:
         whole += stream.decompress(data, MOST_BODY_BYTES + 1 - len(whole))
         if len(whole) > MOST_BODY_BYTES:
             wrong = f"the body must have at most {MOST_BODY_BYTES} bytes when it is decompressed"
-            raise InvalidRequest(wrong, status=413)
+            raise HttpRefusal(wrong, status=413)
         if not stream.eof:
             raise zlib.error("it ends early")
         data = stream.unused_data  # gzip's next member
         if not data:
             return whole
     wrong = f"Content-Encoding: the body must have at most {MOST_MEMBERS} compressed members, got more"
-    raise InvalidRequest(wrong, "Content-Encoding")
+    raise HttpRefusal(wrong, "Content-Encoding")

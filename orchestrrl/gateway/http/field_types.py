@@ -22,7 +22,7 @@ _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = 60
 
 
-class InvalidRequest(ValueError):
+class HttpRefusal(ValueError):
     """The request is refused with `status`; `param` names the field or the header at fault."""
 
     def __init__(
@@ -34,16 +34,21 @@ class InvalidRequest(ValueError):
         self.headers = headers or {}  # of the answer
 
 
+def name_set(names: str) -> frozenset[str]:
+    """Return the names that spaces separate, as a set."""
+    return frozenset(names.split())
+
+
 def read_json(data: bytes) -> Any:
-    """Return the document. Raises InvalidRequest for what is none, or cannot be passed on."""
+    """Return the document. Raises HttpRefusal for what is none, or cannot be passed on."""
     try:
         text = data.decode(json.detect_encoding(data))
         value = json.loads(text)
     except RecursionError as error:
         wrong = f"the body is not JSON that can be read: it must be nested at most {MOST_DEPTH} deep"
-        raise InvalidRequest(wrong) from error
+        raise HttpRefusal(wrong) from error
     except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
+        raise HttpRefusal(f"the body is not JSON: {error}") from error
     raise_faults(_unfit(value, (), escapes="\\ud" in text or "\\uD" in text))
     return value
 
@@ -54,9 +59,9 @@ def shown(value: object) -> str:
 
 
 def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
-    """Raise InvalidRequest with all of these faults, each a path and what is wrong there, if there are any."""
+    """Raise HttpRefusal with all of these faults, each a path and what is wrong there, if there are any."""
     if found := list(islice(faults, MOST_FAULTS)):
-        raise InvalidRequest(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
+        raise HttpRefusal(few([f"{path}: {wrong}" for path, wrong in found]), found[0][0])
 
 
 def _unfit(value: Any, path: tuple[int | str, ...], *, escapes: bool) -> Iterator[tuple[str, str]]:
@@ -142,80 +147,41 @@ _TEXTS: _Type = ("a list of texts", _is_texts)
 _IDS: _Type = ("a list of token ids", _is_ids)
 _OBJECT: _Type = ("an object", _is_object)
 
+
+def _fields_of(kind: _Type, names: str) -> dict[str, _Type]:
+    return dict.fromkeys(names.split(), kind)
+
+
 _COMMON_TYPES: Mapping[str, _Type] = {
-    **dict.fromkeys(
-        (
-            "best_of",
-            "group_enough",
-            "max_completion_tokens",
-            "max_tokens",
-            "max_version_lag",
-            "min_tokens",
-            "n",
-            "priority",
-            "prompt_logprobs",
-            "routed_experts_prompt_start",
-            "seed",
-            "stream_interval",
-            "thinking_token_budget",
-            "top_k",
-            "top_logprobs",
-            "truncate_prompt_tokens",
-        ),
+    **_fields_of(
         _WHOLE,
+        """
+        best_of group_enough max_completion_tokens max_tokens max_version_lag min_tokens n priority prompt_logprobs
+        routed_experts_prompt_start seed stream_interval thinking_token_budget top_k top_logprobs
+        truncate_prompt_tokens
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "frequency_penalty",
-            "length_penalty",
-            "min_p",
-            "presence_penalty",
-            "repetition_penalty",
-            "temperature",
-            "top_p",
-        ),
-        _NUMBER,
+    **_fields_of(
+        _NUMBER, "frequency_penalty length_penalty min_p presence_penalty repetition_penalty temperature top_p"
     ),
-    **dict.fromkeys(
-        (
-            "add_generation_prompt",
-            "add_special_tokens",
-            "continue_final_message",
-            "echo",
-            "ignore_eos",
-            "include_reasoning",
-            "include_stop_str_in_output",
-            "parallel_tool_calls",
-            "return_policy_versions",
-            "return_prompt_text",
-            "return_token_ids",
-            "return_token_offsets",
-            "return_tokens_as_token_ids",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "stream",
-            "use_beam_search",
-            "watermarking",
-        ),
+    **_fields_of(
         _FLAG,
+        """
+        add_generation_prompt add_special_tokens continue_final_message echo ignore_eos include_reasoning
+        include_stop_str_in_output parallel_tool_calls return_policy_versions return_prompt_text return_token_ids
+        return_token_offsets return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stream
+        use_beam_search watermarking
+        """,
     ),
-    **dict.fromkeys(("cache_salt", "chat_template", "model", "request_id", "session_id", "suffix", "user"), _TEXT),
-    **dict.fromkeys(
-        (
-            "chat_template_kwargs",
-            "ec_transfer_params",
-            "kv_transfer_params",
-            "media_io_kwargs",
-            "mm_processor_kwargs",
-            "repetition_detection",
-            "response_format",
-            "stream_options",
-            "structured_outputs",
-            "vllm_xargs",
-        ),
+    **_fields_of(_TEXT, "cache_salt chat_template model request_id session_id suffix user"),
+    **_fields_of(
         _OBJECT,
+        """
+        chat_template_kwargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs
+        repetition_detection response_format stream_options structured_outputs vllm_xargs
+        """,
     ),
-    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), _IDS),
+    **_fields_of(_IDS, "allowed_token_ids logprob_token_ids stop_token_ids"),
     "bad_words": _TEXTS,
     "stop": ("text or a list of texts", lambda value: _is_text(value) or _is_texts(value)),
     "logit_bias": ("an object of numbers", _is_biases),

@@ -2,38 +2,20 @@
 
 from collections.abc import Iterable
 
+from orchestrrl.gateway.http.field_types import name_set
+
 # Of the client's connection alone (RFC 9110, 7.6.1).
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
+_HOP_BY_HOP = name_set(
+    """
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade
+    """
 )
 # The gateway sets these for each attempt, reads them itself, or they describe a body or an answer that it rewrites.
-_OWN = frozenset(
-    {
-        "accept",
-        "accept-charset",
-        "accept-encoding",
-        "expect",
-        "host",
-        "if-match",
-        "if-modified-since",
-        "if-none-match",
-        "if-range",
-        "if-unmodified-since",
-        "range",
-        "x-group-id",
-        "x-request-id",
-        "x-tag",
-    }
+_OWN = name_set(
+    """
+    accept accept-charset accept-encoding expect host if-match if-modified-since if-none-match if-range
+    if-unmodified-since range x-group-id x-request-id x-tag
+    """
 )
 KEPT_HERE = _HOP_BY_HOP | _OWN
 

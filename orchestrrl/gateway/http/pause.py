@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, faults_of
+from orchestrrl.core.errors import OrchestrRLError, faults_of
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.faults import error_answer, read_body
-from orchestrrl.gateway.http.field_types import InvalidRequest, read_json
+from orchestrrl.gateway.http.faults import read_body
+from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 from planner.model import EngineId, RequestId
 
 DEFAULT_LEASE_S = 60.0
@@ -25,7 +25,7 @@ _Version = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class RequestBody(BaseModel):
-    """The body of a POST."""
+    """The body of a POST. Fields have the names of the daemon's messages; an alias is the name in the body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -58,14 +58,14 @@ class ResumeBody(RequestBody):
     lease_id: str = ""
     policy_version: _Version | None = None
     weights_source: str = ""  # a folder with the weights that engines have now
-    without_engines: list[str] = Field(default_factory=list)
+    without_engine_ids: list[str] = Field(default_factory=list, alias="without_engines")
     reason: str = ""
 
 
 class SetVersionBody(RequestBody):
     """Of POST /orchestrrl/set-version."""
 
-    engines: Annotated[list[str], Field(min_length=1)]
+    engine_ids: Annotated[list[str], Field(min_length=1, alias="engines")]
     policy_version: _Version
     reason: str = ""
     weights_source: str = ""
@@ -74,20 +74,12 @@ class SetVersionBody(RequestBody):
 class CancelBody(RequestBody):
     """Of POST /orchestrrl/cancel."""
 
-    requests: list[str] = Field(default_factory=list)
-    groups: list[str] = Field(default_factory=list)
+    request_ids: list[str] = Field(default_factory=list, alias="requests")
+    group_ids: list[str] = Field(default_factory=list, alias="groups")
     reason: str = ""
 
 
-class PauseRefusal(Exception):
-    """What a pause barrier says no with."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-# The daemon's answer to one of these, as what is shown. Raises Refusal.
+# The daemon's answer to one of these, as plain values. Raises HttpRefusal.
 Daemon = Callable[[RequestBody | None], Awaitable[Mapping[str, Any]]]
 
 
@@ -103,7 +95,7 @@ class PauseEndpoints:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/orchestrrl/barrier", self._get),
+            web.get("/orchestrrl/barrier", self._handler(None, lambda _: self._shown())),
             web.post("/orchestrrl/pause", self._handler(PauseBody, self._pause)),
             web.post("/orchestrrl/renew", self._handler(RenewBody, self._renew)),
             web.post("/orchestrrl/resume", self._handler(ResumeBody, self._resume)),
@@ -111,38 +103,22 @@ class PauseEndpoints:
             web.post("/orchestrrl/cancel", self._handler(CancelBody, self._cancel)),
         ]
 
-    async def _get(self, request: web.Request) -> web.Response:
-        return await self._answer(None, self._shown)
-
     def _handler(
-        self, kind: type[RequestBody], act: Callable[[Any], Awaitable[Mapping[str, Any]]]
+        self, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            text = await read_body(request, empty=b"{}")
-            try:
-                asked = kind.model_validate(read_json(text))
-            except ValidationError as error:
-                faults = faults_of(error)
-                raise InvalidRequest("; ".join(faults), faults[0].partition(":")[0]) from error
-            return await self._answer(asked, lambda: act(asked))
-
-        return handle
-
-    async def _answer(self, body: RequestBody | None, act: Callable[[], Awaitable[Mapping[str, Any]]]) -> web.Response:
-        try:
+            body = None if kind is None else await _read(kind, request)
             if self._daemon is not None:
                 return web.json_response(self._with_urls(await self._daemon(body)))
             if not self._alone:
-                raise PauseRefusal(
-                    503, "other processes serve this port: give them a daemon, which can order all of them"
-                )
-            return web.json_response(await act())
-        except PauseRefusal as refusal:
-            return error_answer(str(refusal), refusal.status)
-        except ProblemFaults as faults:
-            return error_answer("; ".join(faults.faults), 400)
-        except OrchestrRLError as error:
-            return error_answer(str(error), 409)
+                wrong = "other processes serve this port: give them a daemon, which can order all of them"
+                raise HttpRefusal(wrong, status=503)
+            try:
+                return web.json_response(await act(body))
+            except OrchestrRLError as error:
+                raise HttpRefusal(str(error), status=409) from error
+
+        return handle
 
     def _with_urls(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
         """Where each engine is: whoever brings weights wants to know. A daemon leaves that to gateways."""
@@ -170,13 +146,13 @@ class PauseEndpoints:
         return await self._shown()
 
     async def _resume(self, body: ResumeBody) -> Mapping[str, Any]:
-        without = tuple(EngineId(engine) for engine in body.without_engines)
+        without = tuple(map(EngineId, body.without_engine_ids))
         items = await self._gateway.barrier.open(OpenBarrier(body.lease_id, body.policy_version, without))
         self._remember(body.policy_version, body.weights_source)
         return await self._shown(items)
 
     async def _set_version(self, body: SetVersionBody) -> Mapping[str, Any]:
-        await self._gateway.barrier.set_version(tuple(map(EngineId, body.engines)), body.policy_version)
+        await self._gateway.barrier.set_version(tuple(map(EngineId, body.engine_ids)), body.policy_version)
         self._remember(body.policy_version, body.weights_source)
         return await self._shown()
 
@@ -188,7 +164,7 @@ class PauseEndpoints:
         self._set_source = (newest, told or (known if newest == known_version else ""))
 
     async def _cancel(self, body: CancelBody) -> Mapping[str, Any]:
-        cancelled = self._gateway.cancel(map(RequestId, body.requests), body.groups, body.reason)
+        cancelled = self._gateway.cancel(map(RequestId, body.request_ids), body.group_ids, body.reason)
         return {"cancelled_ids": list(cancelled)}
 
     async def _shown(self, items: tuple[OperationItemResult, ...] = ()) -> Mapping[str, Any]:
@@ -219,3 +195,12 @@ class PauseEndpoints:
             ],
             "detail": barrier.opened_because if closed is None else "",
         }
+
+
+async def _read(kind: type[RequestBody], request: web.Request) -> RequestBody:
+    text = await read_body(request, empty=b"{}")
+    try:
+        return kind.model_validate(read_json(text))
+    except ValidationError as error:
+        faults = faults_of(error)
+        raise HttpRefusal("; ".join(faults), faults[0].partition(":")[0]) from error

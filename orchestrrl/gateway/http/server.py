@@ -33,11 +33,11 @@ from orchestrrl.gateway.http.faults import (
     log_refusal,
     read_body,
 )
-from orchestrrl.gateway.http.field_types import InvalidRequest, read_json
+from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 from orchestrrl.gateway.http.headers import end_to_end
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, error_body, event, response, usage_chunk
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
+from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
@@ -109,8 +109,8 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise
         failure = failure_of(f"{asked}: {refusal.reason}", refusal.status)
         headers = {name: value for name, value in refusal.headers.items() if name == "Allow"}
-    except InvalidRequest as fault:
-        failure, headers = failure_of(str(fault), fault.status, fault.param), fault.headers
+    except HttpRefusal as refusal:
+        failure, headers = failure_of(str(refusal), refusal.status, refusal.param), refusal.headers
     except (HttpProcessingError, web.RequestPayloadError) as error:
         torn = True  # where the next request would begin is not known
         failure = failure_of(f"the body does not match its head: {cut(' '.join(str(error).split()), 100)}", 400)
@@ -225,17 +225,14 @@ class GatewayServer:
 
     async def _usual(self, head: RequestHead, body: bytes, connection: HttpConnection) -> None:
         """A usual request, answered at its door."""
-        job = self._job(head, body)
-        if isinstance(job, RequestFailure):
-            _refuse(connection, job)
-            return
         try:
+            job = self._job(head, body)
             if job.request.streaming:
                 await _stream_at(connection, job)
                 return
             await job.run()
-        except DuplicateRequest as fault:
-            _refuse(connection, failure_of(str(fault), 409))
+        except HttpRefusal as refusal:
+            _refuse(connection, failure_of(str(refusal), refusal.status, refusal.param))
             return
         if job.failure is not None:
             _refuse(connection, job.failure)
@@ -248,8 +245,6 @@ class GatewayServer:
         body = await read_body(request)
         head = RequestHead(endpoint, request_id, group, tag, len(body), end_to_end(request.headers.items()))
         job = self._job(head, body)
-        if isinstance(job, RequestFailure):
-            return _refused(request, job)
         held = False
         try:
             async with job:
@@ -258,34 +253,29 @@ class GatewayServer:
                     return await self._stream(request, job)
                 await job.finished()
                 return _refused(request, job.failure) if job.failure is not None else web.json_response(_whole(job))
-        except DuplicateRequest as fault:
-            return _refused(request, failure_of(str(fault), 409))
         finally:
             # aiohttp may cancel this a second time while it tidies up: no record stays in the ledger for that.
             if held:
                 job.close()
 
-    def _job(self, head: RequestHead, text: bytes) -> RequestGroup | RequestFailure:
-        """Return the requests that the body asks for, or the refusal."""
+    def _job(self, head: RequestHead, text: bytes) -> RequestGroup:
+        """Return the requests that the body asks for. Raises HttpRefusal."""
         if self._draining:
-            return failure_of("the gateway is shutting down", 503)
-        try:
-            body = read_json(text)
-            name = head.request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
-            ask = read_completion_request(
-                head.endpoint,
-                body,
-                request_id=name or uuid.uuid4().hex,
-                group=head.group,
-                tag=head.tag,
-                default_model=self._gateway.default_model(),
-                now_s=self._gateway.clock.now_s(),
-                headers=head.headers,
-                max_version_lag=self._gateway.limits.max_version_lag,
-                on_stale=self._gateway.limits.on_stale,
-            )
-        except InvalidRequest as fault:
-            return failure_of(str(fault), fault.status, fault.param)
+            raise HttpRefusal("the gateway is shutting down", status=503)
+        body = read_json(text)
+        name = head.request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
+        ask = read_completion_request(
+            head.endpoint,
+            body,
+            request_id=name or uuid.uuid4().hex,
+            group=head.group,
+            tag=head.tag,
+            default_model=self._gateway.default_model(),
+            now_s=self._gateway.clock.now_s(),
+            headers=head.headers,
+            max_version_lag=self._gateway.limits.max_version_lag,
+            on_stale=self._gateway.limits.on_stale,
+        )
         return self._gateway.request_group(ask, _named(body, head.headers) if name else None)
 
     async def _stream(self, request: web.Request, job: RequestGroup) -> web.StreamResponse:
@@ -384,25 +374,25 @@ class GatewayServer:
         return result
 
     def _read_moves(self, body: Any) -> list[RequestMove]:
-        """Raises InvalidRequest. Without `from_engine_id`, a request moves from the engine that it is on."""
+        """Raises HttpRefusal. Without `from_engine_id`, a request moves from the engine that it is on."""
         items = body.get("moves") if isinstance(body, dict) else None
         if not isinstance(items, list):
-            raise InvalidRequest("moves: must be a list of moves")
+            raise HttpRefusal("moves: must be a list of moves")
         moves = []
         for index, item in enumerate(items):
             for name in ("request_id", "to_engine_id"):
                 if not isinstance(item, dict) or not isinstance(item.get(name), str):
                     got = shorten(item.get(name) if isinstance(item, dict) else item)
-                    raise InvalidRequest(f"moves[{index}].{name}: must be text, got {got}")
+                    raise HttpRefusal(f"moves[{index}].{name}: must be text, got {got}")
             if not isinstance(item.get("from_engine_id"), str | None):
                 got = shorten(item["from_engine_id"])
-                raise InvalidRequest(f"moves[{index}].from_engine_id: must be text, got {got}")
+                raise HttpRefusal(f"moves[{index}].from_engine_id: must be text, got {got}")
             record = self._gateway.ledger.get(RequestId(item["request_id"]))
             source = item.get("from_engine_id") or (record.engine if record is not None else None) or ""
             method = item.get("method", MoveMethod.RECOMPUTE)
             if method not in list(MoveMethod):
                 methods = ", ".join(MoveMethod)
-                raise InvalidRequest(f"moves[{index}].method: must be one of {methods}, got {method!r}")
+                raise HttpRefusal(f"moves[{index}].method: must be one of {methods}, got {method!r}")
             ids = RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])
             moves.append(RequestMove(*ids, method=MoveMethod(method)))
         return moves

@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.fleet.reports import FinishedRequest
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.ledger.versions import OnStale, PolicyVersions
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
@@ -267,8 +268,11 @@ def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         whole[name] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
 
 
-class DuplicateRequest(ValueError):
+class DuplicateRequest(HttpRefusal):
     """A request of this id is in flight already."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=409)
 
 
 class Ledger:

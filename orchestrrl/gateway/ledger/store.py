@@ -149,7 +149,10 @@ class LedgerStore:
 
     def start(self) -> None:
         """A disk that fails is tried again and again."""
-        self._open()
+        try:
+            self._open_for_requests()
+        except _FAILURES as error:
+            self._set_failing(str(error))
         self._writer.start()
 
     async def close(self) -> None:
@@ -345,12 +348,6 @@ class LedgerStore:
     def _opened(self) -> AnswerFile:
         self._open_for_requests()
         return AnswerFile(self.keep.path)
-
-    def _open(self) -> None:
-        try:
-            self._open_for_requests()
-        except _FAILURES as error:
-            self._set_failing(str(error))
 
     def _open_for_requests(self) -> None:
         if self._reader is None:

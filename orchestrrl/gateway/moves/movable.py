@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrrl.core.errors import cut, path_of
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.field_types import TYPED_FIELDS
+from orchestrrl.gateway.http.field_types import TYPED_FIELDS, name_set
 
 # OpenAI's default for completions, which vLLM follows. A chat answer may fill the engine's context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -64,18 +64,12 @@ _ASKS_FOR_MORE = "return_"  # the prefix of fields that request data in the answ
 
 # Fields that engines are known to read: those whose type is checked, and those that may be of any type. Every other may
 # tie an answer to the place where it began.
-_OF_ANY_TYPE = {
-    "metadata",
-    "mm_payload",
-    "on_stale",
-    "prompt",
-    "reasoning_effort",
-    "return_mm_kwargs",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "truncation_side",
-}
+_OF_ANY_TYPE = name_set(
+    """
+    metadata mm_payload on_stale prompt reasoning_effort return_mm_kwargs safety_identifier service_tier store
+    truncation_side
+    """
+)
 KNOWN_FIELDS = _LOOKED_AT | frozenset(_RELAYED) | TYPED_FIELDS | _OF_ANY_TYPE
 
 # Fields of an engine's answer that do not tie it to that engine: the last value holds for all of it, ...
@@ -84,29 +78,15 @@ PORTABLE_FIELDS = frozenset({"system_fingerprint", "service_tier", "matched_stop
 UNTIED_FIELDS = PORTABLE_FIELDS | {"metrics", "prompt_text"}
 
 # Of the chat endpoint only: the prompt's tokens already contain what they did, and logprobs are asked otherwise.
-_CHAT_ONLY = frozenset(
-    {
-        "messages",
-        "max_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "reasoning_effort",
-        "include_reasoning",
-        "add_generation_prompt",
-        "continue_final_message",
-        "documents",
-        "chat_template",
-        "chat_template_kwargs",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "return_prompt_text",
-    }
+_CHAT_ONLY = name_set(
+    """
+    messages max_completion_tokens logprobs top_logprobs tools tool_choice parallel_tool_calls reasoning_effort
+    include_reasoning add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
+    media_io_kwargs mm_processor_kwargs return_prompt_text
+    """
 )
 # The prompt has been cut and completed by the first engine; doing it again would change it.
-_PROMPT_SHAPING = frozenset({"prompt", "suffix", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"})
+_PROMPT_SHAPING = name_set("prompt suffix truncate_prompt_tokens truncation_side add_special_tokens")
 
 
 def immovable_because(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.completion_requests import read_completion_request
-from orchestrrl.gateway.http.field_types import InvalidRequest, read_json, type_faults, with_types
+from orchestrrl.gateway.http.field_types import HttpRefusal, read_json, type_faults, with_types
 from orchestrrl.gateway.ledger.pieces import digest_of
 from orchestrrl.gateway.moves.movable import KNOWN_FIELDS, continued
 
@@ -35,7 +35,7 @@ def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
     if fits(value):
         assert read_json(text) == value
     else:
-        with pytest.raises(InvalidRequest, match=r"must (be|have)") as raised:
+        with pytest.raises(HttpRefusal, match=r"must (be|have)") as raised:
             read_json(text)
         assert raised.value.param is not None
         raised.value.args[0].encode()  # the message is text, too
@@ -45,7 +45,7 @@ def test_what_can_be_sent_on_is_read_and_nothing_else(value: Any) -> None:
 def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     try:
         value = read_json(data)
-    except InvalidRequest:
+    except HttpRefusal:
         return
     assert fits(value)
 
@@ -58,7 +58,7 @@ def test_nesting_is_bounded(depth: int, kind: str) -> None:
     if depth <= 128:
         assert json.dumps(read_json(text))
     else:
-        with pytest.raises(InvalidRequest, match="128 deep"):
+        with pytest.raises(HttpRefusal, match="128 deep"):
             read_json(text)
 
 
@@ -69,7 +69,7 @@ def test_any_body_is_read_or_refused_by_name(endpoint: CompletionEndpoint, field
     try:
         body = read_json(json.dumps({**needed, **fields}).encode())
         ask = read_completion_request(endpoint, body, request_id="r", group="", tag="", default_model="m", now_s=0.0)
-    except InvalidRequest as fault:
+    except HttpRefusal as fault:
         refused_for = fault.param or "nothing"
     if refused_for:
         assert refused_for.partition(".")[0].partition("[")[0] in {*needed, *fields}

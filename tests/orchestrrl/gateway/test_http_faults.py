@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from orchestrrl.gateway.http.faults import MOST_BODY_BYTES, MOST_MEMBERS, decompressed
-from orchestrrl.gateway.http.field_types import InvalidRequest
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, request
 
 BODY = json.dumps(SANE).encode()
@@ -149,7 +149,7 @@ async def test_a_compressed_body_is_read(harness: HttpHarness, coding: str) -> N
 
 
 def test_a_body_that_grows_without_end_is_cut_off() -> None:
-    with pytest.raises(InvalidRequest) as raised:
+    with pytest.raises(HttpRefusal) as raised:
         decompressed(gzip.compress(b" " * (MOST_BODY_BYTES + 1)), "gzip")
     assert raised.value.status == 413
 
@@ -159,7 +159,7 @@ def test_a_body_of_many_members_is_refused(coding: str) -> None:
     """Each member costs a copy of all that follows it."""
     member = gzip.compress(b"") if coding == "gzip" else zlib.compress(b"")
     assert decompressed(member * MOST_MEMBERS, coding) == b""
-    with pytest.raises(InvalidRequest, match=r"Content-Encoding: .* at most 16 .*members") as raised:
+    with pytest.raises(HttpRefusal, match=r"Content-Encoding: .* at most 16 .*members") as raised:
         decompressed(member * (MOST_MEMBERS + 1), coding)
     assert (raised.value.status, raised.value.param) == (400, "Content-Encoding")
 

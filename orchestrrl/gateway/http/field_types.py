@@ -100,32 +100,20 @@ def is_whole(value: object) -> bool:
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+def _of(*kinds: type) -> Callable[[object], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _list_of(kind: type) -> Callable[[object], bool]:
+    return lambda value: type(value) is list and set(map(type, value)) <= {kind}
 
 
 def _is_flag(value: object) -> bool:
     return type(value) is bool or (type(value) is int and value in (0, 1))
 
 
-def _is_text(value: object) -> bool:
-    return type(value) is str
-
-
-def _is_texts(value: object) -> bool:
-    return type(value) is list and set(map(type, value)) <= {str}
-
-
-def _is_ids(value: object) -> bool:
-    return type(value) is list and set(map(type, value)) <= {int}
-
-
-def _is_object(value: object) -> bool:
-    return type(value) is dict
-
-
 def _is_biases(value: object) -> bool:
-    return type(value) is dict and all(_is_number(item) for item in value.values())
+    return type(value) is dict and set(map(type, value.values())) <= {int, float}
 
 
 def _is_messages(value: object) -> bool:
@@ -140,12 +128,13 @@ def _is_message(message: Mapping[str, Any]) -> bool:
 
 _Type = tuple[str, Callable[[object], bool]]
 _WHOLE: _Type = ("a whole number", is_whole)
-_NUMBER: _Type = ("a number", _is_number)
+_NUMBER: _Type = ("a number", _of(int, float))
 _FLAG: _Type = ("true or false", _is_flag)
-_TEXT: _Type = ("text", _is_text)
-_TEXTS: _Type = ("a list of texts", _is_texts)
-_IDS: _Type = ("a list of token ids", _is_ids)
-_OBJECT: _Type = ("an object", _is_object)
+_TEXT: _Type = ("text", _of(str))
+_TEXTS: _Type = ("a list of texts", _list_of(str))
+_IDS: _Type = ("a list of token ids", _list_of(int))
+_OBJECT: _Type = ("an object", _of(dict))
+_OBJECTS: _Type = ("a list of objects", _list_of(dict))
 
 
 def _fields_of(kind: _Type, names: str) -> dict[str, _Type]:
@@ -183,11 +172,11 @@ _COMMON_TYPES: Mapping[str, _Type] = {
     ),
     **_fields_of(_IDS, "allowed_token_ids logprob_token_ids stop_token_ids"),
     "bad_words": _TEXTS,
-    "stop": ("text or a list of texts", lambda value: _is_text(value) or _is_texts(value)),
+    "stop": ("text or a list of texts", lambda value: _TEXT[1](value) or _TEXTS[1](value)),
     "logit_bias": ("an object of numbers", _is_biases),
-    "tools": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
-    "documents": ("a list of objects", lambda value: type(value) is list and all(map(_is_object, value))),
-    "tool_choice": ("text or an object", lambda value: type(value) in (str, dict)),
+    "tools": _OBJECTS,
+    "documents": _OBJECTS,
+    "tool_choice": ("text or an object", _of(str, dict)),
 }
 _TYPES: Mapping[CompletionEndpoint, Mapping[str, _Type]] = {
     CompletionEndpoint.COMPLETIONS: {**_COMMON_TYPES, "logprobs": _WHOLE},

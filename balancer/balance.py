@@ -106,7 +106,7 @@ class BalanceDecision:
 
     @property
     def moves(self) -> tuple[RequestMove, ...]:
-        return tuple(RequestMove(move.request, move.source, move.destination) for move in self.balance.moves)
+        return self.balance.moves
 
     @property
     def load_index(self) -> Mapping[EngineId, float | None]:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
-from balancer.load_index_moves import Move
-from planner.model import EngineId, EngineView, RequestId, RequestState, RequestView
+from planner.model import EngineId, EngineView, RequestId, RequestMove, RequestState, RequestView
 
 
 def leave(
@@ -22,7 +21,7 @@ def leave(
     max_moves: int,
     avoid: Mapping[RequestId, Collection[EngineId]],
     excluded: Collection[RequestId] = frozenset(),
-) -> tuple[Move, ...]:
+) -> tuple[RequestMove, ...]:
     """Moves of movable requests on `leaving` engines to `willing` ones, at most `max_moves`.
 
     `requests` are all in flight: those that stay tell how full engines are. `avoid` names engines that have refused a
@@ -36,7 +35,7 @@ def leave(
         assert request.engine is not None
         target = targets.take(request, pools.get(request.engine, ""), avoid.get(request.id, ()))
         if target is not None:
-            moves.append(Move(request.id, request.engine, target, request.state))
+            moves.append(RequestMove(request.id, request.engine, target, state=request.state))
     return tuple(moves)
 
 

@@ -13,23 +13,13 @@ from math import inf, isinf
 
 from balancer.kv_headroom import KvHeadroom
 from balancer.load_index import BalanceProblem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
-from planner.model import EngineId, RequestId, RequestState
+from planner.model import EngineId, RequestId, RequestMove, RequestState
 
 WITHIN_THETA = "within_theta"
 NOBODY = -1
 
 NO_FEASIBLE_MOVE = "no_feasible_move"
 MAX_MOVES = "max_moves"
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One request to be moved, and the queue of the source that it stands in."""
-
-    request: RequestId
-    source: EngineId
-    destination: EngineId
-    state: RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +30,7 @@ class Balance:
     load_after: Mapping[EngineId, float | None]
     spread_before: float | None
     spread_after: float | None
-    moves: tuple[Move, ...]
+    moves: tuple[RequestMove, ...]
     stopped_because: str  # within_theta | no_feasible_move | max_moves
 
 
@@ -60,7 +50,7 @@ def decide(
     """
     fleet = _Fleet(problem, excluded, room)
     load_before, spread_before = fleet.load_indices(), fleet.spread
-    moves: list[Move] = []
+    moves: list[RequestMove] = []
     stopped_because = WITHIN_THETA
     while (spread := fleet.counted_spread) > problem.theta:
         if max_moves is not None and len(moves) >= max_moves:
@@ -353,7 +343,7 @@ class _Fleet:
             ]
         return source.departures
 
-    def carry_out(self, source: _Load, found: _Found) -> Move:
+    def carry_out(self, source: _Load, found: _Found) -> RequestMove:
         """Make the move, and put both workers where they then belong."""
         place, destination, left, arrived = found
         assert source.departures is not None
@@ -365,7 +355,7 @@ class _Fleet:
         self._become(destination, arrived)
         if not destination.set_aside:
             heappush(self._sources, (-destination.load_index, destination.position))
-        return Move(request, source.worker.id, destination.worker.id, state)
+        return RequestMove(request, source.worker.id, destination.worker.id, state=state)
 
     def _become(self, load: _Load, holding: _Holding) -> None:
         ascending, room = self._ascending, self._room

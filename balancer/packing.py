@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from balancer.kv_headroom import KvHeadroom
 from balancer.load_index import Worker
-from balancer.load_index_moves import MAX_MOVES, Move
-from planner.model import Configuration, EngineId, RequestId, RequestState, RequestView
+from balancer.load_index_moves import MAX_MOVES
+from planner.model import Configuration, EngineId, RequestId, RequestMove, RequestState, RequestView
 
 NO_GAIN = "no_gain"
 # Destinations that are looked at for each source: those that end first.
@@ -38,7 +38,7 @@ class Packing:
 
     ends_before_s: dict[EngineId, float]
     ends_after_s: dict[EngineId, float]
-    moves: tuple[Move, ...]
+    moves: tuple[RequestMove, ...]
     stopped_because: str  # no_gain | max_moves
 
     @property
@@ -79,7 +79,7 @@ def pack(
     loads = sorted((_Load(worker, configurations[worker.id], inputs) for worker in workers), key=_by_end)
     ends_s = {load.id: load.end_s for load in loads}
     before = {worker.id: ends_s[worker.id] for worker in workers}
-    moves: list[Move] = []
+    moves: list[RequestMove] = []
     set_aside: set[EngineId] = set()
     while len(moves) < max_moves and len(set_aside) < SOURCES:
         source = next((load for load in reversed(loads) if load.id not in set_aside), None)
@@ -95,7 +95,7 @@ def pack(
         if room is not None:
             room.moved(request.id, source.id, destination.id)
         loads.sort(key=_by_end)
-        moves.append(Move(request.id, source.id, destination.id, request.state))
+        moves.append(RequestMove(request.id, source.id, destination.id, state=request.state))
     after = before | {load.id: load.end_s for load in loads}
     return Packing(before, after, tuple(moves), MAX_MOVES if len(moves) >= max_moves else NO_GAIN)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import median
 
 from balancer.load_index import BalanceProblem, Worker
-from balancer.load_index_moves import Balance, Move, decide
+from balancer.load_index_moves import Balance, decide
 from balancer.packing import Packing
 from planner.model import (
     Configuration,
@@ -14,6 +14,7 @@ from planner.model import (
     EngineView,
     Hold,
     RequestId,
+    RequestMove,
     RequestState,
     RequestView,
     StepTimeEstimates,
@@ -100,14 +101,14 @@ def packed(problem: BalanceProblem, packing: Packing) -> Balance:
     )
 
 
-def _carried_out(problem: BalanceProblem, moves: Sequence[Move]) -> BalanceProblem:
+def _carried_out(problem: BalanceProblem, moves: Sequence[RequestMove]) -> BalanceProblem:
     """The fleet after the moves: who arrives runs where a seat and KV are free, and waits where not."""
     workers = {worker.id: worker for worker in problem.workers}
     for move in moves:
-        source = workers[move.source]
+        source = workers[move.from_engine]
         (request,) = (request for request in source.running + source.waiting if request.id == move.request)
-        workers[move.source] = _without(source, request, move.state)
-        workers[move.destination] = _with(workers[move.destination], request)
+        workers[move.from_engine] = _without(source, request, move.state)
+        workers[move.to_engine] = _with(workers[move.to_engine], request)
     return replace(problem, workers=tuple(workers[worker.id] for worker in problem.workers))
 
 

@@ -284,7 +284,9 @@ class MoveMethod(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """`hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
+    """The order to continue a request on another engine.
+
+    `hold_s`: for so long the gateway keeps the request for a destination that is not in its routes yet. An empty
     `from_engine`: the gateway holds it, and it goes from there.
 
     `method` is the cheaper one, by what is believed of costs; the gateway falls back to recompute where KV cannot be
@@ -299,6 +301,7 @@ class RequestMove:
     predicted_s: float = 0.0  # until the request goes on, its next decode step not counted
     other_s: float = 0.0  # the same by the other method
     fixed_s: float = 0.0  # the part of predicted_s that no size of the context changes
+    state: RequestState = RequestState.RUNNING  # the queue of the source that the request stands in
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class ControlPlane:
             "detail": verdict.detail,
             "spread_before": balance.spread_before,
             "spread_after": balance.spread_after,
-            "moves": [{"request": m.request, "from": m.source, "to": m.destination} for m in balance.moves],
+            "moves": [{"request": m.request, "from": m.from_engine, "to": m.to_engine} for m in balance.moves],
             "inputs_age_s": decision.inputs_age_s,
             "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
         }

@@ -185,7 +185,7 @@ class MembershipChanges:
     def _moves(
         self, snapshot: Snapshot, leaving: Iterable[EngineId], resting: Iterable[RequestId], most: int
     ) -> tuple[RequestMove, ...]:
-        moves = leave(
+        return leave(
             snapshot.requests,
             frozenset(leaving),
             snapshot.engines,
@@ -194,7 +194,6 @@ class MembershipChanges:
             avoid={request: rest.refused_by for request, rest in self._rests.items()},
             excluded=frozenset(resting),
         )
-        return tuple(RequestMove(move.request, move.source, move.destination) for move in moves)
 
     def _accepts_requests(self, engine: EngineView) -> bool:
         """Of one without an agent only its gateways know whether it is well."""

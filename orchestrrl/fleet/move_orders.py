@@ -50,7 +50,7 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
         raise Permanent(f"engine {to_engine} is draining: `orchestrrl engines drain {to_engine} --undo` first")
     if engines[to_engine].outdated:
         raise Permanent(f"engine {to_engine} has not the fleet's weights: see `orchestrrl barrier`")
-    return RequestMove(request, found.engine, to_engine)
+    return RequestMove(request, found.engine, to_engine, state=found.state)
 
 
 async def run_moves(

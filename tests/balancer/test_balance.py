@@ -37,16 +37,16 @@ def code(snapshot: Snapshot, situation: BalanceSituation = ACT, settings: FastSe
 
 def test_congestion_moves_waiting_requests_first() -> None:
     decision = decide_balance(crowded(), SETTINGS, ACT)
-    assert (decision.verdict.code, len(decision.moves)) == ("spread", 4)
+    assert (decision.verdict.code, len(decision.balance.moves)) == ("spread", 4)
     assert {m.state for m in decision.balance.moves} == {RequestState.WAITING}
-    assert all((m.from_engine, m.to_engine) == ("e0", "e1") for m in decision.moves)
+    assert all((m.from_engine, m.to_engine) == ("e0", "e1") for m in decision.balance.moves)
     assert decision.load_index["e1"] == 0.0
 
 
 def test_advice_names_the_moves_and_holds() -> None:
     decision = decide_balance(crowded(), SETTINGS, BalanceSituation(Mode.ADVISE))
     assert decision.verdict.code == "advise_only"
-    assert len(decision.moves) == 4
+    assert len(decision.balance.moves) == 4
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_why_it_holds(situation: BalanceSituation, settings: FastSettings, expec
 
 def test_moves_a_tick_are_limited() -> None:
     decision = decide_balance(crowded(), FastSettings(theta=0.0001, max_moves_per_tick=2), ACT)
-    assert (len(decision.moves), decision.balance.stopped_because) == (2, "max_moves")
+    assert (len(decision.balance.moves), decision.balance.stopped_because) == (2, "max_moves")
 
 
 def test_what_may_not_move_and_what_has_moved_enough_stays() -> None:
     def moved(decision: BalanceDecision) -> set[str]:
-        return {move.request for move in decision.moves}
+        return {move.request for move in decision.balance.moves}
 
     snapshot = crowded()
     fixed = {"r4": {"movable": False}, "r5": {"moves": SETTINGS.max_moves_per_request}}
@@ -169,7 +169,7 @@ def test_an_engine_with_old_news_is_left_out_and_the_others_go_on() -> None:
     state.fold_gateway(gateway_report(*held, sequence=2), 99.0)
     decision = decide_balance(state.snapshot(100.0), SETTINGS, ACT)
     assert decision.verdict.code == "spread"
-    assert {move.to_engine for move in decision.moves} == {"e1"}
+    assert {move.to_engine for move in decision.balance.moves} == {"e1"}
     assert "e2" not in decision.load_index
     assert decision.inputs_age_s == pytest.approx(1.0)
     assert code(state.snapshot(107.0)) == "stale_telemetry"

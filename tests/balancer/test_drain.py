@@ -67,8 +67,8 @@ def test_who_may_leaves_once_and_only_to_who_takes(
     assert len({move.request for move in moves}) == len(moves)
     for move in moves:
         assert move.request in may
-        assert (move.source, move.state) == (by_id[move.request].engine, by_id[move.request].state)
-        assert move.destination in targets
+        assert (move.from_engine, move.state) == (by_id[move.request].engine, by_id[move.request].state)
+        assert move.to_engine in targets
     states = [move.state is RequestState.RUNNING for move in moves]
     assert states == sorted(states), "who waits moves for nothing, and first"
 
@@ -83,15 +83,15 @@ def test_nobody_is_sent_to_where_is_no_room_while_there_is_some(
     tokens = {view.id: view.context_tokens for view in requests}
     for move in leave(requests, named(["a"]), engines, willing=willing, max_moves=99, avoid={}):
         fits = [id for id in free if free[id] >= tokens[move.request]]
-        assert move.destination in fits or not fits
-        free[move.destination] -= tokens[move.request]
+        assert move.to_engine in fits or not fits
+        free[move.to_engine] -= tokens[move.request]
 
 
 def test_requests_spread_by_the_share_of_slots_taken() -> None:
     engines = [engine("a"), engine("b", 8), engine("c", 4), engine("d", 4)]
     requests = [request(f"r{n:02d}", "a") for n in range(14)] + [request("x", "d"), request("y", "d")]
     moves = leave(requests, named(["a"]), engines, willing=named(["b", "c", "d"]), max_moves=99, avoid={})
-    assert Counter(move.destination for move in moves) == {"b": 8, "c": 4, "d": 2}
+    assert Counter(move.to_engine for move in moves) == {"b": 8, "c": 4, "d": 2}
 
 
 def test_the_own_pool_comes_first_and_who_refused_comes_last() -> None:
@@ -106,7 +106,7 @@ def test_the_own_pool_comes_first_and_who_refused_comes_last() -> None:
             max_moves=9,
             avoid={RequestId("r"): named(refused)},
         )
-        return move.destination
+        return move.to_engine
 
     assert goes() == "c"
     assert goes("c") == "b", "rather another pool than no room"
@@ -128,7 +128,7 @@ def test_a_context_that_just_fits_has_room_and_so_it_has_where_none_is_known(
 ) -> None:
     engines = [engine("a"), replace(engine("b"), **changes), engine("c")]  # type: ignore[arg-type]
     (move,) = leave([request("r", "a")], named(["a"]), engines, willing=named(["b", "c"]), max_moves=9, avoid={})
-    assert move.destination == goes
+    assert move.to_engine == goes
 
 
 def test_nobody_takes() -> None:

@@ -33,7 +33,7 @@ def worker(
 
 
 def moves_of(balance: Balance) -> list[tuple[str, str, str, str]]:
-    return [(move.request, move.source, move.destination, move.state) for move in balance.moves]
+    return [(move.request, move.from_engine, move.to_engine, move.state) for move in balance.moves]
 
 
 def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
@@ -151,7 +151,7 @@ def test_waiting_leaves_before_running_and_short_before_long_and_ids_break_ties(
     crowded = worker("a", {"run": 1}, {"long": 90, "y": 20, "x": 20}, free=0, slots=1)
     balance = decided(crowded, worker("b", slots=64), worker("c", slots=64), worker("d", slots=64))
     assert [move.request for move in balance.moves] == ["x", "y", "long", "run"]
-    assert [move.destination for move in balance.moves] == ["b", "c", "d", "b"]
+    assert [move.to_engine for move in balance.moves] == ["b", "c", "d", "b"]
 
 
 def test_a_request_goes_only_where_its_context_fits() -> None:
@@ -163,7 +163,7 @@ def test_a_request_goes_only_where_its_context_fits() -> None:
 def test_a_destination_keeps_its_concurrency_or_covers_all_that_it_has() -> None:
     crowded = worker("a", {"r1": 400}, {f"w{i}": 400 for i in range(6)}, free=0, slots=1)
     # b: 2 running of 100 and 700 free, cap 9. With 400 more: 3 running, 300 free of a mean of 200, cap 4 of 3 requests.
-    assert decided(crowded, worker("b", {"x": 100, "y": 100}, free=700)).moves[0].destination == "b"
+    assert decided(crowded, worker("b", {"x": 100, "y": 100}, free=700)).moves[0].to_engine == "b"
     # With 3 waiting of 100 besides, 6 requests: cap 2 + 7 before, 3 + 300 // 150 = 5 after. Too few.
     queue = {"p": 100, "q": 100, "s": 100}
     assert decided(crowded, worker("b", {"x": 100, "y": 100}, queue, free=700)).moves == ()
@@ -205,13 +205,13 @@ def test_nothing_is_moved_onto_a_stalled_worker() -> None:
     assert decided(*stalled).moves == ()
     assert decided(*stalled).spread_after is None
     # Nor onto one that has just been emptied, though its index is then 0.
-    assert {move.destination for move in decided(*stalled, worker("c", {"r": 9})).moves} == {"c"}
+    assert {move.to_engine for move in decided(*stalled, worker("c", {"r": 9})).moves} == {"c"}
 
 
 def test_an_idle_worker_that_decodes_nothing_is_not_stalled() -> None:
     crowded = worker("a", {"r1": 10}, {"r2": 10, "r3": 10}, free=0, slots=1)
     balance = decided(crowded, worker("b", rate=0.0))
-    assert [move.destination for move in balance.moves] == ["b", "b", "b"]
+    assert [move.to_engine for move in balance.moves] == ["b", "b", "b"]
     assert balance.spread_after is not None
 
 
@@ -233,7 +233,7 @@ def test_a_worker_whose_requests_cannot_move_is_set_aside_for_the_next() -> None
     crowded = worker("b", {"r1": 10}, {"r2": 10}, free=0, slots=1)
     # To b's gain comes that c is the least congested by far: the spread falls from below.
     balance = decided(stuck, crowded, worker("c", free=20, rate=50.0))
-    assert [(move.request, move.destination) for move in balance.moves] == [("r2", "c")]
+    assert [(move.request, move.to_engine) for move in balance.moves] == [("r2", "c")]
 
 
 def test_a_moved_running_request_gives_its_kv_back_and_takes_it_at_the_destination() -> None:

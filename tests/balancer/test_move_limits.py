@@ -89,7 +89,7 @@ def test_old_moves_are_forgotten() -> None:
 def test_so_many_at_a_time(seed: int, policy: FastPolicy, to_engine: int, in_all: int) -> None:
     settings = eager(policy, max_moves_to_engine=to_engine, max_moves_per_tick=in_all)
     moves = decided(DecodingFleet(seed, crowded=True), settings).balance.moves
-    coming = Counter(move.destination for move in moves if move.state is RequestState.RUNNING)
+    coming = Counter(move.to_engine for move in moves if move.state is RequestState.RUNNING)
     assert len(moves) <= in_all
     assert max(coming.values(), default=0) <= to_engine
 
@@ -105,10 +105,10 @@ def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
     held = {engine: len(one.running) + len(one.waiting) for engine, one in fleet.decoders.items()}
     snapshot = fleet.snapshot(1.0)
     for move in decide_balance(snapshot, eager(policy), fleet.situation(snapshot)).balance.moves:
-        alone = held[move.source] == 1 and held[move.destination] == 0
+        alone = held[move.from_engine] == 1 and held[move.to_engine] == 0
         assert not (alone and move.state is RequestState.RUNNING)
-        held[move.source] -= 1
-        held[move.destination] += 1
+        held[move.from_engine] -= 1
+        held[move.to_engine] += 1
 
 
 def test_but_it_leaves_an_engine_that_stalls() -> None:

@@ -46,7 +46,7 @@ def went(fleet: DecodingFleet, policy: FastPolicy, late: int) -> Went:
         now_s += 1.0
         snapshot = fleet.snapshot(now_s)
         decision = decide_balance(snapshot, settings(policy), fleet.situation(snapshot))
-        left = [(move, one) for move in decision.moves if (one := fleet.take_out(move)) is not None]
+        left = [(move, one) for move in decision.balance.moves if (one := fleet.take_out(move)) is not None]
         fleet.iterate(late if left else 0)
         states = {move.request: move.state for move in decision.balance.moves}
         for move, one in left:

@@ -155,11 +155,11 @@ def test_moves_are_of_what_is_there_and_within_limits(fleet: list[PackingEngine]
     assert len(result.moves) <= max_moves
     assert len({move.request for move in result.moves}) == len(result.moves)
     for move in result.moves:
-        request = held[move.request, move.source]  # it stands where the move says
+        request = held[move.request, move.from_engine]  # it stands where the move says
         assert request.movable
         assert request.state is move.state
-        assert move.destination != move.source
-        assert move.destination in {engine.id for engine in fleet}
+        assert move.to_engine != move.from_engine
+        assert move.to_engine in {engine.id for engine in fleet}
     assert (result.stopped_because == MAX_MOVES) == (len(result.moves) == max_moves)
 
 
@@ -178,9 +178,9 @@ def test_a_move_gains_and_goes_to_an_engine_that_ends_earlier_by_the_tolerance(
 ) -> None:
     result = packing(*fleet, max_moves=1, tolerance=tolerance)
     for move in result.moves:
-        source_s, destination_s = (result.ends_before_s[end] for end in (move.source, move.destination))
+        source_s, destination_s = (result.ends_before_s[end] for end in (move.from_engine, move.to_engine))
         assert destination_s < source_s * (1 - tolerance)
-        after_s = max(result.ends_after_s[end] for end in (move.source, move.destination))
+        after_s = max(result.ends_after_s[end] for end in (move.from_engine, move.to_engine))
         assert after_s <= source_s * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)
 
 
@@ -205,7 +205,7 @@ def carried_out(fleet: list[PackingEngine], result: Packing) -> list[PackingEngi
     """Who moves is prefilled and runs, or waits where there is no room: the engine's free KV says which."""
     engines = {engine.id: engine for engine in fleet}
     for move in result.moves:
-        source, destination = engines[move.source], engines[move.destination]
+        source, destination = engines[move.from_engine], engines[move.to_engine]
         (request,) = (request for request in source.requests if request.id == move.request)
         freed = request.context_tokens if request.state is RequestState.RUNNING else 0
         waits = any(other.state is RequestState.WAITING for other in destination.requests)
@@ -244,12 +244,12 @@ def test_an_engine_that_ends_hardly_earlier_takes_nothing(more: float, moves: bo
 def test_each_move_is_from_who_ends_last_by_then_to_who_ends_first() -> None:
     fleet = [alike("e0", 16, 4000), alike("e1", 14, 4000), alike("e2", 2, 4000)]
     moves = packing(*fleet, max_moves=6, tolerance=0.0).moves
-    assert {move.source for move in moves} == {"e0", "e1"}
+    assert {move.from_engine for move in moves} == {"e0", "e1"}
     for place, move in enumerate(moves):
         so_far = packing(*fleet, max_moves=place, tolerance=0.0)
         assert so_far.moves == moves[:place]
-        assert so_far.ends_after_s[move.source] == so_far.makespan_after_s
-        assert so_far.ends_after_s[move.destination] == min(so_far.ends_after_s.values())
+        assert so_far.ends_after_s[move.from_engine] == so_far.makespan_after_s
+        assert so_far.ends_after_s[move.to_engine] == min(so_far.ends_after_s.values())
 
 
 def test_the_longest_ends_up_with_little_beside_it() -> None:
@@ -281,7 +281,7 @@ def test_so_many_engines_are_looked_at_in_vain(stuck: int, moves: bool) -> None:
 def test_a_slow_engine_is_relieved() -> None:
     slow = replace(alike("e0", 8, 2_000), slowdown=3.0)
     result = packing(slow, alike("e1", 8, 2_000))
-    assert {(move.source, move.destination) for move in result.moves} == {("e0", "e1")}
+    assert {(move.from_engine, move.to_engine) for move in result.moves} == {("e0", "e1")}
 
 
 def test_a_prefill_that_costs_more_than_it_gains_is_not_done() -> None:
@@ -326,8 +326,8 @@ class TestGroups:
     def test_a_sample_goes_to_where_others_of_its_prompt_are(self) -> None:
         (apart,) = pack(self.fleet(), max_moves=1, tolerance=TOLERANCE).moves
         (joined,) = pack(self.fleet(), max_moves=1, tolerance=TOLERANCE, together=True).moves
-        assert (apart.request, apart.destination) == ("e0-00", "e1")
-        assert (joined.request, joined.destination) == ("e0-07", "e2")
+        assert (apart.request, apart.to_engine) == ("e0-00", "e1")
+        assert (joined.request, joined.to_engine) == ("e0-07", "e2")
 
     def test_samples_that_are_together_are_not_the_first_to_leave(self) -> None:
         first, *others = self.fleet()
@@ -360,8 +360,8 @@ class TestGroups:
         ]
         result = pack(grouped, max_moves=1, tolerance=TOLERANCE, together=True)
         for move in result.moves:
-            after_s = max(result.ends_after_s[end] for end in (move.source, move.destination))
-            assert after_s <= result.ends_before_s[move.source] * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)
+            after_s = max(result.ends_after_s[end] for end in (move.from_engine, move.to_engine))
+            assert after_s <= result.ends_before_s[move.from_engine] * (1 - MIN_GAIN_SHARE) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("fixed_s", "moves"), [(0.0, True), (5.0, True), (60.0, False)])
@@ -388,9 +388,9 @@ def test_a_running_request_moves_only_where_that_is_worth_what_it_stands_still_f
 def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[PackingEngine], fixed_s: float) -> None:
     """Against the same moves without it: an engine ends later by it at most once, and only where running ones came."""
     chosen = pack(fleet, max_moves=5, tolerance=TOLERANCE, move_fixed_s=fixed_s)
-    states = {move.destination: set[RequestState]() for move in chosen.moves}
+    states = {move.to_engine: set[RequestState]() for move in chosen.moves}
     for move in chosen.moves:
-        states[move.destination].add(move.state)
+        states[move.to_engine].add(move.state)
     bare = _carried_out_s(fleet, chosen)
     for name, end_s in chosen.ends_after_s.items():
         late_s = end_s - bare[name]
@@ -405,6 +405,6 @@ def _carried_out_s(fleet: list[PackingEngine], chosen: Packing) -> dict[EngineId
     loads = {each.id: _Load(each.worker, each.own, inputs) for each in fleet}
     by_id = {request.id: request.view for each in fleet for request in each.requests}
     for move in chosen.moves:
-        loads[move.source].lose(by_id[move.request])
-        loads[move.destination].gain(by_id[move.request])
+        loads[move.from_engine].lose(by_id[move.request])
+        loads[move.to_engine].gain(by_id[move.request])
     return {name: load.end_s for name, load in loads.items()}

@@ -46,7 +46,7 @@ def _json(result: "Balance") -> dict[str, Any]:
         "spread_before": result.spread_before,
         "spread_after": result.spread_after,
         "migrations": [
-            {"request": move.request, "from": move.source, "to": move.destination, "state": move.state.value}
+            {"request": move.request, "from": move.from_engine, "to": move.to_engine, "state": move.state.value}
             for move in result.moves
         ],
         "stopped_because": result.stopped_because,
@@ -54,8 +54,8 @@ def _json(result: "Balance") -> dict[str, Any]:
 
 
 def _view(result: "Balance") -> View:
-    leaving = Counter(move.source for move in result.moves)
-    arriving = Counter(move.destination for move in result.moves)
+    leaving = Counter(move.from_engine for move in result.moves)
+    arriving = Counter(move.to_engine for move in result.moves)
     columns: Columns = {
         "worker": str,
         "before": lambda worker: _shown(result.load_before[worker]),
@@ -76,7 +76,7 @@ def _shown(index: float | None) -> str:
 
 MOVE_COLUMNS: Columns = {
     "request": "request",
-    "from": "source",
-    "to": "destination",
+    "from": "from_engine",
+    "to": "to_engine",
     "state": lambda move: move.state.value,
 }

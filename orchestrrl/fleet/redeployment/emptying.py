@@ -123,7 +123,9 @@ class Emptying:
         look.load[self._headed(request)] -= 1
         look.load[destination] += 1
         self._given[request.id] = destination
-        return RequestMove(request.id, request.engine, destination, self._hold_s.get(destination, 0.0))
+        return RequestMove(
+            request.id, request.engine, destination, self._hold_s.get(destination, 0.0), state=request.state
+        )
 
     def _headed(self, request: RequestView) -> EngineId:
         there = request.engine or EngineId("")

@@ -79,7 +79,7 @@ _BALANCE = Codec(
         load_after=LOCAL,
         moves=Via(
             to_pb=lambda move: pb.BalanceMove(
-                request_id=move.request, from_engine_id=move.source, to_engine_id=move.destination, state=move.state
+                request_id=move.request, from_engine_id=move.from_engine, to_engine_id=move.to_engine, state=move.state
             )
         ),
     ),
@@ -90,7 +90,7 @@ _BALANCE = Codec(
 _MOVED = Codec(
     MovedRequest,
     pb.EndedMove,
-    move=Flat(method="ordered_method", hold_s=LOCAL, other_s=LOCAL, fixed_s=LOCAL),
+    move=Flat(method="ordered_method", hold_s=LOCAL, other_s=LOCAL, fixed_s=LOCAL, state=LOCAL),
     item=Flat(id=LOCAL, done=LOCAL, detail=LOCAL, duration_s="actual_s", predicted_s=LOCAL),
 )
 

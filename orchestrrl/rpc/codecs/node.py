@@ -41,7 +41,9 @@ OPERATION = Codec(
             expected="expected_engine_ids",
         ),
         move_requests=Codec(
-            MoveRequests, pb.MoveRequests, moves=Codec(RequestMove, pb.RequestMove, method=_METHOD, fixed_s=LOCAL)
+            MoveRequests,
+            pb.MoveRequests,
+            moves=Codec(RequestMove, pb.RequestMove, method=_METHOD, fixed_s=LOCAL, state=LOCAL),
         ),
         pause_engine=Codec(PauseEngine, pb.PauseEngine),
         resume_engine=Codec(ResumeEngine, pb.ResumeEngine),

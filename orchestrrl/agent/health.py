@@ -1,11 +1,10 @@
 """What a scrape means: the engine's health in words, and its decode rate. Pure; scraping is watch.py."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineReading
-from orchestrrl.fleet.reports import EngineSample
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from planner.model import EngineHealth
 
 # The widest that the daemon takes.
@@ -34,27 +33,31 @@ class HealthLimits:
             raise ValueError(f"rate_window_s must be > 0, got {self.rate_window_s}")
 
 
-def judge(answer: EngineMetrics | BaseException | None, waited_s: float, limits: HealthLimits) -> EngineReading:
-    """The engine's health after `waited_s`. `answer` None: nothing yet; an exception: what the scrape raised."""
+def judge(
+    answer: EngineSample | BaseException | None, waited_s: float, limits: HealthLimits
+) -> tuple[EngineHealth, str]:
+    """Return the engine's health after `waited_s`, and the reason for it.
+
+    `answer` None: nothing yet; an exception: what the scrape raised.
+    """
     if answer is None:
         gone = waited_s >= limits.gone_after_s
         limit_s = limits.gone_after_s if gone else limits.slow_after_s
         detail = f"no answer for {waited_s:.3g} s, limit {limit_s:.3g} s"
-        return EngineReading(EngineHealth.GONE if gone else EngineHealth.SLOW, detail, None, waited_s)
+        return EngineHealth.GONE if gone else EngineHealth.SLOW, detail
     if isinstance(answer, BaseException):
         gone = isinstance(answer, OrchestrRLError) and not isinstance(answer, Permanent)
         words = str(answer) if isinstance(answer, OrchestrRLError) else f"unreadable answer: {answer!r}"
-        return EngineReading(EngineHealth.GONE if gone else EngineHealth.NONSENSE, cut(words), None, waited_s)
+        return EngineHealth.GONE if gone else EngineHealth.NONSENSE, cut(words)
     faults = metric_faults(answer)
     if faults:
-        return EngineReading(EngineHealth.NONSENSE, "; ".join(faults), None, waited_s)
+        return EngineHealth.NONSENSE, "; ".join(faults)
     if waited_s > limits.slow_after_s:
-        detail = f"answered after {waited_s:.3g} s, limit {limits.slow_after_s:.3g} s"
-        return EngineReading(EngineHealth.SLOW, detail, answer, waited_s)
-    return EngineReading(EngineHealth.OK, "", answer, waited_s)
+        return EngineHealth.SLOW, f"answered after {waited_s:.3g} s, limit {limits.slow_after_s:.3g} s"
+    return EngineHealth.OK, ""
 
 
-def metric_faults(metrics: EngineMetrics) -> list[str]:
+def metric_faults(metrics: EngineSample) -> list[str]:
     """What cannot be true of any engine, one sentence each."""
     faults = []
     for name in ("running", "waiting"):
@@ -91,35 +94,33 @@ class EngineTrack:
     points: tuple[tuple[float, int], ...] = ()
     last_total: int = 0  # generation_tokens_total of the last reading; 0 after a break
 
-    def restarted(self, metrics: EngineMetrics) -> bool:
+    def restarted(self, metrics: EngineSample) -> bool:
         """A counter that went back: another process answers now."""
         return metrics.generation_tokens_total < self.last_total
 
 
 def fold(
-    track: EngineTrack, reading: EngineReading, sampled_s: float, limits: HealthLimits
+    track: EngineTrack, sample: EngineSample | None, limits: HealthLimits
 ) -> tuple[EngineTrack, EngineSample | None]:
-    """The sample that a reading taken at `sampled_s` amounts to, and the track for the next one.
+    """Add the decode rate to a sample, and return it with the track for the next one. None: it could not be read.
 
     The decode rate is the mean over the last `rate_window_s` of scrapes in which the engine was decoding (over the
     last two where scrapes are rarer). It is unknown at the first scrape, after a counter reset, while nothing runs, and
     while no token has come in less than a window: the first ones may still be in prefill. 0 is a stalled engine.
     """
-    metrics = reading.metrics
-    if metrics is None:
+    if sample is None:
         return EngineTrack(), None
-    points = () if track.restarted(metrics) else track.points
-    if metrics.running == 0:
+    points = () if track.restarted(sample) else track.points
+    if sample.running == 0:
         points = ()
     else:
-        points = _within_window((*points, (sampled_s, metrics.generation_tokens_total)), limits.rate_window_s)
-    sample = EngineSample(
-        **asdict(replace(metrics, kv_usage_fraction=min(1.0, metrics.kv_usage_fraction))),
-        sampled_s=sampled_s,
+        points = _within_window((*points, (sample.sampled_s, sample.generation_tokens_total)), limits.rate_window_s)
+    sample = replace(
+        sample,
+        kv_usage_fraction=min(1.0, sample.kv_usage_fraction),
         decode_tokens_per_s=_rate(points, limits.rate_window_s),
-        scrape_s=reading.scrape_s,
     )
-    return EngineTrack(points, metrics.generation_tokens_total), sample
+    return EngineTrack(points, sample.generation_tokens_total), sample
 
 
 def _within_window(points: tuple[tuple[float, int], ...], window_s: float) -> tuple[tuple[float, int], ...]:

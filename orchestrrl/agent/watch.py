@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.engines.base import Engine, EngineCapabilities, EngineMetrics, EngineReading
-from orchestrrl.fleet.reports import EngineReport, EngineSample
+from orchestrrl.engines.base import Engine, EngineCapabilities, EngineSample
+from orchestrrl.fleet.reports import EngineReport
 from planner.model import EngineHealth, EngineId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -75,20 +76,30 @@ class EngineWatch:
         finally:
             await stop(scrape)
         answer, now_s = self._answer(scrape), self._clock.now_s()
-        if answer is None:
-            await self._conclude(judge(None, self._silent_for_s(now_s), self._limits), started_s)
-        else:
+        waited_s = self._silent_for_s(now_s) if answer is None else now_s - started_s
+        if answer is not None:
             self._silent_since_s = None
-            await self._conclude(judge(answer, now_s - started_s, self._limits), started_s)
+        health, detail = judge(answer, waited_s, self._limits)
+        reading = None
+        if isinstance(answer, EngineSample) and health is not EngineHealth.NONSENSE:
+            # The time of a sample is when it was asked for: it is never older than it says.
+            reading = replace(answer, sampled_s=started_s, scrape_s=waited_s)
+        if reading is None or self._track.restarted(reading):
+            await self._forget_capabilities()
+        self._track, sample = fold(self._track, reading, self._limits)
+        if sample is not None and self._capabilities is None and self._finding is None:
+            self._finding = asyncio.create_task(self._find_capabilities())
+        self._server = "" if sample is None else sample.server
+        self._report(health, detail, sample)
 
-    async def _be_patient(self, scrape: asyncio.Task[EngineMetrics], started_s: float) -> None:
+    async def _be_patient(self, scrape: asyncio.Task[EngineSample], started_s: float) -> None:
         """Wait for the answer up to `gone_after_s`; while the engine has been silent for too long, also since earlier
         scrapes, say so at each interval."""
         end_s = started_s + self._limits.gone_after_s
         while not scrape.done() and (now_s := self._clock.now_s()) < end_s:
             late_s = self._silent_for_s(now_s) - self._limits.slow_after_s
             if late_s >= 0:
-                self._report(judge(None, self._silent_for_s(now_s), self._limits), None)
+                self._report(*judge(None, self._silent_for_s(now_s), self._limits), None)
             await self._wait(scrape, min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s))
 
     def _silent_for_s(self, now_s: float) -> float:
@@ -112,29 +123,19 @@ class EngineWatch:
             logger.error("%s: defect in reading an answer", self._engine_id, exc_info=error)
         return error
 
-    async def _conclude(self, reading: EngineReading, started_s: float) -> None:
-        # The time of a sample is when it was asked for: it is never older than it says.
-        if reading.metrics is None or self._track.restarted(reading.metrics):
-            await self._forget_capabilities()
-        self._track, sample = fold(self._track, reading, started_s, self._limits)
-        if sample is not None and self._capabilities is None and self._finding is None:
-            self._finding = asyncio.create_task(self._find_capabilities())
-        self._server = "" if reading.metrics is None else reading.metrics.server
-        self._report(reading, sample)
-
-    def _report(self, reading: EngineReading, sample: EngineSample | None) -> None:
-        if reading.health is not self._health:
-            level = logging.INFO if reading.health is EngineHealth.OK else logging.WARNING
-            logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, reading.health, reading.detail)
-            self._health = reading.health
+    def _report(self, health: EngineHealth, detail: str, sample: EngineSample | None) -> None:
+        if health is not self._health:
+            level = logging.INFO if health is EngineHealth.OK else logging.WARNING
+            logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, health, detail)
+            self._health = health
         self._publish(
             EngineReport(
                 self._agent,
                 0,
                 self._engine_id,
                 self._engine.url,
-                reading.health,
-                reading.detail,
+                health,
+                detail,
                 sample,
                 self._capabilities,
                 server=self._server,

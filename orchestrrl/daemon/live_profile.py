@@ -28,9 +28,10 @@ from orchestrrl.daemon.profile_refit import (
     same_batch,
     steady_batch,
 )
+from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.move_orders import fixed_parts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
-from orchestrrl.fleet.reports import EngineReport, EngineSample
+from orchestrrl.fleet.reports import EngineReport
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
 from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost, MoveEstimate

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchestrrl.fleet.reports import EngineSample
+from orchestrrl.engines.base import EngineSample
 from planner.cost.fit import CurveFit, FitError, StepSample, StepTimePrior, TimedSample, refit_curve, refit_step
 from planner.cost.profile import (
     Curve,

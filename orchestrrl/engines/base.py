@@ -15,7 +15,6 @@ from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.core.plug_points import PlugPoint
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
-from planner.model import EngineHealth
 
 
 class CompletionEndpoint(StrEnum):
@@ -47,9 +46,9 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMetrics:
+class EngineSample:
     """One reading of an engine's metrics. Totals are counters since the engine's start; prompt tokens that were loaded
-    do not count as such."""
+    do not count as such. The agent that takes it adds the times and the rate (agent/health.py)."""
 
     running: int
     waiting: int
@@ -60,6 +59,9 @@ class EngineMetrics:
     preemptions_total: int
     loaded_tokens_total: int | None = None  # prompt tokens whose KV came from elsewhere; None: it does not say
     server: str = ""  # identifies the server's process among those of all hosts; empty: nothing does
+    sampled_s: float = 0.0  # when it was asked for, by the agent's clock
+    scrape_s: float = 0.0  # that the answer took
+    decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Engine(Protocol):
 
     async def capabilities(self) -> EngineCapabilities: ...
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> EngineSample:
         """Raises Retryable when the engine cannot be reached, Permanent when it answers something else than metrics."""
         ...
 
@@ -156,16 +158,6 @@ class Engine(Protocol):
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
     async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReading:
-    """What a scrape of an engine came to: its health, and its metrics where they could be read."""
-
-    health: EngineHealth
-    detail: str
-    metrics: EngineMetrics | None
-    scrape_s: float
 
 
 @dataclass(frozen=True, slots=True)

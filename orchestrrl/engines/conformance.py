@@ -30,7 +30,7 @@ from orchestrrl.engines.base import (
     CompletionEndpoint,
     Engine,
     EngineCapabilities,
-    EngineMetrics,
+    EngineSample,
     GenerationRequest,
     RequestRefused,
     TokenLogprob,
@@ -120,7 +120,7 @@ class EngineUnderTest:
         async for chunk in self.engine.generate(request):
             run.chunks.append(chunk)
 
-    async def until(self, condition: Callable[[EngineMetrics], bool]) -> EngineMetrics:
+    async def until(self, condition: Callable[[EngineSample], bool]) -> EngineSample:
         """Poll the metrics until they are as wanted. An engine may be too busy to answer for a while."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -136,7 +136,7 @@ class EngineUnderTest:
             while not all(len(run.token_ids) >= tokens for run in runs):
                 await asyncio.sleep(POLL_S)
 
-    async def until_idle(self) -> EngineMetrics:
+    async def until_idle(self) -> EngineSample:
         return await self.until(lambda m: m.running == 0 and m.waiting == 0 and m.kv_usage_fraction == 0)
 
     async def fill(self, tokens: int = LONG_TOKENS) -> tuple[list[ConformanceRequest], list[ConformanceRequest]]:

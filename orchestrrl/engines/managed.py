@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, connect
+from orchestrrl.engines.base import EngineCapabilities, EngineSample, connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ManagedEngine(Protocol):
 
     async def capabilities(self) -> EngineCapabilities: ...
 
-    async def metrics(self) -> EngineMetrics: ...
+    async def metrics(self) -> EngineSample: ...
 
     async def healthy(self) -> bool: ...
 

@@ -24,7 +24,7 @@ from orchestrrl.engines.base import (
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,
-    EngineMetrics,
+    EngineSample,
     GenerationRequest,
     RequestRefused,
 )
@@ -126,7 +126,7 @@ class VllmEngine:
             serving=replace(info.serving, model=model),
         )
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> EngineSample:
         page = await self._management.metrics_page()
         with self._calls.reading("/metrics"):
             return parse_metrics(page)
@@ -362,7 +362,7 @@ class VllmEngine:
             return [{**model, "id": str(model["id"])} for model in answer["data"]]
 
 
-def parse_metrics(text: str) -> EngineMetrics:
+def parse_metrics(text: str) -> EngineSample:
     """vLLM's `/metrics`, summed over the engines of one server (data parallelism), with the mean of their KV usage.
 
     Raises ValueError or KeyError for a page that lacks any of them, or has what is no count.
@@ -382,7 +382,7 @@ def parse_metrics(text: str) -> EngineMetrics:
                 capacity_tokens = max(capacity_tokens, told_tokens)
             elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
                 loaded_tokens = (loaded_tokens or 0) + int(sample.value)
-    return EngineMetrics(
+    return EngineSample(
         running=int(sum(values[RUNNING])),
         waiting=int(sum(values[WAITING])),
         kv_usage_fraction=sum(values[KV_USAGE]) / len(values[KV_USAGE]),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.engines.base import EngineMetrics, LoadedWeights
+from orchestrrl.engines.base import EngineSample, LoadedWeights
 from orchestrrl.engines.vllm_calls import VllmCalls
 from orchestrrl.engines.vllm_info import StartedSettings
 from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, VllmManagement
@@ -61,7 +61,7 @@ class VllmWeights:
         self,
         calls: VllmCalls,
         management: VllmManagement,
-        metrics: Callable[[], Awaitable[EngineMetrics]],
+        metrics: Callable[[], Awaitable[EngineSample]],
         model: Callable[[], Awaitable[str]],
     ) -> None:
         self._calls = calls

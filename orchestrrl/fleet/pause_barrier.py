@@ -26,10 +26,11 @@ from orchestrrl.core.operations import (
     OperationResult,
     PauseMode,
 )
+from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.pause_lease import LEASE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
 from orchestrrl.fleet.pause_operation import FleetPause
 from orchestrrl.fleet.pause_orders import AGAIN_S, Order, PauseOrders, rested, why
-from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, EngineSample
+from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)

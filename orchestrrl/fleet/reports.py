@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestView
 
 
@@ -16,15 +16,6 @@ class SendTimes:
     sent_s: float = 0.0  # by the sender's clock
     ack_sent_s: float = 0.0  # of the latest acknowledgement that the sender had, by the daemon's clock
     ack_received_s: float = 0.0  # when that arrived, by the sender's clock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSample(EngineMetrics):
-    """One scrape of one engine, with the decode rate that follows from the scrapes before it."""
-
-    sampled_s: float  # by the agent's clock
-    decode_tokens_per_s: float | None = None  # None: first scrape, a counter went back, nothing was to be decoded
-    scrape_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

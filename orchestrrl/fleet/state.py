@@ -15,14 +15,13 @@ from orchestrrl.core.addresses import server_address
 from orchestrrl.core.errors import LimitReached, shorten
 from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import OperationResult
-from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.fleet.reporters import Reporters
 from orchestrrl.fleet.reports import (
     BarrierReport,
     EngineFailovers,
     EngineReport,
-    EngineSample,
     FailoverCounts,
     FinishedRequest,
     GatewayReport,

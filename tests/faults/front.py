@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from orchestrrl.engines.base import EngineMetrics
+from orchestrrl.engines.base import EngineSample
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
 from orchestrrl.lab.testbed.engines import LocalEngine, start_simulated
@@ -179,14 +179,14 @@ class Front:
         assert sorted(item["id"] for item in ended) == sorted(wanted)
         return sorted(ended, key=lambda item: wanted.index(item["id"]))
 
-    async def metrics(self, engine: int) -> EngineMetrics:
+    async def metrics(self, engine: int) -> EngineSample:
         """The engine's own word."""
         return await _metrics(self.engines[engine].url)
 
-    async def idle(self, engine: int) -> EngineMetrics:
+    async def idle(self, engine: int) -> EngineSample:
         """The engine's metrics, once it has no request and no KV of any."""
 
-        async def freed() -> EngineMetrics | None:
+        async def freed() -> EngineSample | None:
             now = await self.metrics(engine)
             return now if now.running == now.waiting == 0 and now.kv_usage_fraction == 0 else None
 
@@ -218,7 +218,7 @@ class Front:
         os.killpg(self.engines[engine].pid, signal.SIGCONT)
 
 
-async def _metrics(url: str) -> EngineMetrics:
+async def _metrics(url: str) -> EngineSample:
     client = SimulatedEngine(url)
     try:
         return await client.metrics()

@@ -1,14 +1,8 @@
 """Short ways to say what agents and gateways report."""
 
 from orchestrrl.core.nodes import NodeHello, NodeKind
-from orchestrrl.fleet.reports import (
-    BarrierReport,
-    EngineFailovers,
-    EngineReport,
-    EngineSample,
-    FinishedRequest,
-    GatewayReport,
-)
+from orchestrrl.engines.base import EngineSample
+from orchestrrl.fleet.reports import BarrierReport, EngineFailovers, EngineReport, FinishedRequest, GatewayReport
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestState, RequestView
 
 GATEWAY = NodeId("gw")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Chunk, EngineCapabilities, EngineMetrics, GenerationRequest
+from orchestrrl.engines.base import Chunk, EngineCapabilities, EngineSample, GenerationRequest
 
 
 @dataclass
 class FakeEngine:
     clock: Clock
     url: str = "http://127.0.0.1:8000"
-    current: EngineMetrics = field(default_factory=lambda: EngineMetrics(2, 0, 0.1, 1000, 0, 0, 0))
+    current: EngineSample = field(default_factory=lambda: EngineSample(2, 0, 0.1, 1000, 0, 0, 0))
     offers: EngineCapabilities = field(default_factory=lambda: EngineCapabilities("fake", "1", ("m",), pause=True))
     error: Exception | None = None
     capabilities_error: Exception | None = None
@@ -22,7 +22,7 @@ class FakeEngine:
     calls: list[str] = field(default_factory=list)
     closed: bool = False
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> EngineSample:
         await self.clock.sleep(self.answer_s)
         if self.error:
             raise self.error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from orchestrrl.lab.sim.scenario import EngineConfiguration, GenerationScenario
@@ -181,10 +181,10 @@ class VirtualEngine:
             self.running_at.append((now_s, running))
         return made
 
-    def reading(self) -> EngineMetrics:
+    def reading(self) -> EngineSample:
         scheduler = self.scheduler
         capacity_tokens = scheduler.shape.blocks * scheduler.shape.block_tokens
-        return EngineMetrics(
+        return EngineSample(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             kv_usage_fraction=scheduler.kv_used_tokens / capacity_tokens,
@@ -226,7 +226,7 @@ class VirtualManaged:
     async def capabilities(self) -> EngineCapabilities:
         return self._engine().features
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> EngineSample:
         return self._engine().reading()
 
     async def healthy(self) -> bool:

@@ -6,7 +6,7 @@ Everything between them is what ships, built by the function that builds the dae
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -347,9 +347,9 @@ class World:
             engine = self.engines.get(engine_id)
             if engine is None and engine_id not in self._crashed:
                 continue
-            answer = engine.reading() if engine else Retryable("connection refused", 1.0)
-            reading = judge(answer, 0.0, self._limits)
-            agent.track, sample = fold(agent.track, reading, now_s, self._limits)
+            reading = replace(engine.reading(), sampled_s=now_s) if engine else None
+            health, detail = judge(reading or Retryable("connection refused", 1.0), 0.0, self._limits)
+            agent.track, sample = fold(agent.track, reading, self._limits)
             told = engine is None or engine.capabilities_sent
             if engine is not None:
                 engine.capabilities_sent = True
@@ -360,8 +360,8 @@ class World:
                     self._sequence,
                     engine_id,
                     _url(engine_id),
-                    reading.health,
-                    reading.detail,
+                    health,
+                    detail,
                     sample,
                     None if told or engine is None else engine.features,
                 ),

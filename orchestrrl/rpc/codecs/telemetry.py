@@ -3,14 +3,13 @@ message holds."""
 
 from orchestrrl.core.errors import cut
 from orchestrrl.core.nodes import GatewayEngine
-from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.fleet.reports import (
     BarrierPhase,
     BarrierReport,
     EngineFailovers,
     EngineReport,
-    EngineSample,
     FinishedRequest,
     GatewayReport,
     ReportAck,

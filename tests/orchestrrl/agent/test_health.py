@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge, metric_faults
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics, EngineReading
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.vllm import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
 from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
 from orchestrrl.fleet.reports import EngineReport
@@ -20,7 +20,7 @@ from orchestrrl.rpc.ranges import checking
 from planner.model import EngineHealth, EngineId, NodeId
 
 LIMITS = HealthLimits(slow_after_s=1.0, gone_after_s=5.0, rate_window_s=1.0)
-METRICS = EngineMetrics(
+METRICS = EngineSample(
     running=3,
     waiting=1,
     kv_usage_fraction=0.5,
@@ -52,11 +52,9 @@ METRICS = EngineMetrics(
     ],
 )
 def test_each_answer_has_its_health_and_words(
-    answer: EngineMetrics | BaseException | None, waited_s: float, health: EngineHealth, detail: str
+    answer: EngineSample | BaseException | None, waited_s: float, health: EngineHealth, detail: str
 ) -> None:
-    reading = judge(answer, waited_s, LIMITS)
-    assert (reading.health, reading.detail, reading.scrape_s) == (health, detail, waited_s)
-    assert (reading.metrics is not None) == (health in (EngineHealth.OK, EngineHealth.SLOW) and answer is not None)
+    assert judge(answer, waited_s, LIMITS) == (health, detail)
 
 
 def test_limits_check_themselves() -> None:
@@ -111,8 +109,8 @@ def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
         at_s += gap_s
         total = total + tokens if tokens >= 0 else 0
         history.append((at_s, total, running, readable))
-        metrics = replace(METRICS, running=running, generation_tokens_total=total) if readable else None
-        track, sample = fold(track, EngineReading(EngineHealth.OK, "", metrics, 0.01), at_s, limits)
+        scraped = replace(METRICS, running=running, generation_tokens_total=total, sampled_s=at_s) if readable else None
+        track, sample = fold(track, scraped, limits)
         if sample is None:
             assert not readable
             assert track == EngineTrack()
@@ -130,11 +128,12 @@ def test_the_decode_rate_is_the_mean_over_an_unbroken_window(
     st.integers(-(2**70), 2**70),
 )
 def test_what_passes_fits_on_the_wire(running: int, tokens: int, usage: float, capacity: int) -> None:
-    metrics = EngineMetrics(running, 0, usage, capacity, tokens, tokens, 0)
-    reading = judge(metrics, 0.1, LIMITS)
-    assert (reading.health is EngineHealth.OK) == (not metric_faults(metrics))
-    _, sample = fold(EngineTrack(), reading, 1.0, LIMITS)
-    if sample is not None:
+    metrics = EngineSample(running, 0, usage, capacity, tokens, tokens, 0)
+    health, _ = judge(metrics, 0.1, LIMITS)
+    assert (health is EngineHealth.OK) == (not metric_faults(metrics))
+    if health is EngineHealth.OK:
+        _, sample = fold(EngineTrack(), metrics, LIMITS)
+        assert sample is not None
         assert 0 <= sample.kv_usage_fraction <= 1
         assert SAMPLE.from_pb(SAMPLE.to_pb(sample)) == sample
 
@@ -149,14 +148,14 @@ async def test_a_page_with_an_impossible_number_is_nonsense_with_its_name(name: 
     page = "".join(f'{each}{{engine="0"}} {number}\n' for each, number in values.items())
     with pytest.raises(NOT_OF_VLLM) as caught:
         parse_metrics(page)
-    reading = judge(caught.value, 0.1, LIMITS)
-    assert reading.health is EngineHealth.NONSENSE
-    assert f"{name}: must be a finite number >= 0, got {what}" in reading.detail
+    health, detail = judge(caught.value, 0.1, LIMITS)
+    assert health is EngineHealth.NONSENSE
+    assert f"{name}: must be a finite number >= 0, got {what}" in detail
 
 
 @given(
     st.builds(
-        EngineMetrics,
+        EngineSample,
         running=st.integers(-1, 2**33),
         waiting=st.integers(0, 2**33),
         kv_usage_fraction=st.sampled_from([0.0, 0.5, 1.0, 1.0005, 1.002, math.nan, math.inf, -0.0]),
@@ -169,14 +168,14 @@ async def test_a_page_with_an_impossible_number_is_nonsense_with_its_name(name: 
     st.integers(0, 2**64),
 )
 def test_the_daemon_takes_whatever_the_agent_makes_of_an_engine(
-    metrics: EngineMetrics, waited_s: float, earlier: int
+    metrics: EngineSample, waited_s: float, earlier: int
 ) -> None:
-    reading = judge(metrics, waited_s, LIMITS)
+    health, detail = judge(metrics, waited_s, LIMITS)
+    readable = health is not EngineHealth.NONSENSE
+    reading = replace(metrics, sampled_s=1000.0 + waited_s, scrape_s=waited_s) if readable else None
     track = EngineTrack(((999.0, min(earlier, metrics.generation_tokens_total)),))
-    _, sample = fold(track, reading, 1000.0 + waited_s, LIMITS)
-    report = EngineReport(
-        NodeId("a"), 1, EngineId("e0"), "http://e0", reading.health, reading.detail or "\ud800" * 9999, sample
-    )
+    _, sample = fold(track, reading, LIMITS)
+    report = EngineReport(NodeId("a"), 1, EngineId("e0"), "http://e0", health, detail or "\ud800" * 9999, sample)
     for _ in checking(ENGINE_REPORT.to_pb(report), LimitSettings()):
         pass
 

@@ -12,7 +12,7 @@ from orchestrrl.agent.health import HealthLimits
 from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.fleet.reports import EngineReport
 from planner.model import EngineHealth, EngineId, NodeId
 
@@ -170,7 +170,7 @@ async def test_nonsense_is_called_so(scene: Scene, error: Exception) -> None:
     assert scene.last.health is EngineHealth.NONSENSE
     assert scene.last.sample is None
     scene.engine.error = None
-    scene.engine.current = EngineMetrics(-1, 0, 0.0, 0, 0, 0, 0)
+    scene.engine.current = EngineSample(-1, 0, 0.0, 0, 0, 0, 0)
     await scene.pass_time(0.5)
     assert (scene.last.health, scene.last.health_detail) == (EngineHealth.NONSENSE, "running cannot be -1")
 

@@ -16,9 +16,8 @@ from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import LiveProfile
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
 from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, ObservedBatch, batch_between, steady_batch
-from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.serving import ServingFacts
-from orchestrrl.fleet.reports import EngineSample
 from planner.cost.profile import EngineProfile
 from planner.model import EngineHealth, EngineId, FastPolicy
 

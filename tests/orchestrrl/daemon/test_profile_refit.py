@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, ProfileRefitter, batch_between
-from orchestrrl.fleet.reports import EngineSample
+from orchestrrl.engines.base import EngineSample
 from planner.cost.profile import (
     Curve,
     EngineProfile,

@@ -13,10 +13,10 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import build_daemon
-from orchestrrl.engines.base import EngineCapabilities
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.fleet.reports import EngineReport, EngineSample
+from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 from orchestrrl.rpc.codecs.control import balance_to_pb, status_to_pb
 from orchestrrl.rpc.pb import control_pb2

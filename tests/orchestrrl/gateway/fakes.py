@@ -13,7 +13,7 @@ from orchestrrl.engines.base import (
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,
-    EngineMetrics,
+    EngineSample,
     GenerationRequest,
     RequestRefused,
     TokenLogprob,
@@ -236,8 +236,8 @@ class FakeEngine:
             max_sequences=self.max_sequences,
         )
 
-    async def metrics(self) -> EngineMetrics:
-        return EngineMetrics(len(self.attempts), 0, 0.0, 0, 0, 0, 0)
+    async def metrics(self) -> EngineSample:
+        return EngineSample(len(self.attempts), 0, 0.0, 0, 0, 0, 0)
 
     async def healthy(self) -> bool:
         return not self.dead

@@ -11,7 +11,7 @@ from orchestrrl.core.errors import Retryable
 from orchestrrl.core.operations import (
     OperationItemResult,
 )
-from orchestrrl.engines.base import EngineMetrics
+from orchestrrl.engines.base import EngineSample
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.moves.kv_handover import KvLoadCount
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -35,8 +35,8 @@ class Loading:
             engine.metrics = self._metrics_of(name)  # type: ignore[method-assign]
 
     def _metrics_of(self, name: str) -> Any:
-        async def metrics() -> EngineMetrics:
-            return EngineMetrics(0, 0, 0.0, 0, 0, 0, 0, self.tokens[name])
+        async def metrics() -> EngineSample:
+            return EngineSample(0, 0, 0.0, 0, 0, 0, 0, self.tokens[name])
 
         return metrics
 
@@ -288,7 +288,7 @@ async def test_a_load_that_is_counted_late_is_not_taken_from_the_next() -> None:
 async def test_an_engine_whose_metrics_cannot_be_read_says_nothing() -> None:
     w, loading = handing_world()
 
-    async def metrics() -> EngineMetrics:
+    async def metrics() -> EngineSample:
         raise Retryable("busy", 1.0)
 
     async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=MAX_TOKENS)) as job:

@@ -9,7 +9,7 @@ from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import (
     EngineRoute,
 )
-from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
+from orchestrrl.engines.base import CompletionEndpoint, EngineSample
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.relay import RelayLimits
@@ -28,8 +28,8 @@ class Line:
         self.server = server
         self.closed = False
 
-    async def metrics(self) -> EngineMetrics:
-        return replace(EngineMetrics(0, 0, 0.0, 0, 0, 0, 0), server=self.server)
+    async def metrics(self) -> EngineSample:
+        return replace(EngineSample(0, 0, 0.0, 0, 0, 0, 0), server=self.server)
 
     async def is_paused(self) -> bool:
         return False

@@ -17,7 +17,7 @@ from orchestrrl.core.operations import (
     OpenBarrier,
     PauseMode,
 )
-from orchestrrl.engines.base import CompletionEndpoint, EngineMetrics
+from orchestrrl.engines.base import CompletionEndpoint, EngineSample
 from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
@@ -229,9 +229,9 @@ async def test_an_engine_that_computes_is_given_time() -> None:
     there = world(1, stall_s=10.0)
     engine = there.engines["e0"]
     engine.hangs = True
-    computed = EngineMetrics(1, 0, 0.0, 0, 0, 0, 0)
+    computed = EngineSample(1, 0, 0.0, 0, 0, 0, 0)
 
-    async def metrics() -> EngineMetrics:
+    async def metrics() -> EngineSample:
         return computed
 
     engine.metrics = metrics  # type: ignore[method-assign]

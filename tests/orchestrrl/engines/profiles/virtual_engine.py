@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineMetrics, GenerationRequest
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineSample, GenerationRequest
 from orchestrrl.lab.simulated_engine.requests import ServedModel, read_completion_request
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
@@ -44,8 +44,8 @@ class VirtualEngine:
     async def capabilities(self) -> EngineCapabilities:
         return self._capabilities
 
-    async def metrics(self) -> EngineMetrics:
-        return EngineMetrics(
+    async def metrics(self) -> EngineSample:
+        return EngineSample(
             running=self.runtime.running,
             waiting=self.runtime.waiting,
             kv_usage_fraction=self.runtime.kv_usage_fraction,

@@ -27,7 +27,7 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
-from orchestrrl.engines.base import EngineCapabilities, EngineMetrics
+from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
@@ -215,10 +215,10 @@ class Client:
         offers = {"sleep": machines.can_sleep, "scale_elastic_ep": machines.can_scale}
         return EngineCapabilities("fake", "1", ("fake",), **offers)
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> EngineSample:
         engine = await self._engine("metrics")
         capacity_tokens = engine.capacity_tokens or 1000 * len(engine.spec.gpus)
-        return EngineMetrics(self._running(self._id), 0, 0.0, capacity_tokens, 0, 0, 0)
+        return EngineSample(self._running(self._id), 0, 0.0, capacity_tokens, 0, 0, 0)
 
     async def healthy(self) -> bool:
         await self._engine("healthy")

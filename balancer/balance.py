@@ -1,18 +1,18 @@
-"""The decision of one tick of the fast loop: snapshot -> problem -> moves -> verdict. Pure.
+"""The decision of one tick of the fast loop: snapshot -> workers -> moves -> verdict. Pure.
 
-`balance_problem` states what the balancer sees; `decide_balance`, which moves it may make and whether they are made.
+`balanced_workers` states what the balancer sees; `decide_balance`, which moves it may make and whether they are made.
 The daemon and the simulator call the same functions. Moves are chosen by when each engine will end (packing.py) where
 the step times of all engines are known, else by the paper's rule (load_index_moves.py), as is any tick in which an
 engine is stalled. Both require room at the destination (kv_headroom.py) and respect move_limits.py.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from balancer.kv_headroom import ForecastKvHeadroom, LengthDistributions
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from balancer.load_index_moves import Balance, decide
 from balancer.move_limits import MoveLimits, resting
 from balancer.packing import Packing, pack
@@ -113,7 +113,7 @@ class BalanceDecision:
         return self.balance.load_before
 
 
-def balance_problem(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> BalanceProblem:
+def balanced_workers(snapshot: Snapshot, settings: BalanceSettings, headroom: bool = True) -> tuple[Worker, ...]:
     """Return the engines that are well and not drained, by fresh reports, with the requests that gateways hold on them.
 
     An engine whose agent has fallen silent is left out, so that one dead node does not stop the others. Free KV is what
@@ -146,7 +146,7 @@ def balance_problem(snapshot: Snapshot, settings: BalanceSettings, headroom: boo
                 decode_tokens_per_s=None if rate == 0 and in_grace else rate,
             )
         )
-    return BalanceProblem(settings.theta, tuple(workers))
+    return tuple(workers)
 
 
 def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
@@ -154,17 +154,17 @@ def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
     return fresh and engine.health is EngineHealth.OK and not (engine.draining or engine.outdated)
 
 
-def staying(problem: BalanceProblem, crowded_ratio: float) -> frozenset[RequestId]:
+def staying(workers: Sequence[Worker], crowded_ratio: float) -> frozenset[RequestId]:
     """Return the running requests without a reason to leave.
 
     A waiting request moves for nothing, a running one costs a prefill. So a running request leaves only an engine that
     is out of room (requests wait there), stalled, or left with `crowded_ratio` times the requests of the emptiest, a
     newcomer there counted in. Without this, rates that are measured a little too low or high move requests to and fro.
     """
-    fewest = min((len(worker.requests) for worker in problem.workers), default=0)
+    fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
         request.id
-        for worker in problem.workers
+        for worker in workers
         if not worker.waiting and not worker.stalled and len(worker.running) < crowded_ratio * (fewest + 1)
         for request in worker.running
     )
@@ -175,25 +175,26 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
     if situation.settling:
         settings = settings.settling()
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
-    problem = balance_problem(snapshot, settings, headroom=situation.distributions is None)
-    stuck = resting(used, problem, situation.moved_s, settings.rest_after_move_s) | {
+    workers = balanced_workers(snapshot, settings, headroom=situation.distributions is None)
+    stuck = resting(used, workers, situation.moved_s, settings.rest_after_move_s) | {
         request.id
         for request in snapshot.requests
         if not request.movable or request.moves >= settings.max_moves_per_request
     }
-    found = _packing(used, problem, settings, situation, stuck)
+    found = _packing(used, workers, settings, situation, stuck)
     packing = found if isinstance(found, Packing) else None
     if isinstance(found, Packing):
         policy = PolicyInForce("packing", _sources(used, situation.step_times))
-        balance = packed(problem, found)
+        balance = packed(settings.theta, workers, found)
     else:
         policy = PolicyInForce("none" if settings.policy is FastPolicy.NONE else "load_index", found.detail)
         balance = decide(
-            problem,
+            settings.theta,
+            workers,
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
-            excluded=stuck | staying(problem, settings.crowded_ratio),
+            excluded=stuck | staying(workers, settings.crowded_ratio),
             forget_stuck=True,
-            room=_restraint(problem, settings, situation, keep_last=True),
+            room=_restraint(workers, settings, situation, keep_last=True),
         )
     verdict = _judge(used, settings, situation, balance, packing)
     return BalanceDecision(snapshot.now_s, settings.theta, balance, verdict, used.inputs_age_s, packing, policy)
@@ -201,7 +202,7 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
 
 def _packing(
     used: Snapshot,
-    problem: BalanceProblem,
+    workers: Sequence[Worker],
     settings: BalanceSettings,
     situation: BalanceSituation,
     stuck: frozenset[RequestId],
@@ -210,11 +211,11 @@ def _packing(
     if settings.policy is not FastPolicy.PACKING:
         return Hold("configured", f"fast.policy is {settings.policy}")
     lengths = situation.remaining_tokens
-    own = packing_configurations(problem, used.engines, situation.configurations, lengths, situation.step_times)
+    own = packing_configurations(workers, used.engines, situation.configurations, lengths, situation.step_times)
     if isinstance(own, Hold):
         return own
     return pack(
-        problem.workers,
+        workers,
         own,
         lengths,
         stuck=stuck,
@@ -223,7 +224,7 @@ def _packing(
         min_gain_share=settings.min_gain_share,
         together=settings.keep_groups_together,
         move_fixed_s=situation.move_fixed_s,
-        room=_restraint(problem, settings, situation, keep_last=False),
+        room=_restraint(workers, settings, situation, keep_last=False),
     )
 
 
@@ -236,12 +237,12 @@ def _sources(used: Snapshot, step_times: Mapping[EngineId, StepTimeEstimates]) -
 
 
 def _restraint(
-    problem: BalanceProblem, settings: BalanceSettings, situation: BalanceSituation, *, keep_last: bool
+    workers: Sequence[Worker], settings: BalanceSettings, situation: BalanceSituation, *, keep_last: bool
 ) -> MoveLimits:
     """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
     lengths = situation.distributions
-    room = None if lengths is None else ForecastKvHeadroom(problem, lengths, settings.preemption_risk)
-    return MoveLimits(problem, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
+    room = None if lengths is None else ForecastKvHeadroom(workers, lengths, settings.preemption_risk)
+    return MoveLimits(workers, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 
 def _judge(

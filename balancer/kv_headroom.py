@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
 # KV is handed out in blocks of so many tokens, and the last one of each request may be all but empty.
@@ -41,13 +41,13 @@ class LengthDistributions(Protocol):
 class ForecastKvHeadroom:
     """Room in all futures but a share `risk` (0 to 1) of them, as moves are being chosen.
 
-    What others than the requests of the problem hold on an engine, they keep.
+    What others than the requests of the workers hold on an engine, they keep.
     """
 
-    def __init__(self, problem: BalanceProblem, distributions: LengthDistributions, risk: float) -> None:
+    def __init__(self, workers: Iterable[Worker], distributions: LengthDistributions, risk: float) -> None:
         if not 0 <= risk < 1:
             raise ValueError(f"risk must be >= 0 and < 1, got {risk}")
-        self._workers = {worker.id: worker for worker in problem.workers}
+        self._workers = {worker.id: worker for worker in workers}
         self._distributions = distributions
         self._risk = risk
         self._stays: dict[EngineId, dict[RequestId, _Stay]] = {}

@@ -43,18 +43,6 @@ class Worker:
         return self.decode_tokens_per_s == 0 and len(self.running) > 0
 
 
-@dataclass(frozen=True, slots=True)
-class BalanceProblem:
-    """What the balancer decides on: the fleet now, and the spread of load indices that it tolerates."""
-
-    theta: float
-    workers: tuple[Worker, ...]
-
-    def __post_init__(self) -> None:
-        if not self.theta >= 0:
-            raise ValueError(f"theta must be >= 0, got {self.theta}")
-
-
 def stand_in_tokens_per_s(workers: Sequence[Worker]) -> float:
     """The rate assumed of a worker whose own is unknown: the median of the known positive ones."""
     known = [worker.decode_tokens_per_s for worker in workers if worker.decode_tokens_per_s]

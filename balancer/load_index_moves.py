@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, isinf
 
 from balancer.kv_headroom import KvHeadroom
-from balancer.load_index import BalanceProblem, Worker, concurrency_cap, load_index, stand_in_tokens_per_s
+from balancer.load_index import Worker, concurrency_cap, load_index, stand_in_tokens_per_s
 from planner.model import EngineId, RequestId, RequestMove, RequestState
 
 WITHIN_THETA = "within_theta"
@@ -35,24 +35,27 @@ class Balance:
 
 
 def decide(
-    problem: BalanceProblem,
+    theta: float,
+    workers: Sequence[Worker],
     *,
     max_moves: int | None = None,
     excluded: AbstractSet[RequestId] = frozenset(),
     forget_stuck: bool = False,
     room: KvHeadroom | None = None,
 ) -> Balance:
-    """The moves of one tick.
+    """Return the moves of one tick, down to a spread of load indices of `theta`.
 
     For the live loop: at most `max_moves`; never a request in `excluded` (not movable, or moved too often already);
     with `forget_stuck`, a stalled worker that nothing can leave does not keep the others from being balanced; only to
-    where `room` has room, beside what the rule itself asks of free KV.
+    where `room` has room, beside what the rule itself asks of free KV. Raises ValueError for a theta below 0.
     """
-    fleet = _Fleet(problem, excluded, room)
+    if not theta >= 0:
+        raise ValueError(f"theta must be >= 0, got {theta}")
+    fleet = _Fleet(workers, excluded, room)
     load_before, spread_before = fleet.load_indices(), fleet.spread
     moves: list[RequestMove] = []
     stopped_because = WITHIN_THETA
-    while (spread := fleet.counted_spread) > problem.theta:
+    while (spread := fleet.counted_spread) > theta:
         if max_moves is not None and len(moves) >= max_moves:
             stopped_because = MAX_MOVES
             break
@@ -182,8 +185,8 @@ _Found = tuple[int, _Load, _Holding, _Holding]
 class _Fleet:
     """All workers while moves are being chosen, kept in order of congestion."""
 
-    def __init__(self, problem: BalanceProblem, excluded: AbstractSet[RequestId], room: KvHeadroom | None) -> None:
-        workers = sorted(problem.workers, key=lambda worker: worker.id)
+    def __init__(self, listed: Sequence[Worker], excluded: AbstractSet[RequestId], room: KvHeadroom | None) -> None:
+        workers = sorted(listed, key=lambda worker: worker.id)
         tokens_per_s = stand_in_tokens_per_s(workers)
         contexts = [[r.prompt_tokens + r.generated_tokens for r in worker.requests] for worker in workers]
         fleet = sum(map(len, contexts)), sum(map(sum, contexts))
@@ -192,7 +195,7 @@ class _Fleet:
         ]
         self._excluded = excluded
         self._further_room = room
-        self._output_order = [worker.id for worker in problem.workers]
+        self._output_order = [worker.id for worker in listed]
         self._forgotten: list[_Load] = []
         self._ascending = sorted(load.entry for load in self._loads)
         # Beside it: what each had room for when last looked at, or less by now.
@@ -202,7 +205,7 @@ class _Fleet:
         heapify(self._sources)
 
     def load_indices(self) -> dict[EngineId, float | None]:
-        """Load index by worker, in the order of the problem."""
+        """Load index by worker, in the order in which the workers are listed."""
         indices = {load.worker.id: _reported(load.load_index) for load in self._loads}
         return {worker: indices[worker] for worker in self._output_order}
 

@@ -1,10 +1,10 @@
 """Limits on moves, so that requests do not go to and fro and engines do more than prefill. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from balancer.kv_headroom import KvHeadroom
-from balancer.load_index import BalanceProblem
+from balancer.load_index import Worker
 from planner.model import EngineId, RequestId, Snapshot
 
 
@@ -25,12 +25,12 @@ class LastMoves:
 
 
 def resting(
-    snapshot: Snapshot, problem: BalanceProblem, moved_s: Mapping[RequestId, float], rest_s: float
+    snapshot: Snapshot, workers: Iterable[Worker], moved_s: Mapping[RequestId, float], rest_s: float
 ) -> frozenset[RequestId]:
     """Requests that have moved too lately to move again. None rests on an engine that is stalled."""
     if not moved_s:
         return frozenset()
-    stalled = {worker.id for worker in problem.workers if worker.stalled}
+    stalled = {worker.id for worker in workers if worker.stalled}
     return frozenset(
         request.id
         for request in snapshot.requests
@@ -43,14 +43,14 @@ class MoveLimits:
     only request of an engine that is well does not run to an empty one: that changes which of the two is idle."""
 
     def __init__(
-        self, problem: BalanceProblem, room: KvHeadroom | None, *, max_to_engine: int, keep_last: bool
+        self, workers: Sequence[Worker], room: KvHeadroom | None, *, max_to_engine: int, keep_last: bool
     ) -> None:
         self._room = room
         self._max_to_engine = max_to_engine
         self._keep_last = keep_last
-        self._stalled = {worker.id for worker in problem.workers if worker.stalled}
-        self._running = {request.id for worker in problem.workers for request in worker.running}
-        self._held = Counter({worker.id: len(worker.running) + len(worker.waiting) for worker in problem.workers})
+        self._stalled = {worker.id for worker in workers if worker.stalled}
+        self._running = {request.id for worker in workers for request in worker.running}
+        self._held = Counter({worker.id: len(worker.running) + len(worker.waiting) for worker in workers})
         self._coming: Counter[EngineId] = Counter()
 
     def fits(self, request: RequestId, source: EngineId, destination: EngineId) -> bool:

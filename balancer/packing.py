@@ -75,8 +75,13 @@ def pack(
     samples of one prompt had rather be on one engine, where its prompt is not prefilled again. A running request stands
     still for `move_fixed_s` when it moves, while its destination works on.
     """
-    inputs = _Inputs(remaining_tokens, stuck, together, move_fixed_s)
-    loads = sorted((_Load(worker, configurations[worker.id], inputs) for worker in workers), key=_by_end)
+    loads = sorted(
+        (
+            _Load(worker, configurations[worker.id], remaining_tokens, stuck, together, move_fixed_s)
+            for worker in workers
+        ),
+        key=_by_end,
+    )
     ends_s = {load.id: load.end_s for load in loads}
     before = {worker.id: ends_s[worker.id] for worker in workers}
     moves: list[RequestMove] = []
@@ -135,34 +140,31 @@ def _best_move(
     return None if best is None else best[1:]
 
 
-class _Inputs(NamedTuple):
-    """The inputs of packing that all engines share."""
-
-    remaining_tokens: Mapping[RequestId, float]
-    stuck: AbstractSet[RequestId] = frozenset()
-    together: bool = False
-    move_fixed_s: float = 0.0
-
-
 class _Load:
     """What one engine holds while moves are being chosen, and when it will end.
 
     Raises ValueError for remaining tokens that are not above 0 and finite.
     """
 
-    def __init__(self, worker: Worker, configuration: Configuration, inputs: _Inputs) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        configuration: Configuration,
+        remaining_tokens: Mapping[RequestId, float],
+        stuck: AbstractSet[RequestId] = frozenset(),
+        together: bool = False,
+        move_fixed_s: float = 0.0,
+    ) -> None:
         self.id = worker.id
         self._worker = worker
-        self._remaining_tokens = inputs.remaining_tokens
-        self._stuck = inputs.stuck
+        self._remaining_tokens = remaining_tokens
+        self._stuck = stuck
         # Requests by group; None: it does not matter.
-        self._groups = (
-            Counter(request.group for request in worker.requests if request.group) if inputs.together else None
-        )
+        self._groups = Counter(request.group for request in worker.requests if request.group) if together else None
         self._configuration = configuration
         self._prefill_s = 1 / configuration.prefill_tokens_per_s
         # Iterations that a running request misses when it comes here.
-        self._missed = inputs.move_fixed_s / configuration.alpha_s if configuration.alpha_s > 0 else 0.0
+        self._missed = move_fixed_s / configuration.alpha_s if configuration.alpha_s > 0 else 0.0
         self._may_leave: list[RequestView] | None = None  # by id; None: not asked for yet, as of most engines
         self._remaining: list[float] = []
         # Sums that are the same in any order of the requests: a decision must not hang on the last bit.

@@ -1,10 +1,10 @@
-"""The step times that packing needs of a problem, and the load indices around the moves that it chooses. Pure."""
+"""The step times that packing needs, and the load indices around the moves that it chooses. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from balancer.load_index_moves import Balance, decide
 from balancer.packing import Packing
 from planner.model import (
@@ -27,7 +27,7 @@ FAR_SLOWER = 2.0
 
 
 def packing_configurations(
-    problem: BalanceProblem,
+    workers: Sequence[Worker],
     engines: Sequence[EngineView],
     configurations: Sequence[Configuration],
     remaining_tokens: Mapping[RequestId, float],
@@ -35,7 +35,7 @@ def packing_configurations(
 ) -> dict[EngineId, Configuration] | Hold:
     """Return each engine's step times, with its own KV capacity and slots.
 
-    `engines` are those of the problem. Hold where packing cannot decide: a step time or a request's remaining length is
+    `engines` are those of the workers. Hold where packing cannot decide: a step time or a request's remaining length is
     unknown, or an engine is stalled, so that its end cannot be predicted. `step_times`: where those of engines come
     from.
     """
@@ -49,10 +49,10 @@ def packing_configurations(
     }
     if unknown:
         return Hold("no_step_times", unknown_step_times(unknown))
-    stalled = [worker.id for worker in problem.workers if worker.stalled]
+    stalled = [worker.id for worker in workers if worker.stalled]
     if stalled:
         return Hold("stalled", f"{', '.join(stalled)} stands still, so that its end cannot be predicted")
-    held = [request.id for worker in problem.workers for request in worker.requests]
+    held = [request.id for worker in workers for request in worker.requests]
     if missing := [request for request in held if request not in remaining_tokens]:
         return Hold("no_lengths", f"the remaining length of request {min(missing)} is not known")
     alike: dict[tuple[ConfigurationId | None, int, int], Configuration] = {}
@@ -62,7 +62,7 @@ def packing_configurations(
         if engine.configuration is not None and kind not in alike:
             alike[kind] = known[engine.configuration].limited_as(engine)
         own[engine.id] = alike[kind]
-    return own | {engine: _slowed(own[engine], times) for engine, times in _slowdowns(problem.workers, own).items()}
+    return own | {engine: _slowed(own[engine], times) for engine, times in _slowdowns(workers, own).items()}
 
 
 def _slowed(configuration: Configuration, times: float) -> Configuration:
@@ -87,10 +87,10 @@ def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Conf
     return {engine: ratio / typical for engine, ratio in ratios.items() if ratio > FAR_SLOWER * typical}
 
 
-def packed(problem: BalanceProblem, packing: Packing) -> Balance:
+def packed(theta: float, workers: Sequence[Worker], packing: Packing) -> Balance:
     """The moves, with the load indices around them."""
-    before = decide(problem, max_moves=0)
-    after = decide(_carried_out(problem, packing.moves), max_moves=0) if packing.moves else before
+    before = decide(theta, workers, max_moves=0)
+    after = decide(theta, _carried_out(workers, packing.moves), max_moves=0) if packing.moves else before
     return Balance(
         load_before=before.load_before,
         load_after=after.load_before,
@@ -101,15 +101,15 @@ def packed(problem: BalanceProblem, packing: Packing) -> Balance:
     )
 
 
-def _carried_out(problem: BalanceProblem, moves: Sequence[RequestMove]) -> BalanceProblem:
-    """The fleet after the moves: who arrives runs where a seat and KV are free, and waits where not."""
-    workers = {worker.id: worker for worker in problem.workers}
+def _carried_out(listed: Sequence[Worker], moves: Sequence[RequestMove]) -> Sequence[Worker]:
+    """Return the fleet after the moves: what arrives runs where a seat and KV are free, and waits where not."""
+    workers = {worker.id: worker for worker in listed}
     for move in moves:
         source = workers[move.from_engine]
         (request,) = (request for request in source.running + source.waiting if request.id == move.request)
         workers[move.from_engine] = _without(source, request, move.state)
         workers[move.to_engine] = _with(workers[move.to_engine], request)
-    return replace(problem, workers=tuple(workers[worker.id] for worker in problem.workers))
+    return list(workers.values())
 
 
 def _without(worker: Worker, request: RequestView, state: RequestState) -> Worker:

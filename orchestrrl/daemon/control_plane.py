@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-from balancer.balance import BalanceDecision, BalanceSituation, balance_problem, decide_balance
+from balancer.balance import BalanceDecision, BalanceSituation, balanced_workers, decide_balance
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import PLANS
 from orchestrrl.core.errors import OrchestrRLError
@@ -230,7 +230,7 @@ class ControlPlane:
             "spread_after": balance.spread_after,
             "moves": [{"request": m.request, "from": m.from_engine, "to": m.to_engine} for m in balance.moves],
             "inputs_age_s": decision.inputs_age_s,
-            "inputs_digest": _digest(balance_problem(snapshot, self.config.fast)),
+            "inputs_digest": _digest((self.config.fast.theta, balanced_workers(snapshot, self.config.fast))),
         }
         self.fleet.note(EntryKind.BALANCE, verdict.code, body)
 

@@ -102,7 +102,6 @@ class _EngineRecord:
     received_s: float = 0.0
     sample: EngineSample | None = None  # the latest, also while the engine cannot be read
     sample_taken_s: float = 0.0
-    decode_tokens_per_s: float | None = None
     capabilities: EngineCapabilities | None = None
 
 
@@ -271,8 +270,6 @@ class FleetState:
         record.report, record.received_s = report, received_s
         if report.capabilities is not None:
             record.capabilities = report.capabilities
-        # The agent's word alone: where it gives no rate, there is none, e.g. while a first prefill lasts.
-        record.decode_tokens_per_s = report.sample.decode_tokens_per_s if report.sample else None
         if report.sample is not None and taken_s is not None:
             record.sample, record.sample_taken_s = report.sample, taken_s
         self._mark_step(received_s)
@@ -708,7 +705,8 @@ class FleetState:
             kv_capacity_tokens=capacity_tokens,
             kv_free_tokens=round(capacity_tokens * (1.0 - sample.kv_usage_fraction)) if sample else 0,
             max_sequences=told_sequences or facts.max_sequences or 0,
-            decode_tokens_per_s=record.decode_tokens_per_s,
+            # Of the newest report alone: where it has no rate, there is none, e.g. while a first prefill lasts.
+            decode_tokens_per_s=report.sample.decode_tokens_per_s if report and report.sample else None,
             age_s=now_s - record.sample_taken_s if sample else None,
             gpus=facts.gpus,
             health_detail=detail,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from statistics import median
 
-from balancer.load_index import BalanceProblem
+from balance_strategies import Problem
 
 STALLED = math.inf
 
@@ -41,7 +41,7 @@ class Bench:
 
 
 class Oracle:
-    def __init__(self, problem: BalanceProblem) -> None:
+    def __init__(self, problem: Problem) -> None:
         positive = [w.decode_tokens_per_s for w in problem.workers if w.decode_tokens_per_s]
         unknown = median(positive) if positive else 1.0
         self.theta = problem.theta

@@ -2,23 +2,31 @@
 
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from balance_builders import held_request
 from hypothesis import strategies as st
 
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from planner.model import EngineId, RequestState, RequestView
 
 CONTEXTS = st.sampled_from([0, 1, 2, 3, 5, 8, 40, 100, 101, 900])
 RATES = st.one_of(st.none(), st.just(0.0), st.sampled_from([1.0, 2.0, 100.0, 100.5]))
 
 
+class Problem(NamedTuple):
+    """The arguments of `decide` that describe a fleet."""
+
+    theta: float
+    workers: tuple[Worker, ...]
+
+
 @st.composite
-def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> BalanceProblem:
+def problems(draw: st.DrawFn, max_workers: int = 5, max_requests: int = 6) -> Problem:
     names = [f"w{i}" for i in draw(st.permutations(range(draw(st.integers(0, max_workers)))))]
     # Ids in an order of their own, so that ties between equal contexts are settled by them and by nothing else.
     ids = iter(draw(st.permutations([f"r{i:02}" for i in range(2 * max_requests * len(names))])))
-    return BalanceProblem(
+    return Problem(
         theta=draw(st.sampled_from([0.0, 0.001, 0.1, 1.0])),
         workers=tuple(draw(_workers(name, ids, max_requests)) for name in names),
     )
@@ -41,7 +49,7 @@ def _workers(draw: st.DrawFn, name: str, ids: Iterator[str], max_requests: int) 
     )
 
 
-def random_problem(rng: random.Random) -> BalanceProblem:
+def random_problem(rng: random.Random) -> Problem:
     """A fleet of up to 10 workers under one of several kinds of pressure, quicker to make than a drawn one."""
     stalls, unknown = rng.choice([0.0, 0.0, 0.3]), rng.choice([0.0, 0.3])
     longest, room = rng.choice([3, 50, 4000]), rng.choice([0, 500, 20_000])
@@ -70,4 +78,4 @@ def random_problem(rng: random.Random) -> BalanceProblem:
         )
         for place in range(rng.randint(1, 10))
     )
-    return BalanceProblem(rng.choice([0.0, 1e-4, 1e-3, 1e-2]), workers)
+    return Problem(rng.choice([0.0, 1e-4, 1e-3, 1e-2]), workers)

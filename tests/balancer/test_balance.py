@@ -9,7 +9,7 @@ from balancer.balance import (
     UNKNOWN_MAX_SEQUENCES,
     BalanceDecision,
     BalanceSituation,
-    balance_problem,
+    balanced_workers,
     decide_balance,
 )
 from orchestrrl.core.config.schema import FastSettings
@@ -84,22 +84,22 @@ def test_what_may_not_move_and_what_has_moved_enough_stays() -> None:
 def test_only_engines_that_are_well_take_part(health: EngineHealth) -> None:
     snapshot = crowded()
     ill = tuple(replace(view, health=health) if view.id == "e1" else view for view in snapshot.engines)
-    problem = balance_problem(replace(snapshot, engines=ill), SETTINGS)
-    assert [worker.id for worker in problem.workers] == ["e0"]
+    workers = balanced_workers(replace(snapshot, engines=ill), SETTINGS)
+    assert [worker.id for worker in workers] == ["e0"]
     assert code(replace(snapshot, engines=ill)) == "within_theta"
 
 
 def test_an_engine_whose_limit_nobody_knows_is_limited_by_its_cache() -> None:
     snapshot = crowded()
     unknown = tuple(replace(view, max_sequences=0) for view in snapshot.engines)
-    problem = balance_problem(replace(snapshot, engines=unknown), SETTINGS)
-    assert {worker.max_sequences for worker in problem.workers} == {UNKNOWN_MAX_SEQUENCES}
+    workers = balanced_workers(replace(snapshot, engines=unknown), SETTINGS)
+    assert {worker.max_sequences for worker in workers} == {UNKNOWN_MAX_SEQUENCES}
 
 
 def test_a_rate_of_zero_is_a_stall_only_after_the_grace_of_a_step() -> None:
     early, late = (crowded(rate=0.0, since_s=s) for s in (SETTINGS.stall_grace_s - 1, SETTINGS.stall_grace_s + 1))
-    assert [w.decode_tokens_per_s for w in balance_problem(early, SETTINGS).workers] == [None, None]
-    assert [w.stalled for w in balance_problem(late, SETTINGS).workers] == [True, False]
+    assert [w.decode_tokens_per_s for w in balanced_workers(early, SETTINGS)] == [None, None]
+    assert [w.stalled for w in balanced_workers(late, SETTINGS)] == [True, False]
 
 
 def test_nothing_in_flight_and_nothing_known() -> None:
@@ -150,14 +150,12 @@ def test_waiting_requests_need_no_reason_but_the_spread() -> None:
 
 
 def test_free_kv_is_what_running_requests_leave() -> None:
-    roomy = {w.id: w.kv_free_tokens for w in balance_problem(spread_out(3, 1), FastSettings(headroom_tokens=0)).workers}
-    kept = {
-        w.id: w.kv_free_tokens for w in balance_problem(spread_out(3, 1), FastSettings(headroom_tokens=500)).workers
-    }
+    roomy = {w.id: w.kv_free_tokens for w in balanced_workers(spread_out(3, 1), FastSettings(headroom_tokens=0))}
+    kept = {w.id: w.kv_free_tokens for w in balanced_workers(spread_out(3, 1), FastSettings(headroom_tokens=500))}
     assert roomy == {"e0": 9000, "e1": 9000}
     assert kept == {"e0": 7500, "e1": 8500}
-    full = balance_problem(spread_out(3, 1, free_fraction=0.1), FastSettings(headroom_tokens=500))
-    assert [worker.kv_free_tokens for worker in full.workers] == [0, 500]
+    full = balanced_workers(spread_out(3, 1, free_fraction=0.1), FastSettings(headroom_tokens=500))
+    assert [worker.kv_free_tokens for worker in full] == [0, 500]
 
 
 def test_an_engine_with_old_news_is_left_out_and_the_others_go_on() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.kv_headroom import ARRIVES_LATE, BLOCK_TOKENS, MOST_LOOKED_AT, ForecastKvHeadroom
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
 SOURCE, DESTINATION = EngineId("source"), EngineId("destination")
@@ -61,7 +61,7 @@ class Told:
 def headroom(tenancies: Mapping[EngineId, Tenancy], risk: float) -> ForecastKvHeadroom:
     told = Told({id: one for tenancy in tenancies.values() for id, one in tenancy.stays.items()})
     workers = tuple(tenancy.worker(name) for name, tenancy in tenancies.items())
-    return ForecastKvHeadroom(BalanceProblem(0.0, workers), told, risk)
+    return ForecastKvHeadroom(workers, told, risk)
 
 
 def stay(*remaining: int, context: int = 100, runs: bool = True) -> Stay:
@@ -234,7 +234,7 @@ def test_beyond_so_many_engines_none_is_looked_at() -> None:
     workers = [Tenancy(10**6, 64, {}).worker(name) for name in names]
     workers.append(Tenancy(10**6, 64, {MOVER: stay(1)}).worker(SOURCE))
     told = Told({MOVER: stay(1)})
-    many = ForecastKvHeadroom(BalanceProblem(0.0, tuple(workers)), told, 0.0)
+    many = ForecastKvHeadroom(workers, told, 0.0)
     answers = [many.fits(MOVER, SOURCE, name) for name in names]
     assert answers == [True] * MOST_LOOKED_AT + [False] * 5
     assert told.asked == MOST_LOOKED_AT + 1

@@ -9,14 +9,14 @@ from balance_builders import running
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.balance import balance_problem
+from balancer.balance import balanced_workers
 from balancer.load_index import (
-    BalanceProblem,
     Worker,
     concurrency_cap,
     load_index,
     stand_in_tokens_per_s,
 )
+from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
 from planner.model import EngineHealth, EngineId, EngineView, RequestId, RequestState, RequestView, Snapshot
 
@@ -67,13 +67,12 @@ def test_the_stand_in_rate_is_a_median_of_what_is_known_and_positive() -> None:
 
 def test_values_check_themselves() -> None:
     idle = Worker(EngineId("w"), (), (), 0, 0, 0, 0.0)
-    assert BalanceProblem(0.0, (idle,)).workers == (idle,)
     assert not idle.stalled
     assert replace(idle, running=running(("r", 0))).stalled
     with pytest.raises(ValueError, match="theta must be >= 0, got -1"):
-        BalanceProblem(-1, ())
+        decide(-1, ())
     with pytest.raises(ValueError, match="theta must be >= 0, got nan"):
-        BalanceProblem(math.nan, ())
+        decide(math.nan, ())
     with pytest.raises(ValueError, match="kv_free_tokens must be >= 0, got -5"):
         Worker(EngineId("w"), (), (), 1, -5, 1, None)
     with pytest.raises(ValueError, match="decode_tokens_per_s must be >= 0, got nan"):
@@ -100,11 +99,12 @@ def test_the_live_fleet_as_a_problem() -> None:
         ),
         step_started_s=90.0,
     )
-    problem = balance_problem(snapshot, FastSettings(theta=0.5, stall_grace_s=5.0))
-    (worker,) = problem.workers  # b does not answer, c never reported
+    (worker,) = balanced_workers(
+        snapshot, FastSettings(theta=0.5, stall_grace_s=5.0)
+    )  # b does not answer, c never reported
     assert worker.running == snapshot.requests[:1]
     assert worker.waiting == snapshot.requests[1:2]
     assert worker.stalled
-    in_grace = balance_problem(snapshot, FastSettings(stall_grace_s=10.1))
-    assert in_grace.workers[0].decode_tokens_per_s is None
-    assert balance_problem(snapshot, FastSettings(stall_grace_s=10.0)).workers[0].stalled  # the grace is over
+    in_grace = balanced_workers(snapshot, FastSettings(stall_grace_s=10.1))
+    assert in_grace[0].decode_tokens_per_s is None
+    assert balanced_workers(snapshot, FastSettings(stall_grace_s=10.0))[0].stalled  # the grace is over

@@ -8,11 +8,11 @@ import pytest
 from balance_builders import running as running_requests
 from balance_builders import waiting as waiting_requests
 from balance_oracle import Oracle
-from balance_strategies import problems, random_problem
+from balance_strategies import Problem, problems, random_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from balancer.load_index_moves import Balance, decide
 from planner.model import EngineId
 
@@ -37,15 +37,15 @@ def moves_of(balance: Balance) -> list[tuple[str, str, str, str]]:
 
 
 def decided(*workers: Worker, theta: float = 0.0, **knobs: object) -> Balance:
-    return decide(BalanceProblem(theta, workers), **knobs)  # type: ignore[arg-type]
+    return decide(theta, workers, **knobs)  # type: ignore[arg-type]
 
 
 @pytest.mark.exact
 @given(problems())
-def test_the_oracle_agrees(problem: BalanceProblem) -> None:
+def test_the_oracle_agrees(problem: Problem) -> None:
     oracle = Oracle(problem)
     before = oracle.indices()
-    balance = decide(problem)
+    balance = decide(*problem)
     moves, stopped_because = oracle.run()
     assert moves_of(balance) == moves
     assert balance.stopped_because == stopped_because
@@ -60,7 +60,7 @@ def test_the_oracle_agrees_on_thousands_of_fleets(seed: int) -> None:
     moves = 0
     for _ in range(150):
         problem = random_problem(rng)
-        oracle, balance = Oracle(problem), decide(problem)
+        oracle, balance = Oracle(problem), decide(*problem)
         assert (moves_of(balance), balance.stopped_because) == oracle.run()
         assert balance.load_after == oracle.indices()
         moves += len(balance.moves)
@@ -68,8 +68,8 @@ def test_the_oracle_agrees_on_thousands_of_fleets(seed: int) -> None:
 
 
 @given(problems(), st.integers(0, 4))
-def test_a_limit_cuts_the_same_moves_short(problem: BalanceProblem, limit: int) -> None:
-    unlimited, limited = decide(problem), decide(problem, max_moves=limit)
+def test_a_limit_cuts_the_same_moves_short(problem: Problem, limit: int) -> None:
+    unlimited, limited = decide(*problem), decide(*problem, max_moves=limit)
     assert limited.moves == unlimited.moves[:limit]
     assert (limited.stopped_because == "max_moves") == (len(unlimited.moves) > limit) or (
         limited.stopped_because == "max_moves" and unlimited.stopped_because == "no_feasible_move"
@@ -77,31 +77,31 @@ def test_a_limit_cuts_the_same_moves_short(problem: BalanceProblem, limit: int) 
 
 
 @given(problems(), st.data())
-def test_excluded_requests_stay_and_nothing_moves_twice(problem: BalanceProblem, data: st.DataObject) -> None:
+def test_excluded_requests_stay_and_nothing_moves_twice(problem: Problem, data: st.DataObject) -> None:
     ids = sorted(request.id for worker in problem.workers for request in worker.running + worker.waiting)
     excluded = frozenset(data.draw(st.sets(st.sampled_from(ids))) if ids else ())
-    moved = [move.request for move in decide(problem, excluded=excluded, forget_stuck=True).moves]
+    moved = [move.request for move in decide(*problem, excluded=excluded, forget_stuck=True).moves]
     assert not excluded & set(moved)
     assert len(set(moved)) == len(moved)
 
 
 @given(problems())
-def test_the_order_in_which_a_fleet_is_listed_changes_nothing(problem: BalanceProblem) -> None:
-    mirrored = BalanceProblem(problem.theta, tuple(reversed(problem.workers)))
-    assert decide(problem).moves == decide(mirrored).moves
+def test_the_order_in_which_a_fleet_is_listed_changes_nothing(problem: Problem) -> None:
+    mirrored = Problem(problem.theta, tuple(reversed(problem.workers)))
+    assert decide(*problem).moves == decide(*mirrored).moves
 
 
 @given(problems())
-def test_without_stalls_moves_only_ever_lower_the_spread(problem: BalanceProblem) -> None:
-    balance = decide(problem)
+def test_without_stalls_moves_only_ever_lower_the_spread(problem: Problem) -> None:
+    balance = decide(*problem)
     if balance.spread_before is not None:
         assert balance.spread_after is not None
         assert balance.spread_after < balance.spread_before or not balance.moves
 
 
 @given(problems())
-def test_forgetting_the_stuck_only_adds_moves(problem: BalanceProblem) -> None:
-    plain, forgetting = decide(problem), decide(problem, forget_stuck=True)
+def test_forgetting_the_stuck_only_adds_moves(problem: Problem) -> None:
+    plain, forgetting = decide(*problem), decide(*problem, forget_stuck=True)
     assert forgetting.moves[: len(plain.moves)] == plain.moves
     assert forgetting.load_before == plain.load_before
 
@@ -125,7 +125,7 @@ def test_the_contracts_example() -> None:
         )
         for entry in example["workers"]
     )
-    balance = decide(BalanceProblem(example["theta"], workers))
+    balance = decide(example["theta"], workers)
     assert balance.load_before == {"w0": 4 / 2 / 180, "w1": 1 / 8 / 120}
     assert moves_of(balance) == [
         ("c", "w0", "w1", "waiting"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.balance import BalanceDecision, BalanceSituation, decide_balance
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from balancer.load_index_moves import decide
 from balancer.move_limits import LastMoves, MoveLimits
 from orchestrrl.core.config.schema import FastSettings
@@ -113,10 +113,10 @@ def test_the_last_request_does_not_run_from_one_idle_engine_to_another(
 
 def test_but_it_leaves_an_engine_that_stalls() -> None:
     alone = Worker(EngineId("e0"), running(("r0", 10)), (), 1000, 900, 8, 0.0)
-    problem = BalanceProblem(0.0, (alone, Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)))
-    restraint = MoveLimits(problem, None, max_to_engine=1, keep_last=True)
-    assert [move.request for move in decide(problem, room=restraint).moves] == ["r0"]
-    well = replace(problem, workers=(replace(alone, decode_tokens_per_s=1.0), problem.workers[1]))
+    empty = Worker(EngineId("e1"), (), (), 1000, 1000, 8, None)
+    restraint = MoveLimits((alone, empty), None, max_to_engine=1, keep_last=True)
+    assert [move.request for move in decide(0.0, (alone, empty), room=restraint).moves] == ["r0"]
+    well = (replace(alone, decode_tokens_per_s=1.0), empty)
     assert not MoveLimits(well, None, max_to_engine=1, keep_last=True).fits(
         RequestId("r0"), EngineId("e0"), EngineId("e1")
     )

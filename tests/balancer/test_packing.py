@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from balancer.load_index import Worker
 from balancer.load_index_moves import MAX_MOVES
-from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, _Inputs, _Load
+from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, _Load
 from balancer.packing import pack as pack_workers
 from balancer.packing_inputs import _slowed
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState, RequestView
@@ -401,8 +401,7 @@ def test_the_fixed_part_of_a_move_passes_at_once_for_all_that_move(fleet: list[P
 
 def _carried_out_s(fleet: list[PackingEngine], chosen: Packing) -> dict[EngineId, float]:
     """When engines end by the same moves with no fixed part."""
-    inputs = _Inputs(remaining_of(fleet))
-    loads = {each.id: _Load(each.worker, each.own, inputs) for each in fleet}
+    loads = {each.id: _Load(each.worker, each.own, remaining_of(fleet)) for each in fleet}
     by_id = {request.id: request.view for each in fleet for request in each.requests}
     for move in chosen.moves:
         loads[move.from_engine].lose(by_id[move.request])

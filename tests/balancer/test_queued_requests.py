@@ -2,7 +2,7 @@
 
 from builders import engine_report, gateway_report, request, sample
 
-from balancer.balance import BalanceSituation, balance_problem, decide_balance
+from balancer.balance import BalanceSituation, balanced_workers, decide_balance
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import Mode, RequestState, RequestView, Snapshot
@@ -28,7 +28,7 @@ def test_the_queue_changes_no_move() -> None:
     queued = request("q0", engine=None, generated=0), request("q1", engine=None, generated=20)
     with_queue, without = crowded(*queued), crowded()
     assert {r.id for r in with_queue.requests} - {r.id for r in without.requests} == {"q0", "q1"}
-    assert balance_problem(with_queue, SETTINGS).workers == balance_problem(without, SETTINGS).workers
+    assert balanced_workers(with_queue, SETTINGS) == balanced_workers(without, SETTINGS)
     decided, plain = (decide_balance(view, SETTINGS, BalanceSituation(Mode.ACT)) for view in (with_queue, without))
     assert decided.moves == plain.moves
     assert decided.moves

@@ -30,10 +30,11 @@ def balance(file: ProblemFile) -> Output:
         orchestrrl balance - --json < fleet.json
     """
     from balancer.load_index_moves import decide
-    from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument, problem_of
+    from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument, workers_of
     from orchestrrl.cli.problem import read_problem
 
-    result = decide(problem_of(read_problem(file, BalanceDocument, CHECKS)))
+    read = read_problem(file, BalanceDocument, CHECKS)
+    result = decide(read.theta, workers_of(read))
     return Output(_json(result), _view(result))
 
 

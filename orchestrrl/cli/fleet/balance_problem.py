@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from balancer.load_index import BalanceProblem, Worker
+from balancer.load_index import Worker
 from orchestrrl.cli.problem import ProblemPart, unique
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
@@ -30,22 +30,19 @@ class BalanceDocument(ProblemPart):
 CHECKS = (unique("workers[].id"), unique("workers[].running[].id", "workers[].waiting[].id"))
 
 
-def problem_of(read: BalanceDocument) -> BalanceProblem:
-    return BalanceProblem(
-        read.theta,
-        tuple(
-            Worker(
-                id=EngineId(worker.id),
-                running=_requests(worker, RequestState.RUNNING),
-                waiting=_requests(worker, RequestState.WAITING),
-                kv_capacity_tokens=worker.kv_capacity_tokens,
-                kv_free_tokens=worker.kv_free_tokens,
-                max_sequences=worker.max_sequences,
-                decode_tokens_per_s=worker.decode_tokens_per_s,
-            )
-            for worker in read.workers
-        ),
-    )
+def workers_of(read: BalanceDocument) -> list[Worker]:
+    return [
+        Worker(
+            id=EngineId(worker.id),
+            running=_requests(worker, RequestState.RUNNING),
+            waiting=_requests(worker, RequestState.WAITING),
+            kv_capacity_tokens=worker.kv_capacity_tokens,
+            kv_free_tokens=worker.kv_free_tokens,
+            max_sequences=worker.max_sequences,
+            decode_tokens_per_s=worker.decode_tokens_per_s,
+        )
+        for worker in read.workers
+    ]
 
 
 def _requests(worker: WorkerPart, state: RequestState) -> tuple[RequestView, ...]:

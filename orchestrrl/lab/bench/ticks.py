@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from balancer.balance import BalanceSituation, balance_problem, decide_balance, staying
+from balancer.balance import BalanceSituation, balanced_workers, decide_balance, staying
 from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.figure import Figure, side_by_side
@@ -22,9 +22,10 @@ INTERVAL_S = 30.0  # until the next plan, which a change of engines may be left 
 
 def balancer_tick() -> list[Figure]:
     """The balancer without a limit on moves: how it grows."""
-    large, half = (balance_problem(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
-    large_s, half_s = side_by_side(lambda: decide(large), lambda: decide(half), repetitions=7)
-    half_moves, moves = (len(decide(problem).moves) for problem in (half, large))
+    large, half = (balanced_workers(congested(WORKERS // n, REQUESTS // n, SEED), SETTINGS) for n in (1, 2))
+    theta = SETTINGS.theta
+    large_s, half_s = side_by_side(lambda: decide(theta, large), lambda: decide(theta, half), repetitions=7)
+    half_moves, moves = (len(decide(theta, workers).moves) for workers in (half, large))
     note = f"{WORKERS:,} workers, {REQUESTS:,} requests, {moves:,} moves; the aim is {AIM_S:g} s"
     return [Figure("balancer_tick", large_s, "s", f"half the fleet, {half_moves:,} moves", half_s, note)]
 
@@ -33,11 +34,11 @@ def fast_tick() -> list[Figure]:
     """All that the daemon decides in one fast tick, against its innermost part; and with step times known."""
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
-    problem = balance_problem(snapshot, SETTINGS)
-    stuck = staying(problem, SETTINGS.crowded_ratio)
+    workers = balanced_workers(snapshot, SETTINGS)
+    stuck = staying(workers, SETTINGS.crowded_ratio)
     tick_s, decide_s = side_by_side(
         lambda: decide_balance(snapshot, SETTINGS, situation),
-        lambda: decide(problem, max_moves=most, excluded=stuck, forget_stuck=True),
+        lambda: decide(SETTINGS.theta, workers, max_moves=most, excluded=stuck, forget_stuck=True),
         repetitions=9,
     )
     note = f"{WORKERS:,} engines, {REQUESTS:,} requests, at most {most} moves: snapshot to verdict"

@@ -67,24 +67,22 @@ class CircuitWorld(OperationWorld):
         self.switch = FaultySwitch(self.clock)
         self.switch.model.add([*OLD, BYSTANDER])
 
-    def _daemon(self, journal: Journal) -> CircuitExecutor:
+    async def start(self, journal: Journal) -> None:
         self.executor = CircuitExecutor({"ocs1": self.switch}, journal, self.clock, {"ocs1"})
-        return self.executor
 
     async def begin(self, journal: Journal) -> None:
         with suppress(DriverOutcomeUnknown, DriverRetryable):
-            await self._daemon(journal).change("ocs1", CHANGE, ChangeMode.SAFE)
+            await self.executor.change("ocs1", CHANGE, ChangeMode.SAFE)
 
     async def repeat(self) -> None:
         outcome = await self.executor.change("ocs1", CHANGE, ChangeMode.SAFE)
         assert (outcome.done, outcome.detail) == (True, "was so already")
 
     async def begin_late(self, journal: Journal) -> None:
-        executor = self._daemon(journal)
-        operation = await executor.prepare("ocs1", CHANGE, valid_s=1.0)
+        operation = await self.executor.prepare("ocs1", CHANGE, valid_s=1.0)
         await self.clock.sleep(2.0)
         with suppress(CircuitConflict):
-            await executor.commit(operation)
+            await self.executor.commit(operation)
 
     async def settle(self) -> None:
         await self.executor.settle()
@@ -93,10 +91,9 @@ class CircuitWorld(OperationWorld):
         """Nothing: the switch goes on with what it was sent."""
 
     async def restart(self, journal: Journal) -> None:
-        executor = self._daemon(journal)
-        executor.recover()
+        self.executor.recover()
         for _ in range(3):
-            await executor.settle()
+            await self.executor.settle()
             await self.clock.sleep(1.0)
 
     def state(self) -> str:
@@ -134,7 +131,7 @@ class PreparedCircuitWorld(CircuitWorld):
         self.switch.refuses = True
 
     async def begin(self, journal: Journal) -> None:
-        self.operation = await self._daemon(journal).prepare("ocs1", CHANGE, valid_s=60.0)
+        self.operation = await self.executor.prepare("ocs1", CHANGE, valid_s=60.0)
         with suppress(DriverOutcomeUnknown, DriverRetryable):
             await self.executor.commit(self.operation)
 
@@ -159,7 +156,7 @@ class TrialCircuitWorld(CircuitWorld):
 
     async def _begin(self, journal: Journal, confirmed_after_s: float) -> None:
         with suppress(DriverOutcomeUnknown, DriverRetryable):
-            await self._daemon(journal).change("ocs1", CHANGE, ChangeMode.SAFE, revert_in_s=10.0)
+            await self.executor.change("ocs1", CHANGE, ChangeMode.SAFE, revert_in_s=10.0)
         await self.clock.sleep(confirmed_after_s)
         with suppress(CircuitConflict):
             await self.executor.confirm("ocs1")

@@ -56,8 +56,11 @@ class ToyWorld(OperationWorld):
         self.dead = False  # its daemon: nothing that it began has an effect any more
         self.done: list[str] = []
 
+    async def start(self, journal: Journal) -> None:
+        self.log = log_of(self, journal)
+
     async def begin(self, journal: Journal) -> None:
-        self.run, self.log = run_of(self, journal), log_of(self, journal)
+        self.run = run_of(self, journal)
         await self._to_its_end(self.run.run())
 
     async def repeat(self) -> None:
@@ -65,7 +68,7 @@ class ToyWorld(OperationWorld):
             await self.run.carry_out()
 
     async def begin_late(self, journal: Journal) -> None:
-        self.run, self.log = run_of(self, journal, self.clock.now_s() - 1.0), log_of(self, journal)
+        self.run = run_of(self, journal, self.clock.now_s() - 1.0)
         await self._to_its_end(self.run.run())
 
     async def settle(self) -> None:
@@ -77,7 +80,6 @@ class ToyWorld(OperationWorld):
         self.dead = False
 
     async def restart(self, journal: Journal) -> None:
-        self.log = log_of(self, journal)
         for opened in self.log.left_open(lambda entry: entry.body["parts"]):
             assert opened.intent == list(PARTS)
             assert all(check_record(step.body) for step in opened.steps)

@@ -6,36 +6,79 @@ table `WORLDS` of test_operation_descriptions.py.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.core.journal.kinds import OperationEntries
+from orchestrrl.core.journal.kinds import EntryKind, OperationEntries
 from orchestrrl.core.journal.store import Journal
 
 MOST_S = 100.0  # of the virtual clock, for one daemon
 
 
 class KilledJournal(Journal):
-    """Kills its daemon once so many entries are on disk, or takes no more than so many."""
+    """Kills its daemon once so many entries are on disk, or takes no more than so many. `kinds` are the entries that
+    count; empty: all. A daemon that was killed writes nothing more."""
 
-    def __init__(self, path: Path, *, killed_after: int | None = None, full_after: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        killed_after: int | None = None,
+        full_after: int | None = None,
+        kinds: Collection[EntryKind] = (),
+    ) -> None:
         super().__init__(path, 0.0)
         self.written = 0
-        self._killed_after, self._full_after = killed_after, full_after
+        self._killed_after, self._full_after, self._kinds = killed_after, full_after, kinds
+        self._counts = True
         self.killed = asyncio.Event()
 
-    def append(self, *arguments: Any) -> int:
-        if self._full_after is not None and self.written >= self._full_after:
+    def append(self, at_s: float, kind: EntryKind, *arguments: Any) -> int:
+        if self.killed.is_set():
+            raise asyncio.CancelledError
+        counts = self._counts and (not self._kinds or kind in self._kinds)
+        if counts and self._full_after is not None and self.written >= self._full_after:
             raise Permanent("the disk is full")
-        sequence = super().append(*arguments)
-        self.written += 1
-        if self.written == self._killed_after:
+        sequence = super().append(at_s, kind, *arguments)
+        self.written += counts
+        if counts and self.written == self._killed_after:
             self.killed.set()
             raise asyncio.CancelledError
         return sequence
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let no entry count that is written in here."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+
+async def unless_killed(journal: Journal, work: Coroutine[Any, Any, None]) -> None:
+    """Do work of a daemon of several tasks, any of which may write the entry that is the last one. Where the work is
+    cancelled, the daemon is killed as well."""
+    assert isinstance(journal, KilledJournal)
+    working, killed = asyncio.ensure_future(work), asyncio.ensure_future(journal.killed.wait())
+    try:
+        await asyncio.wait({working, killed}, return_when=asyncio.FIRST_COMPLETED)
+        if journal.killed.is_set():
+            raise asyncio.CancelledError
+        working.result()
+    except asyncio.CancelledError:
+        journal.killed.set()
+        raise
+    finally:
+        killed.cancel()
+        working.cancel()
+        await asyncio.wait({working})
+        if not working.cancelled():
+            working.exception()
 
 
 async def until_over(clock: VirtualClock, work: Coroutine[Any, Any, Any], within_s: float = MOST_S) -> bool:
@@ -58,16 +101,23 @@ class OperationWorld(ABC):
     """What one operation changes. Its state is "old", "new" or "between"; faults are by step, as printed."""
 
     entries: ClassVar[OperationEntries]
+    counted: ClassVar[tuple[EntryKind, ...]] = ()  # entries after which a daemon is killed; empty: all
     written: ClassVar[int]  # entries of an operation that goes well
     steps: ClassVar[tuple[str, ...]]  # that can fail; the last of them, too, with the operation finished all the same
     moments_s: ClassVar[tuple[float, ...]]  # since it began, at which its daemon is killed
+    without: ClassVar[Mapping[str, str]] = {}  # tests that have no meaning for this kind, and why
 
     def __init__(self) -> None:
         self.clock = VirtualClock(0.0)
 
     @abstractmethod
+    async def start(self, journal: Journal) -> None:
+        """Start a daemon with this journal, the first one or the next. What the first one writes to bring about the old
+        state does not count."""
+
+    @abstractmethod
     async def begin(self, journal: Journal) -> None:
-        """Order the operation, as a new daemon with this journal, and return when it is over or left open."""
+        """Order the operation, as the daemon with this journal, and return when it is over or left open."""
 
     @abstractmethod
     async def repeat(self) -> None:
@@ -112,8 +162,9 @@ class OperationWorld(ABC):
     def mend(self) -> None: ...
 
     def outcome(self, journal: Journal) -> str | None:
-        """Return the state of the world by the journal, or None where the operation is open or was never begun."""
+        """Return the state of the world by the journal: the old one where nothing was begun, None where the operation
+        is open."""
         if journal.open_operations(self.entries):
             return None
         results = journal.tail(1, (self.entries.result,))
-        return self.reported(results[0].body) if results else None
+        return self.reported(results[0].body) if results else "old"

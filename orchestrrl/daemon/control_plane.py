@@ -21,7 +21,7 @@ from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
-from orchestrrl.daemon.plan_book import Redeployer
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.model import Act, Hold, Mode, Plan, PlanId, RequestMove, Snapshot
@@ -42,7 +42,7 @@ class ControlPlane:
         mode: ModeSwitch,
         pause_registry: PauseRegistry,
         turn: DeploymentTurn,
-        redeployer: Redeployer | None,
+        redeployer: RedeploymentController | None,
         left_for_moves: Callable[[], LeftForMoves],
         offload: Offload = inline,
         stopwatch: Callable[[], float] = perf_counter,

@@ -12,7 +12,7 @@ from typing import Any
 
 from balancer.move_limits import LastMoves
 from orchestrrl.core.addresses import host_id
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.defects import MOVES
 from orchestrrl.core.journal.store import EntryKind, Journal
@@ -111,10 +111,7 @@ class FleetCoordinator:
         `acting` end too."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
-        tasks = [*self._moving, *acting, *self.barrier.close(), *self.canceller.close()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(*self._moving, *acting, *self.barrier.waiting, *self.canceller.waiting)
         self.nodes.end_all()
         self.plans.close()
         self.note(EntryKind.DAEMON_STOPPED, "", {"open_operations": left})

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.defects import FAST_LOOP, SLOW_LOOP, Defects, is_cancelled
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.daemon.control_plane import ControlPlane
@@ -32,16 +32,11 @@ async def _interval(control_plane: ControlPlane, clock: Clock) -> None:
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
     """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
-    interval = asyncio.create_task(clock.sleep(control_plane.config.slow.interval_s))
-    began = asyncio.create_task(control_plane.fleet.step_began.wait())
-    try:
-        await asyncio.wait({interval, began}, return_when=asyncio.FIRST_COMPLETED)
-        if began.done():
-            control_plane.fleet.step_began.clear()
-            await clock.sleep(min(control_plane.config.fast.interval_s, control_plane.config.slow.interval_s))
-    finally:
-        interval.cancel()
-        began.cancel()
+    began = control_plane.fleet.step_began
+    await until_set(clock, began, control_plane.config.slow.interval_s)
+    if began.is_set():
+        began.clear()
+        await clock.sleep(min(control_plane.config.fast.interval_s, control_plane.config.slow.interval_s))
 
 
 async def _repeat(

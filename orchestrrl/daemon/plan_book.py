@@ -7,12 +7,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
@@ -20,7 +19,7 @@ from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.state import GenerationStep
 from planner.admission import FREE, ControlState, OperatorControl
 from planner.calibration import Calibration
-from planner.model import Act, ConfigurationId, Hold, Plan, PlanId, Snapshot
+from planner.model import Act, ConfigurationId, Hold, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +37,6 @@ class PlanEvent:
 
     plan: Plan | None  # None: there was none yet when the operator spoke
     control: OperatorControl
-
-
-class Redeployer(Protocol):
-    """Whoever can stop and start engines."""
-
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
-        """Bring the fleet to `plan.instances`, requests included. Raises OrchestrRLError where nothing was begun."""
-
-    def reconfigure(self, fleet: FleetSettings) -> None:
-        """Take over a reloaded configuration."""
 
 
 def never_still(from_s: float, to_s: float) -> float:

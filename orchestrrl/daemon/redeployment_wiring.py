@@ -4,27 +4,24 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings, Standby
+from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.engines.managed import connect_managed
+from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeployPolicy
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.steps import RedeployTimeouts, ServedWeights
-from planner.model import EngineId, Plan, PlanId, RequestMove, Snapshot
-
-if TYPE_CHECKING:  # heavy, and many configurations have none of it
-    from orchestrrl.core.config.schema import Config
-    from orchestrrl.fabric.generation_circuits import GenerationCircuits
-    from orchestrrl.weights.controller.controller import WeightSync
+from orchestrrl.weights.controller.controller import WeightSync
+from planner.model import EngineId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +44,14 @@ class RedeployedFleet:
     def __init__(
         self,
         fleet: FleetCoordinator,
-        weights: "WeightSync",
-        circuits: "GenerationCircuits | None",
+        weights: WeightSync,
+        circuits: GenerationCircuits | None,
         watch: EngineFollower | None,
         product: str,
     ) -> None:
         self.journal, self.clock = fleet.journal, fleet.clock
         self.state, self.routes = fleet.state, fleet.routes
+        self.carry_out = fleet.carry_out
         self._fleet = fleet
         self._weights = weights
         self._circuits = circuits
@@ -74,9 +72,6 @@ class RedeployedFleet:
         """Why engines must not be changed now; empty: they may be."""
         lease = self._fleet.barrier.state.lease
         return "" if lease is None else f"the pause barrier is closed: {lease}"
-
-    async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        return await self._fleet.carry_out(moves, snapshot)
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         known = {view.id for view in self.state.engines(self.clock.now_s())}  # an operator may have removed some
@@ -116,7 +111,7 @@ def _although_unwritten() -> Iterator[None]:
         logger.error("the weights of engines cannot be written down: %s", error)
 
 
-def deployment_of(config: "Config", clock: Clock) -> FleetDeployment | None:
+def deployment_of(config: Config, clock: Clock) -> FleetDeployment | None:
     """For the daemon. None where the configuration has no deployer. Raises ProblemFaults."""
     deployer = deployer_of(config, clock)
     settings, launch, gpus = config.fleet.deployer, config.fleet.launch, config.fleet.gpus

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
@@ -21,13 +20,11 @@ from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import serve_metrics
 from orchestrrl.daemon.redeployment_wiring import deployment_of
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of
 from planner.model import Mode
-
-if TYPE_CHECKING:  # its solvers are heavy, and most daemons have no fabric
-    from orchestrrl.fabric.coordinator import CircuitCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +90,7 @@ async def run_daemon(
                 keep("generation_circuits", partial(gen_circuits.maintain, daemon.found_fleet))
 
 
-def _on_news(fabric: "CircuitCoordinator | None", switch: str) -> None:
+def _on_news(fabric: CircuitCoordinator | None, switch: str) -> None:
     if fabric is not None and switch in fabric.site.switch:
         fabric.poll_soon()
 

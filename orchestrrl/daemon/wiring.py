@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ocs_drivers.base import OcsDriver
 from orchestrrl.core.clock import Clock
@@ -14,7 +13,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.fabric_wiring import fabric_of, gen_circuits_of, routing_of, verifier_of
+from orchestrrl.daemon.fabric_wiring import fabric_of
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
@@ -22,6 +21,10 @@ from orchestrrl.daemon.planning import Planning
 from orchestrrl.daemon.redeployment_wiring import EngineFollower, RedeployedFleet
 from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.coordinator import CircuitCoordinator
+from orchestrrl.fabric.generation_circuits import GenerationCircuits
+from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
 from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController
@@ -29,12 +32,6 @@ from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from planner.model import RequestId
 from planner.sync_tree.nic_share import LeftForMoves
-
-if TYPE_CHECKING:  # heavy, and most daemons have no fabric
-    from orchestrrl.fabric.coordinator import CircuitCoordinator
-    from orchestrrl.fabric.generation_circuits import GenerationCircuits
-    from orchestrrl.fabric.packet_routing import FabricRouting
-    from orchestrrl.fabric.verification import FabricVerifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +56,10 @@ class Daemon:
     fleet: FleetCoordinator
     circuits: CircuitExecutor
     windows: WindowTracker
-    routing: "FabricRouting | None"
-    fabric: "CircuitCoordinator | None"
-    verifier: "FabricVerifier | None"
-    gen_circuits: "GenerationCircuits | None"
+    fabric: CircuitCoordinator | None
+    routing: FabricRouting | None
+    verifier: FabricVerifier | None
+    gen_circuits: GenerationCircuits | None
     weights: WeightSyncParts
     watch: EngineFollower | None
     redeployer: RedeploymentController | None
@@ -83,10 +80,8 @@ def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEd
     pauses = PauseRegistry(journal, clock)
     circuits = circuits_of(config, edges.drivers, journal, clock)
     windows = WindowTracker(clock, config.fabric.quantile if config.fabric else QUANTILE, config.limits.nodes)
-    routing = routing_of(config, edges.drivers, journal, clock, edges.offload)
-    fabric = fabric_of(config, edges.drivers, circuits, windows, pauses, mode, journal, clock, routing, edges.offload)
-    verifier = verifier_of(fabric, routing, circuits, edges.drivers, pauses, clock)
-    gen_circuits = gen_circuits_of(config, fabric, clock)
+    parts = fabric_of(config, edges.drivers, circuits, windows, pauses, mode, journal, clock, edges.offload)
+    fabric, gen_circuits = parts.fabric, parts.gen_circuits
     weights = weights_of(config, fleet, fabric, turn, stale, pauses, edges.offload)
     watch = edges.watch(fleet) if edges.watch else None
     product = config.fleet.launch.engine if config.fleet.launch else ""
@@ -94,11 +89,11 @@ def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEd
     redeployer = found = before_resume = None
     if edges.deployment is not None:
         redeployer = RedeploymentController(redeployed, edges.deployment, turn, config.fleet)
-        found = FoundFleet(fleet, redeployer)
+        found = FoundFleet(fleet.state, clock, redeployer)
         before_resume = partial(gen_circuits.after_sync, found) if gen_circuits else None
     left = edges.left_for_moves or (lambda: weights.syncs.left_for_moves)
     plane = ControlPlane(fleet, mode, pauses, turn, redeployer, left, edges.offload, edges.stopwatch)
-    fabric_parts = circuits, windows, routing, fabric, verifier, gen_circuits
+    fabric_parts = circuits, windows, fabric, parts.routing, parts.verifier, gen_circuits
     return Daemon(plane, fleet, *fabric_parts, weights, watch, redeployer, found, before_resume)
 
 

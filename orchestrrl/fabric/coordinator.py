@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop, until_set
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.offload import Offload, inline
@@ -262,9 +262,7 @@ class CircuitCoordinator:
                     logger.exception("the switches could not be looked after")
                     await self._clock.sleep(POLL_EVERY_S)
         finally:
-            for task in self._active.values():
-                task.cancel()
-            await asyncio.gather(*self._active.values(), return_exceptions=True)
+            await stop(*self._active.values())
             for period in [*self._queue, *self._active]:
                 self._queue.remove(period)
                 if not period.report.over:
@@ -285,13 +283,7 @@ class CircuitCoordinator:
                 await (self._poll_waiting() if self._active else self._replace_lost())
                 continue
             pause_s = due_s - self._clock.now_s() if may_look else inf
-            news = asyncio.ensure_future(self._queue.news.wait())
-            alarm = asyncio.ensure_future(self._clock.sleep(min(pause_s, POLL_EVERY_S)))
-            try:
-                await asyncio.wait({news, alarm, *self._active.values()}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                news.cancel()
-                alarm.cancel()
+            await until_set(self._clock, self._queue.news, min(pause_s, POLL_EVERY_S), *self._active.values())
 
     async def _poll_waiting(self) -> None:
         """What has failed since they were planned is not learnt in a window, by what does not come up."""

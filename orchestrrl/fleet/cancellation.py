@@ -33,7 +33,7 @@ class Canceller:
         self._runner = runner
         self._nodes = nodes
         self._clock = clock
-        self._tasks: set[asyncio.Task[OperationResult]] = set()
+        self.waiting: set[asyncio.Task[OperationResult]] = set()
         self.totals: Counter[str] = Counter({ASKED: 0, REDUNDANT: 0})
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
@@ -58,16 +58,10 @@ class Canceller:
             if groups.get(node):
                 self._order(node, CancelRequests((), groups[node], REDUNDANT), REDUNDANT)
 
-    def close(self) -> list[asyncio.Task[OperationResult]]:
-        """Stop waiting for gateways; what they were told they do."""
-        for task in self._tasks:
-            task.cancel()
-        return [*self._tasks]
-
     def _order(self, node: NodeId, action: CancelRequests, why: str) -> asyncio.Task[OperationResult]:
         task = asyncio.create_task(self._counted(node, action, why))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.waiting.add(task)
+        task.add_done_callback(self.waiting.discard)
         return task
 
     async def _counted(self, node: NodeId, action: CancelRequests, why: str) -> OperationResult:

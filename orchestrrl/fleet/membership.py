@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import PlainSerializer, TypeAdapter
 
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineId
 
-_FACTS = TypeAdapter(tuple[EngineFacts, ...])
-
 # An agent that was forgotten somewhere may go on to report an engine for long; but names are not kept for ever.
 REMOVED_REMEMBERED = 4096
+
+_EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # in the journal in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Membership:
     """
 
     added: tuple[EngineFacts, ...] = ()  # by id; they stand before the configuration's
-    draining: frozenset[EngineId] = frozenset()  # nothing new goes there
-    leaving: frozenset[EngineId] = frozenset()  # of these, whose requests are moved elsewhere
+    draining: _EngineIds = frozenset()  # nothing new goes there
+    leaving: _EngineIds = frozenset()  # of these, whose requests are moved elsewhere
     removed: tuple[EngineId, ...] = ()  # in this order; none of ours until added again, whoever reports them
 
     def __post_init__(self) -> None:
@@ -63,21 +63,15 @@ class Membership:
 
     def body(self) -> dict[str, Any]:
         """For the journal."""
-        return {
-            "added": _FACTS.dump_python(self.added, mode="json"),
-            "draining": sorted(self.draining),
-            "leaving": sorted(self.leaving),
-            "removed": list(self.removed),
-        }
+        body: dict[str, Any] = _MEMBERSHIP.dump_python(self, mode="json")
+        return body
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Membership":
-        return cls(
-            added=_FACTS.validate_python(body["added"]),
-            draining=frozenset(map(EngineId, body["draining"])),
-            leaving=frozenset(map(EngineId, body["leaving"])),
-            removed=tuple(map(EngineId, body["removed"])),
-        )
+        return _MEMBERSHIP.validate_python(body)
+
+
+_MEMBERSHIP = TypeAdapter(Membership)
 
 
 def recovered_roster(journal: Journal) -> Membership:

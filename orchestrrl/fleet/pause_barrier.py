@@ -357,11 +357,10 @@ class PauseBarrier:
         if told:
             self._take(self.state.forgotten(told), "forgotten", f"{', '.join(told)} stopped")
 
-    def close(self) -> list[asyncio.Task[Any]]:
-        """Stop waiting for gateways."""
-        for task in self._running:
-            task.cancel()
-        return [*self._running, *self._orders.stop()]
+    @property
+    def waiting(self) -> list[asyncio.Task[Any]]:
+        """Tasks that wait for gateways, which do what they were told all the same."""
+        return [*self._running, *self._orders.waiting]
 
     # --- what fleet/pause_operation.py asks of it
 

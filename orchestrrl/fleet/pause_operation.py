@@ -6,21 +6,24 @@ journalling them and resuming after a restart is core/operation.py; what a lease
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.clock import Clock, until_set, within
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.operation import Description, OperationRun, Stage, StepEntry, steps_in
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operations import OperationResult, PauseMode
-from orchestrrl.fleet.pause_lease import LEASE, PauseLease, PauseState
+from orchestrrl.fleet.pause_lease import LEASE, PauseLease
 from orchestrrl.fleet.pause_orders import AGAIN_S, ANSWER_S, Order, rested, why
 from orchestrrl.fleet.reports import BarrierReport
 from planner.model import NodeId
+
+if TYPE_CHECKING:
+    from orchestrrl.fleet.pause_barrier import PauseBarrier
 
 logger = logging.getLogger(__name__)
 
@@ -44,33 +47,10 @@ class PauseStep:
         return self.kind
 
 
-class PauseActions(Protocol):
-    """What the steps do; the pause barrier has it."""
-
-    @property
-    def state(self) -> PauseState: ...
-
-    def busy(self) -> bool:
-        """Return whether engines are being started or stopped."""
-        ...
-
-    def reports(self) -> Mapping[NodeId, BarrierReport]: ...
-
-    def close_all(self) -> dict[NodeId, Order]: ...
-
-    def at_rest(self, lease: PauseLease, results: Iterable[OperationResult]) -> None:
-        """All are at rest. Raises Permanent where the lease has ended."""
-        ...
-
-    async def abandon(self, lease: PauseLease, because: str) -> None:
-        """Let requests go on, unless the lease has ended otherwise."""
-        ...
-
-
 class FleetPause(Description[PauseStep]):
     """One fleet on its way to rest. Gateways that attach meanwhile belong to it."""
 
-    def __init__(self, lease: PauseLease, acts: PauseActions, log: OperationJournal, clock: Clock) -> None:
+    def __init__(self, lease: PauseLease, acts: "PauseBarrier", log: OperationJournal, clock: Clock) -> None:
         self.lease = lease
         self.engines_run = lease.mode is PauseMode.WAIT  # while requests finish
         self._acts = acts
@@ -181,14 +161,10 @@ class FleetPause(Description[PauseStep]):
             for node, order in self._orders.items():
                 if order.done() and not rested(order.result()):
                     raise Retryable(f"gateway {node} did not come to rest: {why(order.result())}", AGAIN_S)
-            running: list[asyncio.Future[Any]] = [order for order in self._orders.values() if not order.done()]
+            running = [order for order in self._orders.values() if not order.done()]
             if not running:
                 return
-            late = asyncio.ensure_future(self._late.wait())
-            try:
-                await asyncio.wait([*running, late], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                late.cancel()
+            await until_set(self._clock, self._late, ANSWER_S, *running)
 
     def _not_at_rest(self, because: str) -> Retryable:
         reports = self._acts.reports()

@@ -29,7 +29,7 @@ class PauseOrders:
         self._runner = runner
         self._nodes = nodes
         self._clock = clock
-        self._tasks: set[Order] = set()
+        self.waiting: set[Order] = set()
 
     def close(self, node: NodeId, lease: PauseLease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
         action = CloseBarrier(
@@ -68,17 +68,11 @@ class PauseOrders:
         """Within ANSWER_S. The orders stand."""
         return await answers(orders, self._clock, ANSWER_S)
 
-    def stop(self) -> list[Order]:
-        """Stop waiting for gateways; what they were told they do."""
-        for task in self._tasks:
-            task.cancel()
-        return [*self._tasks]
-
     def _order(self, node: NodeId, action: Action, valid_for_s: float) -> Order:
         order: Coroutine[Any, Any, OperationResult] = self._runner.run(node, action, valid_for_s)
         task = asyncio.create_task(order)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.waiting.add(task)
+        task.add_done_callback(self.waiting.discard)
         return task
 
 

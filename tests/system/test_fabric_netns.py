@@ -17,7 +17,6 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.fabric_wiring import fabric_of, routing_of
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator

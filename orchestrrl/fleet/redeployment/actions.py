@@ -206,7 +206,9 @@ class RedeployActions:
         """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
         circuits = await self.control_plane.circuits_follow(serving)
         for engine in engines:
-            self.control_plane.state.add_engine(self.facts(self.running[engine]))
+            self.control_plane.state.add_engine(
+                facts_of(self.running[engine], self.configurations, self.capacity_tokens.get(engine))
+            )
         try:
             # Of the others nobody knows more than before.
             self.control_plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
@@ -230,49 +232,26 @@ class RedeployActions:
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
-    def facts(self, deployed: DeployedInstance) -> EngineFacts:
-        configuration = self.configurations.get(deployed.configuration)
-        planned_tokens = configuration.kv_capacity_tokens if configuration else None
-        return EngineFacts(
-            deployed.engine,
-            deployed.url,
-            configuration.id if configuration else None,
-            deployed.gpus,
-            configuration.max_sequences if configuration else None,
-            self.capacity_tokens.get(deployed.engine, planned_tokens),
-        )
-
     # --- of an engine
 
     async def _of_engine(self, kind: StepKind, engine: EngineId) -> str:
         self.waits_for.pop(engine, None)
         if kind in (StepKind.START, StepKind.WAKE, StepKind.STOP, StepKind.SLEEP):
             self.loaded.discard(engine)
-        match kind:
-            case StepKind.EVACUATE:
-                return await self._evacuate(engine)
-            case StepKind.STOP | StepKind.RETIRE:
-                return await self._stop(engine)
-            case StepKind.SLEEP:
-                return await self._sleep(engine)
-            case StepKind.START:
-                return await self._start(engine)
-            case StepKind.WAKE:
-                return await self._wake(engine)
-            case StepKind.SCALE:
-                return await self._scale(self._spec(engine))
-            case StepKind.READY:
-                return await self._until_ready(engine)
-            case StepKind.LOAD:
-                detail = await self._with_client(engine, lambda client: self._load(engine, client))
-                self.loaded.add(engine)
-                return detail
-            case StepKind.WARM_UP:
-                return await self._with_client(engine, self._warm_up)
-            case StepKind.VERIFY:
-                return await self._with_client(engine, lambda client: self._verify(engine, client))
-            case _:
-                raise AssertionError(f"{kind} is of the whole fleet")
+        actions = {
+            StepKind.EVACUATE: self._evacuate,
+            StepKind.STOP: self._stop,
+            StepKind.RETIRE: self._stop,
+            StepKind.SLEEP: self._sleep,
+            StepKind.START: self._start,
+            StepKind.WAKE: self._wake,
+            StepKind.SCALE: self._scale,
+            StepKind.READY: self._until_ready,
+            StepKind.LOAD: self._load,
+            StepKind.WARM_UP: self._warm_up,
+            StepKind.VERIFY: self._verify,
+        }
+        return await actions[kind](engine)
 
     async def _evacuate(self, engine: EngineId) -> str:
         """Until neither a gateway nor the engine itself knows of a request there."""
@@ -352,8 +331,9 @@ class RedeployActions:
             else:
                 return self.running[engine].url
 
-    async def _scale(self, spec: EngineSpec) -> str:
+    async def _scale(self, engine: EngineId) -> str:
         """GPUs are taken before an engine grows onto them, and given back when it has left them."""
+        spec = self._spec(engine)
 
         async def scale(client: ManagedEngine) -> str:
             has = (await client.layout()).dp
@@ -362,15 +342,15 @@ class RedeployActions:
             await client.scale(spec.parallelism.dp)
             return f"DP {has} to {spec.parallelism.dp}"
 
-        if len(spec.gpus) > len(self.running[spec.engine].gpus):
-            self.running[spec.engine] = await self.deployer.scale(spec)
-            said = await self._with_client(spec.engine, scale)
+        if len(spec.gpus) > len(self.running[engine].gpus):
+            self.running[engine] = await self.deployer.scale(spec)
+            said = await self._with_client(engine, scale)
         else:
-            said = await self._with_client(spec.engine, scale)
-            self.running[spec.engine] = await self.deployer.scale(spec)
-        scaled = self.running.pop(spec.engine)
+            said = await self._with_client(engine, scale)
+            self.running[engine] = await self.deployer.scale(spec)
+        scaled = self.running.pop(engine)
         self.control_plane.engines_deployed(self.running)  # its watch begins anew: it has other seats now
-        self.running[spec.engine] = scaled
+        self.running[engine] = scaled
         return said
 
     async def _until_ready(self, engine: EngineId) -> str:
@@ -392,7 +372,12 @@ class RedeployActions:
                     return f"a token in {elapsed_s:.3g} s"
             await self._clock.sleep(POLL_S)
 
-    async def _load(self, engine: EngineId, client: ManagedEngine) -> str:
+    async def _load(self, engine: EngineId) -> str:
+        detail = await self._with_client(engine, lambda client: self._load_over(engine, client))
+        self.loaded.add(engine)
+        return detail
+
+    async def _load_over(self, engine: EngineId, client: ManagedEngine) -> str:
         wanted = self._weights
         if wanted.version is None:
             return "nobody has named weights: it keeps its own"
@@ -410,12 +395,14 @@ class RedeployActions:
         await client.load_weights(wanted.source, wanted.version)
         return f"version {wanted.version}"
 
-    async def _warm_up(self, client: ManagedEngine) -> str:
+    async def _warm_up(self, engine: EngineId) -> str:
         """Its first prompt and its first decode steps, which compile and allocate, are not for a request."""
-        excerpt = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
-        return f"{len(excerpt.token_ids)} tokens"
+        return f"{len((await self._excerpt(engine)).token_ids)} tokens"
 
-    async def _verify(self, engine: EngineId, client: ManagedEngine) -> str:
+    async def _verify(self, engine: EngineId) -> str:
+        return await self._with_client(engine, lambda client: self._verify_over(engine, client))
+
+    async def _verify_over(self, engine: EngineId, client: ManagedEngine) -> str:
         spec, wanted = self._spec(engine), self._weights.version
         # Side by side: a server may take seconds to collect facts about itself.
         layout, metrics, version, offers, answers = await asyncio.gather(
@@ -452,6 +439,25 @@ class RedeployActions:
             return await ask(client)
         finally:
             await client.close()
+
+
+def facts_of(
+    deployed: DeployedInstance,
+    configurations: Mapping[ConfigurationId, Configuration],
+    kv_capacity_tokens: int | None = None,
+) -> EngineFacts:
+    """`kv_capacity_tokens` as verified; None: as planned."""
+    configuration = configurations.get(deployed.configuration)
+    if configuration is None:
+        return EngineFacts(deployed.engine, deployed.url, None, deployed.gpus, None, kv_capacity_tokens)
+    return EngineFacts(
+        deployed.engine,
+        deployed.url,
+        configuration.id,
+        deployed.gpus,
+        configuration.max_sequences,
+        kv_capacity_tokens or configuration.kv_capacity_tokens,
+    )
 
 
 def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:

@@ -1,7 +1,7 @@
 """What is told of redeployments: to who watches one, to who asks for those that were, and in the journal."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
@@ -83,9 +83,9 @@ class RedeploymentBook:
             del self._ended[old]
         write_end(self.log, report, fleet)
 
-    def note_engines(self, run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> None:
-        """What became of each engine. What a start took is noted where it was as `usual`: later daemons learn by it."""
-        specs = {spec.engine: spec for spec in run.redeployment.coming}
+    def note_engines(self, run: RedeploymentRun, starts: Mapping[EngineId, EngineStart]) -> None:
+        """What became of each engine, with what its start took: later daemons learn by it."""
+        gpus = {spec.engine: spec.gpus for spec in run.redeployment.coming}
         for told in run.report().steps:
             engine = told.step.engine
             if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
@@ -95,13 +95,9 @@ class RedeploymentBook:
                 self.note_stopped(engine, done=done, detail=told.detail)
             elif told.step.kind is StepKind.VERIFY or not done:
                 body: dict[str, object] = {"done": done, "detail": told.detail}
-                elapsed_s = run.elapsed_s(engine)
-                if done and elapsed_s is not None and engine in specs and usual(run, engine):
-                    spec = specs[engine]
-                    known = run.acts.configurations.get(spec.configuration)
-                    expected_s = elapsed_s if known is None else known.switch_s
-                    body |= {"configuration": spec.configuration, "gpus": list(spec.gpus)}
-                    body |= {"elapsed_s": elapsed_s, "expected_s": expected_s}
+                if done and (start := starts.get(engine)) is not None:
+                    body |= {"configuration": start.configuration, "gpus": list(gpus[engine])}
+                    body |= {"elapsed_s": start.elapsed_s, "expected_s": start.expected_s}
                 self._journal.append(self._clock.now_s(), EntryKind.ENGINE_STARTED, engine, body)
 
     def note_stopped(self, engine: EngineId, *, done: bool, detail: str) -> None:
@@ -116,16 +112,14 @@ class RedeploymentBook:
         return reports
 
 
-def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> tuple[EngineStart, ...]:
-    """What configurations take to come up, for who estimates it."""
-    known = run.acts.configurations  # those of the daemon that began it: the next may have others
-    return tuple(
-        EngineStart(spec.configuration, elapsed_s, known[spec.configuration].switch_s)
+def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> dict[EngineId, EngineStart]:
+    """What engines that started as `usual` took to come up."""
+    expected_s = {id: known.switch_s for id, known in run.acts.configurations.items()}
+    return {
+        spec.engine: EngineStart(spec.configuration, elapsed_s, expected_s.get(spec.configuration, elapsed_s))
         for spec in run.redeployment.coming
-        if spec.configuration in known
-        and usual(run, spec.engine)
-        and (elapsed_s := run.elapsed_s(spec.engine)) is not None
-    )
+        if usual(run, spec.engine) and (elapsed_s := run.elapsed_s(spec.engine)) is not None
+    }
 
 
 def summary_text(report: RedeploymentReport) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from orchestrrl.core.clock import stop
 from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import Journal
@@ -24,7 +25,7 @@ from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLi
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment import actions
-from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
+from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, facts_of, started_with
 from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
@@ -150,8 +151,7 @@ class RedeploymentController:
             return
         logger.warning("redeployment %s was cut short by the end of its daemon", opened.intent.id)
         self._adopt()
-        acts = self._acts(opened.intent)
-        self._run = run = RedeploymentRun(opened.intent, acts, self._book.log, self._control_plane.clock, self._changed)
+        self._run = run = self._new_run(opened.intent)
         self._start(self._carry(run, self._resume(run, opened)))
 
     async def _resume(self, run: RedeploymentRun, opened: OpenIntent[Redeployment]) -> None:
@@ -175,13 +175,11 @@ class RedeploymentController:
             if self.busy or self._run is not run:  # a redeployment knows better by now
                 continue
             self._take_stock(found)
-            gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in self._missing(before)]
+            missing = [told for engine, told in before.items() if engine not in self._running]
+            gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in missing]
             ended = [told for e, told in self._running.items() if told.life is EngineLife.ENDED and e in before]
             for deployed in [*gone, *ended]:
                 await self._bury(deployed)
-
-    def _missing(self, before: Mapping[EngineId, DeployedInstance]) -> list[DeployedInstance]:
-        return [deployed for engine, deployed in before.items() if engine not in self._running]
 
     async def _bury(self, deployed: DeployedInstance) -> None:
         """An engine went by itself: its GPUs are freed, and nobody is sent there."""
@@ -228,10 +226,9 @@ class RedeploymentController:
 
     def _adopt(self) -> None:
         """Requests may go to what runs, as its last word was."""
-        acts = self._acts(None)
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
-                self._control_plane.state.add_engine(acts.facts(deployed))
+                self._control_plane.state.add_engine(facts_of(deployed, self.configurations))
                 if deployed.configuration not in self.configurations:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
@@ -239,33 +236,26 @@ class RedeploymentController:
         self._control_plane.engines_deployed(self._running)
 
     def _standing(self) -> StandingEngine:
-        drained = {
-            view.id for view in self._control_plane.state.engines(self._control_plane.clock.now_s()) if view.draining
-        }
+        views = self._control_plane.state.engines(self._control_plane.clock.now_s())
         specs = {spec.engine: spec for spec in self._ours() or ()}
         serving: list[EngineSpec] = []
         asleep: list[EngineSpec] = []
         lost: list[EngineId] = []
         for engine, deployed in sorted(self._running.items()):
-            spec = deployed.spec or specs.get(engine) or self._spec_of(deployed)
+            spec = deployed.spec or specs.get(engine)
+            if spec is None:  # its record was lost: as it would be started now
+                spec = self._make_spec(engine, deployed.configuration, deployed.gpus)
             if deployed.life is EngineLife.UNKNOWN:
                 lost.append(engine)
             (asleep if deployed.lent else serving).append(spec)
-        owned = set(self._running)
-        others = {
-            gpu: view.id
-            for view in self._control_plane.state.engines(self._control_plane.clock.now_s())
-            if view.id not in owned
-            for gpu in view.gpus
-        }
         return StandingEngine(
             serving=tuple(serving),
             asleep=tuple(asleep),
             elastic=self._elastic(),
             alive=frozenset(e for e, deployed in self._running.items() if self._serves(deployed)),
-            drained=frozenset(drained),
+            drained=frozenset(view.id for view in views if view.draining),
             lost=frozenset(lost),
-            others=others,
+            others={gpu: view.id for view in views if view.id not in self._running for gpu in view.gpus},
             gpus_count=self._deployment.gpus_count,
             per_node=self._deployment.per_node,
         )
@@ -273,10 +263,6 @@ class RedeploymentController:
     def _serves(self, deployed: DeployedInstance) -> bool:
         """It lives, and no operator has removed it, who wants no requests there."""
         return deployed.life is EngineLife.ALIVE and not self._control_plane.state.barred(deployed.engine)
-
-    def _spec_of(self, deployed: DeployedInstance) -> EngineSpec:
-        """Of an engine whose record was lost: as it would be started now."""
-        return self._make_spec(deployed.engine, deployed.configuration, deployed.gpus)
 
     # --- what is wanted
 
@@ -286,7 +272,7 @@ class RedeploymentController:
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
-            wanted = self._wanted(self._control_plane.plan_named(wish.plan), standing)
+            wanted = wanted_by_plan(self._control_plane.plan_named(wish.plan), standing, self._make_spec)
         else:
             wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
         redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
@@ -298,9 +284,6 @@ class RedeploymentController:
         used = [*self._book.ids, *self._running]
         numbers = (int(found[1]) for name in used if (found := _NUMBERED.match(name)))
         return RedeploymentId(f"s{max(numbers, default=0) + 1}")
-
-    def _wanted(self, plan: Plan, standing: StandingEngine) -> TargetEngine:
-        return wanted_by_plan(plan, standing, self._make_spec)
 
     def _redeployment(
         self, id: RedeploymentId, plan: PlanId, reason: str, standing: StandingEngine, wanted: TargetEngine
@@ -383,7 +366,7 @@ class RedeploymentController:
             await self._scan()
             standing = self._standing()
             id = self._next_id()
-            wanted = self._wanted(plan, standing)
+            wanted = wanted_by_plan(plan, standing, self._make_spec)
             redeployment = self._redeployment(id, plan.id, plan.verdict.detail, standing, wanted)
             task = self._begin(redeployment, tell=False)
         return await asyncio.shield(task)
@@ -406,13 +389,7 @@ class RedeploymentController:
 
     def _begin(self, redeployment: Redeployment, *, tell: bool = True) -> "asyncio.Task[RedeploymentOutcome]":
         """`tell` the control plane how it ends, where the caller does not."""
-        self._run = run = RedeploymentRun(
-            redeployment,
-            self._acts(redeployment),
-            self._book.log,
-            self._control_plane.clock,
-            self._changed,
-        )
+        self._run = run = self._new_run(redeployment)
         task = self._start(self._carry(run, run.run(), tell=tell))
         task.add_done_callback(_log_defect)
         return task
@@ -422,17 +399,17 @@ class RedeploymentController:
         self._turn.take(task)
         return task
 
-    def _acts(self, redeployment: Redeployment | None) -> RedeployActions:
-        blank = Redeployment(RedeploymentId(""), PlanId(""), "", 0.0, (), ())
-        return RedeployActions(
+    def _new_run(self, redeployment: Redeployment) -> RedeploymentRun:
+        acts = RedeployActions(
             self._control_plane,
             self._deployer,
             self._deployment.connect,
             self.configurations,
             self._running,
             self.policy.tolerance,
-            redeployment or blank,
+            redeployment,
         )
+        return RedeploymentRun(redeployment, acts, self._book.log, self._control_plane.clock, self._changed)
 
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:
@@ -454,10 +431,11 @@ class RedeploymentController:
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
         now_s, starts = self._control_plane.clock.now_s(), starts_of(run, self._as_usual)
-        outcome = RedeploymentOutcome(report.state is OperationState.DONE, summary_text(report), now_s, starts)
+        done = report.state is OperationState.DONE
+        outcome = RedeploymentOutcome(done, summary_text(report), now_s, tuple(starts.values()))
         try:
             self._book.ended(report, self._fleet)
-            self._book.note_engines(run, self._as_usual)
+            self._book.note_engines(run, starts)
             if tell:
                 self._control_plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
@@ -496,8 +474,7 @@ class RedeploymentController:
     async def close(self) -> None:
         """The daemon ends: a redeployment under way is left for the next one to take up."""
         if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await stop(self._task)
         await self._deployer.close()
 
     def _changed(self) -> None:

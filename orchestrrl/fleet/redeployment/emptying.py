@@ -42,7 +42,7 @@ class MoveControl(Protocol):
     clock: Clock
     routes: RoutingTable
 
-    async def move_for_redeployment(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+    async def carry_out(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
         """Carry them out, whatever the mode."""
 
 
@@ -98,7 +98,7 @@ class Emptying:
         if not moves:
             return 0
         self._until_s |= {move.request: now_s + TOLD_WITHIN_S for move in moves}
-        outcome = await self._control_plane.move_for_redeployment(moves, look.snapshot)
+        outcome = await self._control_plane.carry_out(moves, look.snapshot)
         left = 0
         for move, item in zip(moves, outcome.items, strict=True):
             if not item.done:

@@ -18,8 +18,8 @@ from orchestrrl.core.operations import MoveRequests, OperationItemResult, Operat
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
-from orchestrrl.daemon.plan_book import Redeployer
 from orchestrrl.daemon.wiring import build_daemon
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.admission import ControlState
@@ -136,7 +136,7 @@ class Harness:
         self.fleet = Fleet(self.plane, self.clock)
         return self.plane
 
-    def redeployed_by(self, redeployer: Redeployer) -> ControlPlane:
+    def redeployed_by(self, redeployer: RedeploymentController) -> ControlPlane:
         """The same fleet, with what carries out changes of the deployment."""
         one = self.plane
         self.plane = ControlPlane(one.fleet, one.mode, one.pause_registry, one._turn, redeployer, one._left_for_moves)

@@ -351,7 +351,7 @@ async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> Non
 
 async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness) -> None:
     async with narrow.daemon() as redeployer:
-        found = FoundFleet(narrow.plane.fleet, redeployer)
+        found = FoundFleet(narrow.plane.fleet.state, narrow.plane.clock, redeployer)
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
         assert found.idle() is False  # as the gateway says
         narrow.gateway.requests.clear()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from builders import engine_report, gateway_hello, gateway_report, sample
 
-from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.clock import VirtualClock, stop
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.nodes import Attachment
@@ -229,9 +229,7 @@ class Harness:
             with suppress(asyncio.CancelledError):
                 await self._loops
             self._loops = None
-        for task in self.plane.fleet.barrier.close():
-            with suppress(asyncio.CancelledError):
-                await task
+        await stop(*self.plane.fleet.barrier.waiting)
         for gateway in self.gateways.values():
             if gateway.attachment is not None:
                 self.plane.fleet.nodes.detach(gateway.attachment, self.clock.now_s())

@@ -20,10 +20,7 @@ from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.weights.controller.circuits import BroughtUp, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import (
-    Peer,
-    PeerRole,
-)
+from orchestrrl.weights.model import Peer, PeerRole
 from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.ground import PlanGround
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation

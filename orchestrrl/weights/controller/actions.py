@@ -15,9 +15,7 @@ from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import HOLDER, EngineNow, FleetWeights, WeightBook
-from orchestrrl.weights.model import (
-    Peer,
-)
+from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import (
     EndEdges,
     InstallVersion,

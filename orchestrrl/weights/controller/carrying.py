@@ -21,11 +21,7 @@ from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import (
-    HeldVersion,
-    Peer,
-    VersionMap,
-)
+from orchestrrl.weights.model import HeldVersion, Peer, VersionMap
 from orchestrrl.weights.orders import (
     ArrivedBytes,
     CarryEdge,
@@ -57,13 +53,7 @@ class SyncFailed(OrchestrRLError):
     has one. `again`: another attempt may help. `unchanged`: the order has changed nothing."""
 
     def __init__(
-        self,
-        code: str,
-        detail: str,
-        without: Collection[EngineId] = (),
-        *,
-        again: bool = True,
-        unchanged: bool = False,
+        self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
     ) -> None:
         detail = cut(detail, WORDS)
         super().__init__(f"{code}: {detail}")

@@ -7,9 +7,7 @@ from typing import Protocol
 from orchestrrl.core.config.weights import NetworkSettings
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
-from orchestrrl.weights.model import (
-    Peer,
-)
+from orchestrrl.weights.model import Peer
 from planner.model import PeerId
 from planner.sync_tree.network import NetworkStation, SyncNetwork
 

@@ -42,16 +42,8 @@ from orchestrrl.weights.controller.reports import (
 from orchestrrl.weights.controller.run import MAY_BE_REPLACED, SyncRun
 from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.stale_versions import StaleVersions
-from orchestrrl.weights.controller.state import (
-    HOLDER,
-    CommittedVersion,
-    EngineNow,
-    SyncRecord,
-    WeightBook,
-)
-from orchestrrl.weights.model import (
-    Peer,
-)
+from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, EngineNow, SyncRecord, WeightBook
+from orchestrrl.weights.model import Peer
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId, PeerId
 from planner.sync_tree.nic_share import LeftForMoves, left_for_moves

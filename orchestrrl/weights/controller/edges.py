@@ -4,9 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.model import (
-    Peer,
-)
+from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import CarryEdge
 from planner.model import PeerId
 from planner.sync_tree.flows import PeerFlow

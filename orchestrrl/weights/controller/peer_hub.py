@@ -15,11 +15,7 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import REATTACH_S, OpenOrder, OpenOrders, OrderStream
 from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
-from orchestrrl.weights.model import (
-    EngineAt,
-    Peer,
-    PeerRole,
-)
+from orchestrrl.weights.model import EngineAt, Peer, PeerRole
 from orchestrrl.weights.orders import ArrivedBytes, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
 from planner.model import EngineId, PeerId
 

@@ -273,10 +273,7 @@ def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...])
 
 
 def _opened(
-    whole: VersionMap,
-    parts: tuple[StagedPart, ...],
-    end: int,
-    sharded: Sequence[ReshardedVersion],
+    whole: VersionMap, parts: tuple[StagedPart, ...], end: int, sharded: Sequence[ReshardedVersion]
 ) -> OpenVersion:
     own = [each for each in sharded if end in each.shard.holders or end in each.shard.receivers]
     names = {name for part in parts for name in part.boxes} | {piece.parameter for each in own for piece in each.slices}

@@ -11,10 +11,7 @@ from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
-from orchestrrl.weights.model import (
-    Peer,
-    VersionMap,
-)
+from orchestrrl.weights.model import Peer, VersionMap
 from orchestrrl.weights.orders import CheckVersion
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId

@@ -6,10 +6,7 @@ from types import MappingProxyType
 
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import EdgeTime
-from orchestrrl.weights.model import (
-    HeldVersion,
-    Range,
-)
+from orchestrrl.weights.model import HeldVersion, Range
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent
 from planner.model import PeerId
 

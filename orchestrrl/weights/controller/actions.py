@@ -1,15 +1,16 @@
-"""Single acts on engines and peers under a closed barrier: rest, install, ask; and who of them does not agree."""
+"""Single acts on engines and peers: bring to rest, install, probe; each raises SyncFailed with a code of the report."""
 
+import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.core.errors import OrchestrRLError, few
+from orchestrrl.core.errors import OrchestrRLError, cut, few
+from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operator_pauses import PauseRegistry
-from orchestrrl.weights.controller.carrying import ANSWER_S, CarrierContext, SyncFailed, each_done
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
@@ -31,15 +32,45 @@ from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S = 30.0  # for orders that take no time
 LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
+WORDS = 3000  # characters of what went wrong: engines, peers and tensors are many
 NO_PEER = "no peer that installs into it is attached"
+
+
+class SyncFailed(OrchestrRLError):
+    """A weight version cannot go on. `without`: engines that another attempt leaves out, each with its reason where it
+    has one. `again`: another attempt may help. `unchanged`: the order has changed nothing."""
+
+    def __init__(
+        self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
+    ) -> None:
+        detail = cut(detail, WORDS)
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+        own = without if isinstance(without, Mapping) else dict.fromkeys(without, detail)
+        self.without: Mapping[EngineId, str] = {engine: cut(str(why)) for engine, why in own.items()}
+        self.again = again
+        self.unchanged = unchanged
+
+
+async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All outcomes, in order. Where one fails the others are not waited for."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(*tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncActions:
     """What versions are brought to engines with."""
 
-    context: CarrierContext
+    hub: PeerHub
+    clock: Clock
+    settings: WeightSettings
     fence: FleetFence
     circuits: SyncCircuits
     book: WeightBook
@@ -52,18 +83,7 @@ class SyncActions:
     why_not_served: Callable[[EngineId], str] = lambda _: NO_PEER
     seen: set[EngineId] = field(default_factory=set)  # every engine that this daemon has known
     stale: StaleVersions = field(default_factory=StaleVersions)
-
-    @property
-    def hub(self) -> PeerHub:
-        return self.context.hub
-
-    @property
-    def clock(self) -> Clock:
-        return self.context.clock
-
-    @property
-    def settings(self) -> WeightSettings:
-        return self.context.settings
+    offload: Offload = inline
 
     # --- who is there
 
@@ -79,6 +99,11 @@ class SyncActions:
         own = self.peer_of(engine)
         others = [id for id, state in sorted(self.hub.peers.items()) if engine in state.peer.ranks_of]
         return [*([] if own is None else [own.id]), *others]
+
+    def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
+        """Return the engines that need what these peers hold, ranks of engines of several hosts included."""
+        known = [self.hub.peers[peer].peer for peer in peers if peer in self.hub.peers]
+        return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
 
     def why_not_whole(self, engine: EngineId) -> str:
         """Why an engine of several hosts would not get all of a version; empty: it would."""
@@ -172,19 +197,30 @@ class SyncActions:
 
     # --- acts
 
+    async def done(
+        self, peer: PeerId, order: Order, within_s: float, code: str, engine: EngineId | None = None
+    ) -> PeerResult:
+        """Return the result of an order once it is done. Raises SyncFailed, which leaves out the order's engine, else
+        all engines that need what the peer holds."""
+        try:
+            result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
+        except OrchestrRLError as error:
+            raise SyncFailed(
+                "peer_lost", str(error), self.engines_of([peer]) if engine is None else [engine]
+            ) from error
+        words = f"{result.outcome} {result.detail}".rstrip()
+        if result.outcome is OrderOutcome.DONE:
+            return result
+        if engine is None:
+            raise SyncFailed(code, f"peer {peer}: {order.kind}: {words}", self.engines_of([peer]))
+        raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)
+
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
-        """Raises Failed, which names the engine alone."""
+        """Order the peer of an engine. Raises SyncFailed, which names the engine alone."""
         peer = self.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
-        try:
-            result = await self.hub.send_order(peer.id, order, within_s, self.settings.patience_s)
-        except OrchestrRLError as error:
-            raise SyncFailed("peer_lost", str(error), [engine]) from error
-        if result.outcome is not OrderOutcome.DONE:
-            words = f"{engine}: {result.outcome} {result.detail}".rstrip()
-            raise SyncFailed(code, words, [engine], unchanged=result.outcome is OrderOutcome.FAILED)
-        return result
+        return await self.done(peer.id, order, within_s, code, engine)
 
     async def install(
         self, engine: EngineId, version: int, until_s: float | None = None, *, anew: bool = False
@@ -286,31 +322,10 @@ class SyncActions:
 
     async def _notify_all(self, order: Callable[[Peer], Order]) -> None:
         async def one(peer: Peer) -> None:
-            try:
-                result = await self.hub.send_order(peer.id, order(peer), ANSWER_S, 0.0)
-            except OrchestrRLError as error:
-                logger.warning("%s", error)
-                return
-            if result.outcome is not OrderOutcome.DONE:
-                logger.warning("peer %s: %s", peer.id, result.detail)
+            if why := await self.hub.try_order(peer.id, order(peer), ANSWER_S):
+                logger.warning("peer %s: %s", peer.id, why)
 
         await each_done(one(peer) for peer in self.attached().values())
-
-
-def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """In each group, those that say something else than most; where there is no majority: all of it. Pure."""
-    groups: dict[object, list[EngineId]] = {}
-    for engine in sorted(said):
-        groups.setdefault(group(engine), []).append(engine)
-    odd = {}
-    for engines in groups.values():
-        counts = Counter(said[engine] for engine in engines)
-        most, count = counts.most_common(1)[0]
-        if len(counts) > 1 and 2 * count <= len(engines):
-            odd.update(dict.fromkeys(engines, "engines of one configuration do not agree"))
-        else:
-            odd.update({e: f"{said[e]} where others of its kind have {most}" for e in engines if said[e] != most})
-    return odd
 
 
 def results_by_engine(why: Mapping[EngineId, str]) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import SyncFailed
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase
 from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, FleetWeights, SyncRecord
 from planner.model import EngineId

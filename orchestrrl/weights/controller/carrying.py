@@ -5,18 +5,17 @@ A peer that goes away is waited for; whoever had bytes to come from it gets them
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from orchestrrl.core.clock import Clock, until_set
-from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.core.errors import OrchestrRLError, cut, few
-from orchestrrl.core.offload import Offload, inline
+from orchestrrl.core.clock import until_set
+from orchestrrl.core.errors import OrchestrRLError, few
+from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed, each_done
 from orchestrrl.weights.controller.edges import common_transport
-from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
+from orchestrrl.weights.controller.peer_hub import Heard
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase
@@ -30,12 +29,11 @@ from orchestrrl.weights.orders import (
     EdgeEvent,
     EdgeState,
     EndEdges,
-    Order,
     OrderOutcome,
     PeerResult,
     SumShards,
 )
-from planner.model import EngineId, PeerId
+from planner.model import PeerId
 from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
 from planner.sync_tree.network import SyncNetwork
 
@@ -44,75 +42,18 @@ logger = logging.getLogger(__name__)
 TURN_S = 0.5  # how often it is looked whether somebody has been gone, or nothing has come, for too long
 CHECKS = 4  # of all bytes, before it is believed that they cannot be had sound
 SUMS_WITHIN_S = 600.0  # to read all bytes once
-ANSWER_S = 30.0  # for orders that take no time
-WORDS = 3000  # characters of what went wrong: engines, peers and tensors are many
 
 
-class SyncFailed(OrchestrRLError):
-    """A weight version cannot go on. `without`: engines that another attempt leaves out, each with its reason where it
-    has one. `again`: another attempt may help. `unchanged`: the order has changed nothing."""
-
-    def __init__(
-        self, code: str, detail: str, without: Collection[EngineId] = (), *, again: bool = True, unchanged: bool = False
-    ) -> None:
-        detail = cut(detail, WORDS)
-        super().__init__(f"{code}: {detail}")
-        self.code = code
-        self.detail = detail
-        own = without if isinstance(without, Mapping) else dict.fromkeys(without, detail)
-        self.without: Mapping[EngineId, str] = {engine: cut(str(why)) for engine, why in own.items()}
-        self.again = again
-        self.unchanged = unchanged
-
-
-@dataclass(frozen=True, slots=True)
-class CarrierContext:
-    """What carrying is done with."""
-
-    hub: PeerHub
-    clock: Clock
-    settings: WeightSettings
-    offload: Offload = inline
-
-    async def done(self, peer: PeerId, order: Order, within_s: float, code: str) -> PeerResult:
-        """Its result, once it is done. Raises Failed."""
-        try:
-            result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
-        except OrchestrRLError as error:
-            raise SyncFailed("peer_lost", str(error), engines_of(self.hub, [peer])) from error
-        if result.outcome is not OrderOutcome.DONE:
-            detail = f"peer {peer}: {order.kind}: {result.outcome} {result.detail}"
-            raise SyncFailed(code, detail, engines_of(self.hub, [peer]))
-        return result
-
-
-def engines_of(hub: PeerHub, peers: Iterable[PeerId]) -> list[EngineId]:
-    """Those that need what these peers hold, ranks of engines of several hosts included."""
-    told = [hub.peers[peer].peer for peer in peers if peer in hub.peers]
-    return [engine for peer in told for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
-
-
-async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All outcomes, in order. Where one fails the others are not waited for."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def sums(context: CarrierContext, planned: PlannedSync) -> VersionMap:
+async def sums(acts: SyncActions, planned: PlannedSync) -> VersionMap:
     """The version's map with the sums of all shards, by those who hold them. Raises Failed."""
     by_peer: dict[PeerId, list[str]] = {}
     for shard, peer in sorted(planned.summed_by.items()):
         by_peer.setdefault(peer, []).append(shard)
 
     async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-        await context.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
+        await acts.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
         order = SumShards(planned.version, tuple(shards))
-        return (await context.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
+        return (await acts.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
 
     found: dict[str, tuple[str, ...]] = {}
     for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
@@ -131,7 +72,7 @@ class Carrying:
 
     def __init__(
         self,
-        context: CarrierContext,
+        acts: SyncActions,
         record: SyncRecord,
         planned: PlannedSync,
         map: VersionMap,
@@ -141,7 +82,7 @@ class Carrying:
         """`holders` have had it before, and are not told to open it."""
         self.progress = SyncProgress(planned, holders)
         self._holders = holders
-        self._context = context
+        self._acts = acts
         self._record = record
         self._planned = planned
         self._map = map
@@ -155,7 +96,7 @@ class Carrying:
         self._stuck = ""
         self._arrived: dict[PeerId, int] = {}
         self._arrived_bytes = 0
-        self._moved_s = context.clock.now_s()  # when something has arrived last
+        self._moved_s = acts.clock.now_s()  # when something has arrived last
 
     def on_news(self, peer: PeerId, news: Heard) -> None:
         """From the hub."""
@@ -165,7 +106,7 @@ class Carrying:
             case ArrivedBytes() if news.version == self._planned.version:
                 more = news.received_bytes - self._arrived.get(peer, 0)
                 if more > 0:
-                    self._moved_s = self._context.clock.now_s()
+                    self._moved_s = self._acts.clock.now_s()
                 self._arrived[peer] = news.received_bytes
                 self._arrived_bytes += more
                 self._record.put(arrived_bytes=self._arrived_bytes)
@@ -191,12 +132,12 @@ class Carrying:
                 task.cancel()
             for phase in (SyncPhase.PHASE_A, SyncPhase.PHASE_B):
                 record.ends(phase)
-            slowest = self.progress.slowest(self._context.settings.slowest_edges)
+            slowest = self.progress.slowest(self._acts.settings.slowest_edges)
             record.put(slowest=slowest, carried_bytes=self.progress.carried_bytes, mended_edges=self.progress.mended)
 
     async def _open(self, peer: PeerId) -> None:
         code = "trainer_lost" if self._opens[peer].parts else "peer_lost"
-        await self._context.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
+        await self._acts.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
 
     async def _until_all_is_there(self) -> None:
         while True:
@@ -212,14 +153,14 @@ class Carrying:
             if any(self._is_attached(peer) for peer in doubtful):
                 await self._mend()
             self._phases()
-            await until_set(self._context.clock, self._woken, TURN_S)
+            await until_set(self._acts.clock, self._woken, TURN_S)
 
     async def _check(self) -> bool:
         """Whether everything that was brought is as it was sent."""
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
-                return await self._context.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
+                return await self._acts.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
 
             receivers = self.progress.receivers
             results = await each_done(of(peer) for peer in receivers)
@@ -230,13 +171,13 @@ class Carrying:
         return not any(result.missing for result in results)
 
     def _check_patience(self, lacking: Sequence[PeerId]) -> None:
-        context = self._context
-        now_s, patience_s = context.clock.now_s(), context.settings.patience_s
+        acts = self._acts
+        now_s, patience_s = acts.clock.now_s(), acts.settings.patience_s
         gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
         if gone:
             words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
-            raise SyncFailed("peer_lost", words, engines_of(context.hub, gone))
-        if now_s - self._moved_s < patience_s + context.settings.stall_s:
+            raise SyncFailed("peer_lost", words, acts.engines_of(gone))
+        if now_s - self._moved_s < patience_s + acts.settings.stall_s:
             return
         away = sorted(peer for peer in self._opens if not self._is_attached(peer))
         trainers = [peer for peer in away if self._opens[peer].parts]
@@ -247,9 +188,9 @@ class Carrying:
 
     async def _mend(self) -> None:
         """Other edges for what nobody is bringing."""
-        progress, context = self.progress, self._context
+        progress, acts = self.progress, self._acts
         known = {*self._opens, *self._holders}
-        peers = {id: state.peer for id, state in context.hub.peers.items() if state.attached and id in known}
+        peers = {id: peer for id, peer in acts.attached().items() if id in known}
         feeds = [
             RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
             for edge in progress.not_done
@@ -260,7 +201,7 @@ class Carrying:
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
-        mended: RepairedEdges = await context.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
+        mended: RepairedEdges = await acts.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
         words = f"nobody can bring {few(sorted(mended.lost), between=', ')} what they lack"
         if mended.lost and words != self._stuck:
             self._stuck = words
@@ -276,7 +217,7 @@ class Carrying:
     def _weight(self, peers: Mapping[PeerId, Peer], src: str, dst: str) -> float | None:
         """Whoever brought something amiss is the last to be asked again; inside a PoD there is more room."""
         one, other = PeerId(src), PeerId(dst)
-        if common_transport(self._context.settings, peers[one], peers[other]) is None:
+        if common_transport(self._acts.settings, peers[one], peers[other]) is None:
             return None
         weight = 100.0 if one in self.progress.blamed(other) else 1.0
         return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
@@ -287,7 +228,7 @@ class Carrying:
 
     def _edge_of(self, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
         src, dst = PeerId(feed.src), PeerId(feed.dst)
-        way = common_transport(self._context.settings, peers[src], peers[dst])
+        way = common_transport(self._acts.settings, peers[src], peers[dst])
         assert way is not None
         phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
         address = peers[dst].transports[way]
@@ -311,12 +252,10 @@ class Carrying:
         task.add_done_callback(self._orders.discard)
 
     async def _carry(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
-        settings = self._context.settings
+        settings = self._acts.settings
         order = CarryEdges(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
         try:
-            result = await self._context.hub.send_order(
-                peer, order, ANSWER_S + settings.patience_s, settings.patience_s
-            )
+            result = await self._acts.hub.send_order(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
             logger.warning("weight sync %s: %s", self._record.id, error)  # if it comes back it is told again
             return
@@ -337,7 +276,7 @@ class Carrying:
             case _:
                 return
         if event.is_receiver and event.state is not EdgeState.BROKEN:
-            self._moved_s = self._context.clock.now_s()
+            self._moved_s = self._acts.clock.now_s()
 
     def _broken(self, edge_id: str, arrived_bytes: int) -> None:
         edge = self.progress.broken(edge_id, arrived_bytes)
@@ -348,15 +287,13 @@ class Carrying:
                     self._start(self._let_go(end, edge.id))
 
     async def _let_go(self, peer: PeerId, edge_id: str) -> None:
-        try:
-            await self._context.hub.send_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S, 0.0)
-        except OrchestrRLError as error:
-            logger.warning("weight sync %s: %s", self._record.id, error)
+        if why := await self._acts.hub.try_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S):
+            logger.warning("weight sync %s: peer %s: %s", self._record.id, peer, why)
 
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
         """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
         self.progress.on_held(peer, held)
-        self._moved_s = self._context.clock.now_s()
+        self._moved_s = self._acts.clock.now_s()
         self._start(self._again(peer, self.progress.live_of(peer)))
 
     async def _again(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
@@ -375,9 +312,9 @@ class Carrying:
             self._record.begins(SyncPhase.PHASE_B)
 
     def _is_attached(self, peer: PeerId) -> bool:
-        state = self._context.hub.peers.get(peer)
+        state = self._acts.hub.peers.get(peer)
         return state is not None and state.attached
 
     def _gone_s(self, peer: PeerId) -> float:
-        state = self._context.hub.peers[peer]
-        return 0.0 if state.attached else self._context.clock.now_s() - state.last_report_s
+        state = self._acts.hub.peers[peer]
+        return 0.0 if state.attached else self._acts.clock.now_s() - state.last_report_s

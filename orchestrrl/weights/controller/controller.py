@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from orchestrrl.core.clock import Clock, until_set
+from orchestrrl.core.clock import Clock, stop, until_set
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
@@ -22,7 +22,6 @@ from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend, make_direct
 from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import CarrierContext
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
@@ -88,7 +87,9 @@ class WeightSync:
 
         self._serving = PeerAssignments(hub, clock, settings.patience_s, there)
         self._acts = SyncActions(
-            CarrierContext(hub, clock, settings, offload),
+            hub,
+            clock,
+            settings,
             fence,
             circuits,
             self.book,
@@ -100,6 +101,7 @@ class WeightSync:
             why_not_served=self._serving.why_not,
             seen=seen,
             stale=stale,
+            offload=offload,
         )
         self._hub = hub
         self._clock = clock
@@ -390,9 +392,7 @@ class WeightSync:
                 self._news.clear()
                 await until_set(self._clock, self._news, TICK_S, task)
         finally:
-            if not task.done():
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await stop(task)
         if not task.cancelled() and task.exception() is not None:
             await task
         return True

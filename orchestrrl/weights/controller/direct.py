@@ -13,8 +13,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, trainer_step_json
-from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import ANSWER_S, SyncFailed
+from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import TensorMeta, VersionMap

@@ -2,12 +2,12 @@
 their answers to a probe."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import OutcomeUnknown
-from orchestrrl.weights.controller.actions import SyncActions, odd_ones, results_by_engine
-from orchestrrl.weights.controller.carrying import SyncFailed, each_done
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done, results_by_engine
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.participants import SyncAttempt, VerifiedEngines
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
@@ -158,3 +158,19 @@ class Installing:
             self._record.engine(engine, EngineSync.VERIFIED)
         by_configuration = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
         return VerifiedEngines(sorted(results), prompt if answers else (), by_configuration)
+
+
+def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
+    """In each group, those that say something else than most; where there is no majority: all of it. Pure."""
+    groups: dict[object, list[EngineId]] = {}
+    for engine in sorted(said):
+        groups.setdefault(group(engine), []).append(engine)
+    odd = {}
+    for engines in groups.values():
+        counts = Counter(said[engine] for engine in engines)
+        most, count = counts.most_common(1)[0]
+        if len(counts) > 1 and 2 * count <= len(engines):
+            odd.update(dict.fromkeys(engines, "engines of one configuration do not agree"))
+        else:
+            odd.update({e: f"{said[e]} where others of its kind have {most}" for e in engines if said[e] != most})
+    return odd

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
-from orchestrrl.weights.controller.carrying import SyncFailed
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
 from orchestrrl.weights.controller.reports import EngineSync
 from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
 from orchestrrl.weights.model import VersionMap

@@ -14,9 +14,18 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import REATTACH_S, OpenOrder, OpenOrders, OrderStream
-from orchestrrl.core.errors import LimitReached, OutcomeUnknown, ProblemFaults, Retryable, shorten
+from orchestrrl.core.errors import LimitReached, OrchestrRLError, OutcomeUnknown, ProblemFaults, Retryable, shorten
 from orchestrrl.weights.model import EngineAt, Peer, PeerRole
-from orchestrrl.weights.orders import ArrivedBytes, EdgeEvent, Order, PeerNews, PeerOrder, PeerResult, by_clock
+from orchestrrl.weights.orders import (
+    ArrivedBytes,
+    EdgeEvent,
+    Order,
+    OrderOutcome,
+    PeerNews,
+    PeerOrder,
+    PeerResult,
+    by_clock,
+)
 from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
@@ -184,6 +193,15 @@ class PeerHub:
         finally:
             watch.cancel()
             self._open.close(asked)
+
+    async def try_order(self, peer: PeerId, order: Order, within_s: float) -> str:
+        """Send an order to a peer that is not waited for while it is away. Return why it was not done, else an empty
+        string."""
+        try:
+            result = await self.send_order(peer, order, within_s, 0.0)
+        except OrchestrRLError as error:
+            return str(error)
+        return "" if result.outcome is OrderOutcome.DONE else result.detail or result.outcome
 
     def close(self) -> None:
         """End every stream, so that peers notice at once and attach to the next daemon."""

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import SyncFailed, each_done, sums
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done
+from orchestrrl.weights.controller.carrying import sums
 from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
@@ -45,7 +45,7 @@ class Preparation:
 
         async def all_sums() -> VersionMap:
             with record.phase(SyncPhase.SUMS):
-                return await sums(acts.context, planned)
+                return await sums(acts, planned)
 
         self._is_up = True
         brought, map = await each_done([self._bring_up(planned), all_sums()])
@@ -93,9 +93,7 @@ class Preparation:
 
         async def of(peer: PeerId) -> None:
             try:
-                result = await self._acts.context.done(
-                    peer, CheckVersion(self._record.report.version), 600.0, "corrupt"
-                )
+                result = await self._acts.done(peer, CheckVersion(self._record.report.version), 600.0, "corrupt")
             except SyncFailed as failure:
                 self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
             else:
@@ -114,7 +112,7 @@ class Preparation:
         self._plans += 1
         number = self._plans
         try:
-            planned: PlannedSync = await self._acts.context.offload(
+            planned: PlannedSync = await self._acts.offload(
                 lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
             )
         except ValueError as error:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
-from orchestrrl.weights.controller.actions import SyncActions
-from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed
+from orchestrrl.weights.controller.carrying import Carrying
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord
@@ -180,7 +180,7 @@ class EngineRepairs:
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:
-            checked = await acts.context.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
+            checked = await acts.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
             if not checked.missing:
                 return
             held = replace(held, missing=checked.missing)
@@ -199,13 +199,13 @@ class EngineRepairs:
             return plan_repair(map, [peer.id], peers, network, acts.settings, held=who, attempt=number)
 
         try:
-            planned = await acts.context.offload(plan)
+            planned = await acts.offload(plan)
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
         planned = planned.named(f"r{acts.book.generation}.{number}")
         id = f"repair-{acts.book.generation}-{number}"
         report = SyncReport(id, committed.version, SyncState.CARRYING, acts.clock.now_s())
-        self.carrying = Carrying(acts.context, SyncRecord(report, acts.clock), planned, map, network, who)
+        self.carrying = Carrying(acts, SyncRecord(report, acts.clock), planned, map, network, who)
         try:
             await self.carrying.run()
         finally:

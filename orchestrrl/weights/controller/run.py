@@ -17,9 +17,9 @@ from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.operation import Description, OperationFailure, OperationRun, OperationState, Stage, StepEntry
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
-from orchestrrl.weights.controller.actions import SyncActions, results_by_engine
+from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
 from orchestrrl.weights.controller.barrier_release import attached_again, go_back, resume_new
-from orchestrrl.weights.controller.carrying import Carrying, SyncFailed
+from orchestrrl.weights.controller.carrying import Carrying
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing
 from orchestrrl.weights.controller.participants import SyncAttempt, SyncParticipants
@@ -274,7 +274,7 @@ class SyncRun(Description[SyncStep]):
             planned, map = await self.preparation.plan(attempt.receivers)
             record.state(SyncState.CARRYING)
             assert self.preparation.network is not None
-            self.carrying = Carrying(acts.context, record, planned, map, self.preparation.network)
+            self.carrying = Carrying(acts, record, planned, map, self.preparation.network)
             try:
                 await self.carrying.run()
             finally:

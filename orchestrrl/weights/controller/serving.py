@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from orchestrrl.core.clock import Clock, until_set
-from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.core.clock import Clock, stop, until_set
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.state import EngineNow
-from orchestrrl.weights.orders import OrderOutcome, ServeEngines
+from orchestrrl.weights.orders import ServeEngines
 from orchestrrl.weights.peer.engine_hosts import EngineHosts
 from planner.model import EngineId, PeerId
 
@@ -122,9 +121,7 @@ class PeerAssignments:
                 self.update()
                 await until_set(self._clock, self._news, TURN_S)
         finally:
-            for task in self._sending.values():
-                task.cancel()
-            await asyncio.gather(*self._sending.values(), return_exceptions=True)
+            await stop(*self._sending.values())
 
     def update(self) -> None:
         """Tell peers that are to serve others than they do."""
@@ -162,11 +159,7 @@ class PeerAssignments:
 
     async def _send(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
         try:
-            result = await self._hub.send_order(peer, ServeEngines(engines), ANSWER_S, 0.0)
-        except OrchestrRLError as error:
-            why = str(error)
-        else:
-            why = "" if result.outcome is OrderOutcome.DONE else result.detail
+            why = await self._hub.try_order(peer, ServeEngines(engines), ANSWER_S)
         finally:
             self._sending.pop(peer, None)
         if why:

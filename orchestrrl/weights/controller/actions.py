@@ -205,12 +205,11 @@ class SyncActions:
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
-            raise SyncFailed(
-                "peer_lost", str(error), self.engines_of([peer]) if engine is None else [engine]
-            ) from error
-        words = f"{result.outcome} {result.detail}".rstrip()
+            without = self.engines_of([peer]) if engine is None else [engine]
+            raise SyncFailed("peer_lost", str(error), without) from error
         if result.outcome is OrderOutcome.DONE:
             return result
+        words = f"{result.outcome} {result.detail}".rstrip()
         if engine is None:
             raise SyncFailed(code, f"peer {peer}: {order.kind}: {words}", self.engines_of([peer]))
         raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)

@@ -25,8 +25,7 @@ from orchestrrl.weights.controller.actions import SyncActions
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
-from orchestrrl.weights.controller.publications import PublicationCollector
-from orchestrrl.weights.controller.publishing import PublicationSet, fingerprint, fingerprints
+from orchestrrl.weights.controller.publications import PublicationCollector, PublicationSet, fingerprint, fingerprints
 from orchestrrl.weights.controller.repair import EngineRepairs
 from orchestrrl.weights.controller.reports import (
     EngineStatus,

@@ -7,23 +7,12 @@ from dataclasses import dataclass
 from orchestrrl.weights.controller.reports import TRANSFER, PhaseTime, SyncPhase, SyncReport, SyncState
 
 PHASE_WORDS: Mapping[SyncPhase, str] = {
+    **{phase: phase.replace("_", " ") for phase in SyncPhase},
     SyncPhase.OFFLOAD: "trainer offload",
-    SyncPhase.GATHER: "gather",
-    SyncPhase.PUBLISH: "publish",
-    SyncPhase.SUMS: "sums",
-    SyncPhase.PLAN: "plan",
     SyncPhase.WINDOW: "wait for window",
-    SyncPhase.CIRCUITS: "circuits",
     SyncPhase.PHASE_A: "phase A",
     SyncPhase.PHASE_B: "phase B",
-    SyncPhase.CHECK: "check",
     SyncPhase.NEXT_PAUSE: "wait for barrier",
-    SyncPhase.FENCE: "fence",
-    SyncPhase.INSTALL: "install",
-    SyncPhase.VERIFY: "verify",
-    SyncPhase.COMMIT: "commit",
-    SyncPhase.RESUME: "resume",
-    SyncPhase.TEAR_DOWN: "tear down",
 }
 # Nobody waits for these: requests run, and so may the trainer.
 BESIDE = frozenset({SyncPhase.NEXT_PAUSE, SyncPhase.TEAR_DOWN})

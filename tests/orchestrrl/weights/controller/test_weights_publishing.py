@@ -5,7 +5,7 @@ from pathlib import Path
 
 from weights_harness import Harness, played
 
-from orchestrrl.weights.controller.publishing import PublicationSet
+from orchestrrl.weights.controller.publications import PublicationSet
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import (
     TensorMeta,

@@ -21,8 +21,7 @@ from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, resul
 from orchestrrl.weights.controller.barrier_release import attached_again, go_back, resume_new
 from orchestrrl.weights.controller.carrying import Carrying
 from orchestrrl.weights.controller.direct import DirectTransfer
-from orchestrrl.weights.controller.installing import BorrowedPause, Installing
-from orchestrrl.weights.controller.participants import SyncAttempt, SyncParticipants
+from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
 from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import HOLDER, LOOK_S, CommittedVersion, SyncRecord, sync_body
@@ -106,7 +105,6 @@ class SyncRun(Description[SyncStep]):
         self._failed: SyncFailed | None = None  # the last attempt
         self._defect: Exception | None = None  # that leaves the fleet to be taken up once more
         self._attempt = SyncAttempt()
-        self._participants = SyncParticipants(acts, record, is_direct=backend is not None)
         self._installing = Installing(acts, record, publications, self.direct)
         self._operation = OperationRun(self, acts.book.log, acts.clock, lambda: None)
 
@@ -182,7 +180,7 @@ class SyncRun(Description[SyncStep]):
         match step.kind:
             case SyncStepKind.CHOOSE:
                 await self._not_held()
-                await self._participants.choose(self._attempt)
+                await self._installing.choose(self._attempt)
             case SyncStepKind.PREPARE:
                 await self._prepare()
             case SyncStepKind.FENCE:
@@ -309,7 +307,7 @@ class SyncRun(Description[SyncStep]):
         finally:
             self._waits_for_barrier = False
         self._acts.notice_others()
-        self._participants.update(self._attempt)
+        self._installing.update(self._attempt)
 
     async def _until_free(self) -> None:
         """Wait until the pause barrier may be closed, or another holder's closed barrier may be used."""

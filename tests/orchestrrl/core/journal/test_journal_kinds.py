@@ -71,7 +71,7 @@ from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_p
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
-from orchestrrl.weights.controller.participants import SyncAttempt
+from orchestrrl.weights.controller.installing import SyncAttempt
 from orchestrrl.weights.controller.reports import SyncReport
 from orchestrrl.weights.controller.run import SyncRun, SyncStep, SyncStepKind
 from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, WeightBook

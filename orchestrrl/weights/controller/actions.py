@@ -15,7 +15,7 @@ from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
-from orchestrrl.weights.controller.state import HOLDER, EngineNow, FleetWeights, WeightBook
+from orchestrrl.weights.controller.state import HOLDER, LOOK_S, EngineNow, FleetWeights, WeightBook
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import (
     EndEdges,
@@ -289,6 +289,15 @@ class SyncActions:
 
         await each_done(one(engine) for engine in sorted(engines))
         return failed
+
+    async def wait_until(self, done: Callable[[], bool], within_s: float) -> bool:
+        """Wait until the condition holds. Return False where it does not within the seconds given."""
+        until_s = self.clock.now_s() + within_s
+        while not done():
+            if self.clock.now_s() >= until_s:
+                return False
+            await self.clock.sleep(LOOK_S)
+        return True
 
     async def let_go(self, version: int) -> None:
         """All edges of the version, everywhere."""

@@ -4,7 +4,6 @@ Both are done again, from any point, by a daemon that finds them half done. What
 it; one of which that is not certain gets no requests until it is repaired.
 """
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -200,10 +199,9 @@ async def _resume(
 
 async def attached_again(acts: SyncActions, engines: Collection[EngineId]) -> None:
     """Wait for the peers of engines, and for gateways where the pause barrier is closed, but not for ever."""
-    until_s = acts.clock.now_s() + acts.settings.patience_s
-    while acts.clock.now_s() < until_s:
+
+    def attached() -> bool:
         is_manned = acts.fence.is_manned() or acts.fence.state.lease is None
-        if is_manned and all(acts.peer_of(engine) is not None for engine in engines):
-            return
-        await asyncio.sleep(0)
-        await acts.clock.sleep(0.25)
+        return is_manned and all(acts.peer_of(engine) is not None for engine in engines)
+
+    await acts.wait_until(attached, acts.settings.patience_s)

@@ -10,7 +10,7 @@ from orchestrrl.core.errors import OutcomeUnknown
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done, results_by_engine
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
+from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
@@ -78,7 +78,7 @@ class Installing:
     async def choose(self, attempt: SyncAttempt) -> None:
         """Set the attempt's targets and receivers. Raises SyncFailed where no engine can have the version."""
         await self._engines_there(attempt)
-        await self._served()
+        await self._acts.wait_until(self._acts.settled, SETTLED_WITHIN_S)
         attempt.targets = self._targets(attempt)
         attempt.receivers = self._receivers(attempt)
 
@@ -143,12 +143,6 @@ class Installing:
             return f"{', '.join(engines)} may come back" if engines else ""
 
         await self._record.wait_while(away)
-
-    async def _served(self) -> None:
-        """Peers are told of engines that have just come; that takes a moment."""
-        until_s = self._acts.clock.now_s() + SETTLED_WITHIN_S
-        while not self._acts.settled() and self._acts.clock.now_s() < until_s:
-            await self._acts.clock.sleep(LOOK_S)
 
     def _receivers(self, attempt: SyncAttempt) -> set[PeerId]:
         """Return the peers of engines, and those of hosts where engines may be started, which find the fleet's weights

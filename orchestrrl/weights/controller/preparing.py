@@ -10,7 +10,7 @@ from orchestrrl.weights.controller.carrying import sums
 from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, plan_sync
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
-from orchestrrl.weights.controller.state import LOOK_S, SyncRecord
+from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import Peer, VersionMap
 from orchestrrl.weights.orders import CheckVersion
 from orchestrrl.weights.publication import Publication
@@ -81,11 +81,10 @@ class Preparation:
     async def _trainers_there(self) -> None:
         """What ranks have staged is at their peers."""
         acts = self._acts
-        until_s = acts.clock.now_s() + acts.settings.patience_s
-        while away := sorted({each.peer for each in self._publications} - set(acts.attached())):
-            if acts.clock.now_s() >= until_s:
-                raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
-            await acts.clock.sleep(LOOK_S)
+        peers = {each.peer for each in self._publications}
+        if not await acts.wait_until(lambda: peers <= acts.attached().keys(), acts.settings.patience_s):
+            away = sorted(peers - acts.attached().keys())
+            raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
     async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
         """Bytes that came in an earlier attempt."""

@@ -119,7 +119,7 @@ class PauseWorld(OperationWorld):
             return
         assert self._loops is not None
         plane, self.plane = self.plane, None
-        await stop(self._loops, *plane.fleet.barrier.close())
+        await stop(self._loops, *plane.fleet.barrier.waiting)
         for gateway in self.gateways:
             gateway.cut()
 

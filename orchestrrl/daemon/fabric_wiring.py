@@ -33,9 +33,9 @@ FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of thei
 
 @dataclass(frozen=True, slots=True)
 class FabricParts:
-    """The parts of a daemon that serve its fabric. The daemon keeps `fabric.run` and `routing.maintain` as tasks."""
+    """The parts that serve the fabric. The daemon keeps `coordinator.run` and `routing.maintain` as tasks."""
 
-    fabric: CircuitCoordinator | None = None  # None: the configuration has no fabric
+    coordinator: CircuitCoordinator | None = None  # None: the configuration has no fabric
     routing: FabricRouting | None = None  # None: it has no routers
     verifier: FabricVerifier | None = None
     gen_circuits: GenerationCircuits | None = None  # None: circuits do not follow the deployment

@@ -67,15 +67,7 @@ class FleetCoordinator:
         self.runner = OperationRunner(journal, self.nodes, clock, self._closed)
         self.routes = RoutingTable(config, self.state, self.nodes, self.runner, journal, clock)
         self.barrier = PauseBarrier(
-            self.runner,
-            self.nodes,
-            journal,
-            clock,
-            engines=lambda: [engine.id for engine in self.state.engines(clock.now_s())],
-            reports=lambda: self.state.barriers,
-            busy=lambda: turn.busy,
-            changed=self._barrier_changed,
-            restarted=restarted,
+            self.runner, self.nodes, self.state, turn, journal, clock, self._barrier_changed, restarted
         )
         self.membership_changes = MembershipChanges(
             config, self.state, self.routes, journal, clock, self.start_moves, self.barrier.check_open

@@ -152,7 +152,7 @@ class DaemonCollector(Collector):
         help_text = "Seconds for which somebody held the pause barrier, since the daemon's start."
         yield CounterMetricFamily("orchestrrl_barrier_held_seconds", help_text, keeper.paused_s)
         help_text = "Leases of the pause barrier that ended without a resume: weights may be mixed."
-        yield CounterMetricFamily("orchestrrl_barrier_leases_expired", help_text, keeper.totals.expired)
+        yield CounterMetricFamily("orchestrrl_barrier_leases_expired", help_text, keeper.expired)
         newest = keeper.state.newest
         if newest is not None:
             help_text = "The policy version of the fleet's weights; absent until somebody has told it."

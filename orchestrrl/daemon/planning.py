@@ -247,11 +247,14 @@ class Planning:
         usable = configured or running
         worth = [id for id in costs.worth(snapshot, gpus, overriding) if id not in barred and id in usable]
         notes = (*notes, *(f"{id} is left out: {why}" for id, why in sorted(barred.items())))
-        settings = planner_config(self._config, (), gpus, can_deploy=can_deploy)
         unknown = self._unknown(snapshot)
-        settings = replace(settings, only_as_deployed=not configured, unknown=unknown)
         notes = (*notes, unknown) if unknown and worth else notes
-        settings = replace(settings, **self.costs.moving(self._nics.share)._asdict())
+        settings = replace(
+            planner_config(self._config, gpus, can_deploy=can_deploy),
+            only_as_deployed=not configured,
+            unknown=unknown,
+            **self.costs.moving(self._nics.share)._asdict(),
+        )
         lengths = self.lengths
 
         def decide() -> Plan:
@@ -312,16 +315,14 @@ def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProf
     return max(1, sum(needed[engine.configuration] for engine in snapshot.engines if engine.configuration in needed))
 
 
-def planner_config(
-    config: Config, configurations: tuple[Configuration, ...], gpus: int, *, can_deploy: bool
-) -> PlannerConfig:
-    """What the planner may choose from."""
+def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerConfig:
+    """The planner's settings, with no configuration to choose from yet."""
     slow = config.slow
     # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
     # settled, unless it knows the lengths (which waives the share).
     moves_itself = config.fast.policy is not FastPolicy.PACKING
     return PlannerConfig(
-        configurations=configurations,
+        configurations=(),
         gpus_count=gpus,
         per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
         epsilon_s=slow.epsilon_s,

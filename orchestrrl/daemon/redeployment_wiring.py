@@ -4,12 +4,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings, Standby
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import OrchestrRLError
+from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.engines.managed import connect_managed
 from orchestrrl.fabric.generation_circuits import GenerationCircuits
@@ -29,15 +29,6 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 120.0
 
 
-class EngineFollower(Protocol):
-    """Reads deployed engines that no agent reports."""
-
-    def follow(self, engines: Mapping[EngineId, tuple[str, str]]) -> None:
-        """These from now on, (URL, product) of each, and no others."""
-
-    async def close(self) -> None: ...
-
-
 class RedeployedFleet:
     """The fleet as redeployments change it: its moves, weights, circuits and watches."""
 
@@ -46,7 +37,7 @@ class RedeployedFleet:
         fleet: FleetCoordinator,
         weights: WeightSync,
         circuits: GenerationCircuits | None,
-        watch: EngineFollower | None,
+        watch: DeployedEngineWatcher | None,
         product: str,
     ) -> None:
         self.journal, self.clock = fleet.journal, fleet.clock

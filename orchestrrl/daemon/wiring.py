@@ -13,12 +13,13 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fabric_wiring import fabric_of
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.planning import Planning
-from orchestrrl.daemon.redeployment_wiring import EngineFollower, RedeployedFleet
+from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
@@ -41,7 +42,7 @@ class DaemonEdges:
 
     drivers: Mapping[str, OcsDriver] = field(default_factory=dict)  # by switch
     deployment: FleetDeployment | None = None
-    watch: Callable[[FleetCoordinator], EngineFollower] | None = None  # of deployed engines
+    watch: Callable[[FleetCoordinator], DeployedEngineWatcher] | None = None  # of deployed engines
     left_for_moves: Callable[[], LeftForMoves] | None = None  # None: what weight syncs leave
     known_output_tokens: Mapping[RequestId, int] | None = None  # for an oracle's plans
     offload: Offload = inline
@@ -61,7 +62,7 @@ class Daemon:
     verifier: FabricVerifier | None
     gen_circuits: GenerationCircuits | None
     weights: WeightSyncParts
-    watch: EngineFollower | None
+    watch: DeployedEngineWatcher | None
     redeployer: RedeploymentController | None
     found_fleet: FoundFleet | None
     # To be done before the pause barrier opens; given when it opens by itself.
@@ -80,21 +81,20 @@ def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEd
     pauses = PauseRegistry(journal, clock)
     circuits = circuits_of(config, edges.drivers, journal, clock)
     windows = WindowTracker(clock, config.fabric.quantile if config.fabric else QUANTILE, config.limits.nodes)
-    parts = fabric_of(config, edges.drivers, circuits, windows, pauses, mode, journal, clock, edges.offload)
-    fabric, gen_circuits = parts.fabric, parts.gen_circuits
-    weights = weights_of(config, fleet, fabric, turn, stale, pauses, edges.offload)
+    fabric = fabric_of(config, edges.drivers, circuits, windows, pauses, mode, journal, clock, edges.offload)
+    weights = weights_of(config, fleet, fabric.coordinator, turn, stale, pauses, edges.offload)
     watch = edges.watch(fleet) if edges.watch else None
     product = config.fleet.launch.engine if config.fleet.launch else ""
-    redeployed = RedeployedFleet(fleet, weights.syncs, gen_circuits, watch, product)
+    redeployed = RedeployedFleet(fleet, weights.syncs, fabric.gen_circuits, watch, product)
     redeployer = found = before_resume = None
     if edges.deployment is not None:
         redeployer = RedeploymentController(redeployed, edges.deployment, turn, config.fleet)
         found = FoundFleet(fleet.state, clock, redeployer)
-        before_resume = partial(gen_circuits.after_sync, found) if gen_circuits else None
+        before_resume = partial(fabric.gen_circuits.after_sync, found) if fabric.gen_circuits else None
     left = edges.left_for_moves or (lambda: weights.syncs.left_for_moves)
     plane = ControlPlane(fleet, mode, pauses, turn, redeployer, left, edges.offload, edges.stopwatch)
-    fabric_parts = circuits, windows, fabric, parts.routing, parts.verifier, gen_circuits
-    return Daemon(plane, fleet, *fabric_parts, weights, watch, redeployer, found, before_resume)
+    fabric_parts = fabric.coordinator, fabric.routing, fabric.verifier, fabric.gen_circuits
+    return Daemon(plane, fleet, circuits, windows, *fabric_parts, weights, watch, redeployer, found, before_resume)
 
 
 def planning_of(config: Config, journal: Journal, clock: Clock, edges: DaemonEdges) -> Planning:

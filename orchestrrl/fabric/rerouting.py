@@ -73,7 +73,6 @@ class ReroutingResult:
     done: bool
     detail: str
     elapsed_s: float
-    light_s: float  # of it, until all that come up were up and their far ends had answered
     stages: int
     routed: tuple[RoutedLink, ...]
     left_out: Mapping[RoutedLink, str]  # why each is not used
@@ -150,7 +149,6 @@ class Rerouting:
             began_s = self._clock.now_s()
             wanted = self.prepare(usable)  # raises ValueError before anything is done
             left_out = dict(sorted((await self._dark_ones(usable)).items()))
-            light_s = self._clock.now_s() - began_s
             routed = tuple(sorted(link for link in set(usable) if link not in left_out))
             want = self.prepare(routed) if left_out else wanted
             moved = await self._move(want.tables)
@@ -161,7 +159,6 @@ class Rerouting:
                 done=not (left_out or moved.failed or moved.held),
                 detail=detail,
                 elapsed_s=self._clock.now_s() - began_s,
-                light_s=light_s,
                 stages=moved.stages,
                 routed=routed,
                 left_out=left_out,

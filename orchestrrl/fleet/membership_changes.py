@@ -17,11 +17,11 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fleet.engine_facts import engine_facts
+from orchestrrl.fleet.engine_facts import engine_facts, facts_of
 from orchestrrl.fleet.membership import Membership, recovered_roster
 from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
-from orchestrrl.fleet.state import EngineFacts, FleetState
+from orchestrrl.fleet.state import FleetState
 from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -110,17 +110,9 @@ class MembershipChanges:
         faults = [*self._identity_faults(new, views), *self._place_faults(new, views)]
         if faults:
             raise ProblemFaults(faults)
-        name = ConfigurationId(new.configuration) if new.configuration else None
-        configuration = next((c for c in self._config.fleet.configuration_values() if c.id == name), None)
-        facts = EngineFacts(
-            engine,
-            new.url,
-            name,
-            tuple(map(GpuId, new.gpus)),
-            configuration.max_sequences if configuration else None,
-            configuration.kv_capacity_tokens if configuration else None,
-            new.pool,
-        )
+        configured_as = {each.id: each for each in self._config.fleet.configuration_values()}
+        configuration = configured_as.get(ConfigurationId(new.configuration))
+        facts = facts_of(engine, new.url, configuration, list(map(GpuId, new.gpus)), pool=new.pool)
         self._change("add", engine, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:

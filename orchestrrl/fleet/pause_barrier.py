@@ -30,7 +30,9 @@ from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.pause_lease import LEASE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
 from orchestrrl.fleet.pause_operation import FleetPause
 from orchestrrl.fleet.pause_orders import AGAIN_S, Order, PauseOrders, rested, why
+from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
+from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -78,39 +80,27 @@ class EngineAtRest:
     policy_version: int | None  # of its weights
 
 
-@dataclass(frozen=True, slots=True)
-class PauseTotals:
-    """Since the daemon's start."""
-
-    paused_s: float = 0.0  # of leases that have ended
-    expired: int = 0
-
-
 class PauseBarrier:
-    """One fleet's barrier. `engines` are those there are, `busy` says that engines are being started or stopped,
-    `changed` is called when routes have another version or may be used again, `restarted` with an engine whose weights
-    are gone."""
+    """One fleet's barrier. `changed` is called when routes have another version or may be used again, `restarted` with
+    an engine whose weights are gone."""
 
     def __init__(
         self,
         runner: OperationRunner,
         nodes: NodeRegistry,
+        state: FleetState,
+        turn: DeploymentTurn,
         journal: Journal,
         clock: Clock,
-        *,
-        engines: Callable[[], Collection[EngineId]],
-        reports: Callable[[], Mapping[NodeId, BarrierReport]],
-        busy: Callable[[], bool],
         changed: Callable[[], None],
-        restarted: Callable[[EngineId], None] = lambda _: None,
+        restarted: Callable[[EngineId], None],
     ) -> None:
         self._nodes = nodes
         self._journal = journal
         self._log = OperationJournal(journal, clock, FLEET_PAUSES)
         self._clock = clock
-        self._engines = engines
-        self.reports = reports
-        self.busy = busy
+        self.turn = turn
+        self._fleet = state
         self._changed = changed
         self._restarted = restarted
         self._state = PauseState()
@@ -127,7 +117,8 @@ class PauseBarrier:
         self._over: dict[str, LastRelease] = {}  # how leases ended, the latest last: a gateway may have missed any
         self._unheard: LastRelease | None = None  # of which gateways may not have heard, as the daemon before died
         self._ordered: set[NodeId] = set()  # of that
-        self.totals = PauseTotals()
+        self.expired = 0  # leases since the daemon's start
+        self._paused_s = 0.0  # the same, of leases that have ended
 
     # --- ask
 
@@ -144,7 +135,7 @@ class PauseBarrier:
     @property
     def paused_s(self) -> float:
         lease = self.state.lease
-        return self.totals.paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
+        return self._paused_s + (self._clock.now_s() - lease.began_s if lease else 0.0)
 
     def still_s(self, from_s: float, to_s: float) -> float:
         """For how much of a time of late everything was at rest by order."""
@@ -155,7 +146,7 @@ class PauseBarrier:
 
     def gateways(self) -> dict[NodeId, BarrierReport | None]:
         """The attached ones, by id, each with its latest word."""
-        reports = self.reports()
+        reports = self.reports
         return {node: reports.get(node) for node in self._nodes.gateways()}
 
     def rests(self) -> list[EngineAtRest]:
@@ -169,6 +160,11 @@ class PauseBarrier:
             done = not outdated and (item is None or item.done)
             rests.append(EngineAtRest(engine, done, detail, state.versions.get(engine)))
         return rests
+
+    @property
+    def reports(self) -> Mapping[NodeId, BarrierReport]:
+        """The latest of every gateway, also of those that are not attached."""
+        return self._fleet.barriers
 
     def check_open(self) -> None:
         """Raises Permanent while requests stand still."""
@@ -382,12 +378,15 @@ class PauseBarrier:
 
     # --- inside
 
+    def _engines(self) -> list[EngineId]:
+        return [engine.id for engine in self._fleet.engines(self._clock.now_s())]
+
     def _away(self, lease_id: str) -> list[NodeId]:
         """Gateways that have closed for this lease, and of which nobody knows whether they are still there."""
         now_s, attached = self._clock.now_s(), self._nodes.gateways()
         return [
             node
-            for node, report in self.reports().items()
+            for node, report in self.reports.items()
             if node not in attached and report.lease == lease_id and now_s < report.lease_until_s
         ]
 
@@ -424,8 +423,8 @@ class PauseBarrier:
         before, self._state = self._state.lease, state
         if before is not None and state.lease is None and state.opened is not None:
             self._ended(state.opened)
-            expired = self.totals.expired + (state.opened.how is LeaseEnd.EXPIRED)
-            self.totals = PauseTotals(self.totals.paused_s + state.opened.at_s - before.began_s, expired)
+            self.expired += state.opened.how is LeaseEnd.EXPIRED
+            self._paused_s += state.opened.at_s - before.began_s
             if self._still_since_s is not None:
                 self._still.append((self._still_since_s, state.opened.at_s))
                 self._still_since_s = None

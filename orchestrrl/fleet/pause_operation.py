@@ -106,7 +106,7 @@ class FleetPause(Description[PauseStep]):
     async def do(self, step: PauseStep) -> str:
         match step.kind:
             case PauseStepKind.ENGINES:  # the next changes of the deployment wait for the pause barrier
-                while self._acts.busy():
+                while self._acts.turn.busy:
                     if self._clock.now_s() >= self.lease.quiet_by_s:
                         raise Retryable("engines are being started or stopped", ANSWER_S)
                     await self._clock.sleep(BUSY_POLL_S)
@@ -167,7 +167,7 @@ class FleetPause(Description[PauseStep]):
             await until_set(self._clock, self._late, ANSWER_S, *running)
 
     def _not_at_rest(self, because: str) -> Retryable:
-        reports = self._acts.reports()
+        reports = self._acts.reports
         running = [_running_text(node, reports.get(node)) for node, order in self._orders.items() if not order.done()]
         return Retryable(f"the fleet did not come to rest: {'; '.join([because, *running])}", AGAIN_S)
 

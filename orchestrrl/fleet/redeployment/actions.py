@@ -16,6 +16,7 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.engine_facts import facts_of
 from orchestrrl.fleet.redeployment import emptying
 from orchestrrl.fleet.redeployment.checks import (
     CANARY_IDS,
@@ -206,9 +207,7 @@ class RedeployActions:
         """Requests go to these; nobody is fenced or expected any longer. `serving`: all that serve from now on."""
         circuits = await self.control_plane.circuits_follow(serving)
         for engine in engines:
-            self.control_plane.state.add_engine(
-                facts_of(self.running[engine], self.configurations, self.capacity_tokens.get(engine))
-            )
+            self.control_plane.state.add_engine(self.facts(engine))
         try:
             # Of the others nobody knows more than before.
             self.control_plane.weights_reported([engine for engine in engines if engine in self.loaded], self._weights)
@@ -231,6 +230,12 @@ class RedeployActions:
         began, now = self.redeployment.weights, self.control_plane.current_weights()
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
+
+    def facts(self, engine: EngineId) -> EngineFacts:
+        """Its KV as verified, else as planned."""
+        up = self.running[engine]
+        known, kv_tokens = self.configurations.get(up.configuration), self.capacity_tokens.get(engine)
+        return facts_of(engine, up.url, known, up.gpus, kv_capacity_tokens=kv_tokens)
 
     # --- of an engine
 
@@ -439,25 +444,6 @@ class RedeployActions:
             return await ask(client)
         finally:
             await client.close()
-
-
-def facts_of(
-    deployed: DeployedInstance,
-    configurations: Mapping[ConfigurationId, Configuration],
-    kv_capacity_tokens: int | None = None,
-) -> EngineFacts:
-    """`kv_capacity_tokens` as verified; None: as planned."""
-    configuration = configurations.get(deployed.configuration)
-    if configuration is None:
-        return EngineFacts(deployed.engine, deployed.url, None, deployed.gpus, None, kv_capacity_tokens)
-    return EngineFacts(
-        deployed.engine,
-        deployed.url,
-        configuration.id,
-        deployed.gpus,
-        configuration.max_sequences,
-        kv_capacity_tokens or configuration.kv_capacity_tokens,
-    )
 
 
 def started_with(spec: EngineSpec, weights: ServedWeights) -> EngineSpec:

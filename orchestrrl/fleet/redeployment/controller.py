@@ -23,9 +23,10 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.engine_facts import facts_of
 from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment import actions
-from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, facts_of, started_with
+from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
 from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
@@ -228,8 +229,10 @@ class RedeploymentController:
         """Requests may go to what runs, as its last word was."""
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
-                self._control_plane.state.add_engine(facts_of(deployed, self.configurations))
-                if deployed.configuration not in self.configurations:
+                known = self.configurations.get(deployed.configuration)
+                facts = facts_of(deployed.engine, deployed.url, known, deployed.gpus)
+                self._control_plane.state.add_engine(facts)
+                if known is None:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
                     )

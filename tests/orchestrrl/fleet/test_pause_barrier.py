@@ -61,7 +61,7 @@ async def test_all_gateways_close_and_open_and_routes_carry_the_version(harness:
         await harness.clock.advance(0.1)
         assert [(r.policy_version, r.draining) for r in harness.gateways["gw0"].routes] == [(12, False), (12, False)]
     assert harness.events() == ["pause", "quiet", "resume", "version"]
-    assert harness.plane.fleet.barrier.totals.paused_s == pytest.approx(0.25, abs=0.25)
+    assert harness.plane.fleet.barrier.paused_s == pytest.approx(0.25, abs=0.25)
 
 
 async def test_the_versions_are_known_before_gateways_open(harness: Harness) -> None:
@@ -250,7 +250,7 @@ async def test_a_renewed_lease_lasts_and_then_ends_by_itself(harness: Harness) -
         for ask in (harness.renew(lease, 10.0), harness.resume(lease)):
             with pytest.raises(Permanent, match=r"has ended \(expired\): requests have gone on since"):
                 await ask
-        assert harness.plane.fleet.barrier.totals.expired == 1
+        assert harness.plane.fleet.barrier.expired == 1
         assert harness.plane.fleet.barrier.paused_s == pytest.approx(45.0, abs=2.0)
         assert [gateway.of(OpenBarrier) for gateway in harness.gateways.values()] == [[], []]
     assert harness.events()[-1] == "expired"

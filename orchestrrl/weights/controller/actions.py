@@ -15,7 +15,7 @@ from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
-from orchestrrl.weights.controller.state import HOLDER, LOOK_S, EngineNow, FleetWeights, WeightBook
+from orchestrrl.weights.controller.state import HOLDER, LOOK_S, WORDS, EngineNow, FleetWeights, WeightBook
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import (
     EndEdges,
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # for orders that take no time
 LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
-WORDS = 3000  # characters of what went wrong: engines, peers and tensors are many
 NO_PEER = "no peer that installs into it is attached"
 
 

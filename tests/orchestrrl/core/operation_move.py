@@ -98,7 +98,6 @@ class MoveWorld(OperationWorld):
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self, journal: Journal) -> None:
-        await self.crash()
         self.state_seen = FleetState()
         self.nodes = NodeRegistry()
         self.runner = OperationRunner(journal, self.nodes, self.clock, lambda *_: None)

@@ -8,6 +8,7 @@ To add a kind of operation: a class that derives from `OperationWorld`, and a li
 | circuits             | the switch has the circuits from before  | it has those of the change; others stay either way |
 | prepared circuits    | as above, with the change written ahead  | as above                                           |
 | circuits on trial    | as above, by itself where not confirmed  | as above, and confirmed                            |
+| redeployment         | two narrow engines with their requests   | a wide engine in their place, with their requests  |
 | request move         | both requests on the engine they were on | both on the engine that was ordered                |
 | pause                | all gateways and the barrier are open    | all gateways are at rest under the lease           |
 | pause after requests | as above                                 | as above, with requests run to their end before    |
@@ -20,6 +21,7 @@ import pytest
 from operation_circuits import CircuitWorld, PreparedCircuitWorld, TrialCircuitWorld
 from operation_move import MoveWorld
 from operation_pause import PauseWorld, WaitingPauseWorld
+from operation_redeployment import RedeploymentWorld
 from operation_toy import ToyWorld
 from operation_world import KilledJournal, OperationWorld, until_over
 
@@ -30,6 +32,7 @@ WORLDS: dict[str, type[OperationWorld]] = {
     "circuits": CircuitWorld,
     "prepared circuits": PreparedCircuitWorld,
     "circuits on trial": TrialCircuitWorld,
+    "redeployment": RedeploymentWorld,
     "request move": MoveWorld,
     "pause": PauseWorld,
     "pause after requests": WaitingPauseWorld,
@@ -49,9 +52,11 @@ class Site:
         self.world = WORLDS[kind]()
         self._path = folder / "journal.sqlite"
         self.journal: KilledJournal | None = None
+        self.has_crashed = False
 
     def open(self, killed_after: int | None = None) -> KilledJournal:
         self.close()
+        self.has_crashed = False
         self.journal = KilledJournal(self._path, killed_after=killed_after, kinds=self.world.counted)
         return self.journal
 
@@ -64,7 +69,7 @@ class Site:
         journal = await self.start(killed_after)
         killed = await until_over(self.world.clock, self.world.begin(journal), within_s)
         if killed:
-            await self.world.crash()
+            await self.crash()
         return killed
 
     async def start(self, killed_after: int | None = None) -> Journal:
@@ -75,13 +80,22 @@ class Site:
         return journal
 
     async def restart(self, killed_after: int | None = None) -> bool:
+        await self.crash()
         journal, world = self.open(killed_after), self.world
         killed = await until_over(world.clock, world.start(journal)) or await until_over(
             world.clock, world.restart(journal)
         )
         if killed:
-            await self.world.crash()
+            await self.crash()
         return killed
+
+    async def crash(self) -> None:
+        """End the daemon, which writes nothing more."""
+        assert self.journal is not None
+        if not self.has_crashed:
+            self.has_crashed = True
+            self.journal.killed.set()
+            await self.world.crash()
 
     async def settle(self) -> None:
         assert not await until_over(self.world.clock, self.world.settle())

@@ -12,7 +12,7 @@ from typing import Any
 from builders import gateway_hello, gateway_report, request
 
 from orchestrrl.core.clock import VirtualClock
-from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.operations import (
     MoveRequests,
@@ -88,6 +88,7 @@ class Machines:
         self.starts: Counter[EngineId] = Counter()
         self.stops: list[EngineId] = []
         self.faults: dict[tuple[str, str], OrchestrRLError] = {}  # (what, configuration or engine) -> always
+        self.lost: set[tuple[str, str]] = set()  # results, each of them once
         self.hangs: set[tuple[str, str]] = set()
         self.lasts_s: dict[tuple[str, str], float] = {}
         self.made: Callable[[FakeEngine], None] = lambda engine: None
@@ -112,6 +113,11 @@ class Machines:
                 await self.clock.sleep(self.lasts_s[what, name])
             if (what, name) in self.faults:
                 raise self.faults[what, name]
+
+    def lose(self, what: str, engine: EngineId) -> None:
+        if (what, engine) in self.lost:
+            self.lost.discard((what, engine))
+            raise OutcomeUnknown(f"{what} of {engine}: the connection broke")
 
     def _own(self, spec: EngineSpec) -> None:
         for other in self.engines.values():
@@ -144,6 +150,7 @@ class Deployer:
             machines.starts[spec.engine] += 1
         elif there.spec != spec:
             raise Permanent(f"{spec.engine} runs otherwise")
+        machines.lose("start", spec.engine)
         return self._told(there)
 
     async def stop(self, engine: EngineId) -> None:
@@ -152,6 +159,7 @@ class Deployer:
             await self._machines.meddle("stop", there)
             del self._machines.engines[engine]
             self._machines.stops.append(engine)
+            self._machines.lose("stop", engine)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
         there = self._machines.engines.get(engine)
@@ -376,6 +384,8 @@ class Harness:
         self.watched: list[set[str]] = []  # whom the agent is to watch, whenever that changed
         self.killed_after: int | None = None  # so many entries of steps
         self._written = 0
+        self._deployer = Deployer(self.machines)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def spec(self, engine: str, configuration: str, *gpus: int) -> EngineSpec:
         return spec_of(self.config.fleet, EngineId(engine), configuration, tuple(map(GpuId, gpus)))  # type: ignore[arg-type]
@@ -402,9 +412,21 @@ class Harness:
             return sequence
 
         journal.append = counted  # type: ignore[method-assign]
-        deployer = Deployer(self.machines)
+        self.build(journal, circuits)
+        try:
+            await self.start()
+            await self.clock.advance(1.0)
+            yield self.redeployer
+        finally:
+            journal.append = append  # type: ignore[method-assign]
+            await self.end()
+            journal.close()
+
+    def build(self, journal: Journal, circuits: Callable[[ControlPlane], Any] | None = None) -> None:
+        """Make a daemon, which `start` lets run."""
+        self._deployer = Deployer(self.machines)
         deployment = FleetDeployment(
-            deployer,
+            self._deployer,
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
             gpus_count=4,
             per_node=8,
@@ -422,26 +444,27 @@ class Harness:
             )
         assert redeployer is not None
         self.plane, self.redeployer = plane, redeployer
-        tasks = []
+
+    async def start(self) -> None:
+        self._tasks = []
+        await self.redeployer.recover()
+        self._tasks = [
+            asyncio.create_task(self.gateway.attach(self.plane)),
+            asyncio.create_task(self.gateway.report(self.plane)),
+            asyncio.create_task(run_loops(self.plane, self.clock)),
+        ]
+
+    async def end(self) -> None:
+        """The daemon ends; engines and the gateway go on."""
         try:
-            await redeployer.recover()
-            tasks = [
-                asyncio.create_task(self.gateway.attach(plane)),
-                asyncio.create_task(self.gateway.report(plane)),
-                asyncio.create_task(run_loops(plane, self.clock)),
-            ]
-            await self.clock.advance(1.0)
-            yield redeployer
+            await self.redeployer.close()
+            await self.plane.close(0.0)
         finally:
-            journal.append = append  # type: ignore[method-assign]
-            await redeployer.close()
-            await plane.close(0.0)
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
                 with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
                     await task
-            journal.close()
-        assert deployer.closed
+        assert self._deployer.closed
         assert self.machines.connections == 0
 
     async def until_ended(self, most_s: float = 120.0) -> RedeploymentReport:

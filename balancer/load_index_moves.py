@@ -304,13 +304,7 @@ class _Fleet:
         return None
 
     def _among(
-        self,
-        source: _Load,
-        places: Sequence[int],
-        departure: _Departure,
-        left: _Holding,
-        spread: float,
-        rest: "_Rest",
+        self, source: _Load, places: Sequence[int], departure: _Departure, left: _Holding, spread: float, rest: "_Rest"
     ) -> tuple[_Load, _Holding] | None:
         """The first of the workers at `places`, none of them the source, for which a move lowers the spread."""
         for destination in map(self._loads.__getitem__, places):

@@ -227,9 +227,7 @@ class _Load:
         begun and come to its end."""
         configuration = self._configuration
         iterations = max(
-            longest,
-            held.kv_area / configuration.kv_capacity_tokens,
-            held.seat_area / configuration.max_sequences,
+            longest, held.kv_area / configuration.kv_capacity_tokens, held.seat_area / configuration.max_sequences
         )
         if held.longest_waiting and held.kv_wanted > 0 and held.running and held.kv_freed > 0:
             iterations = max(iterations, held.kv_wanted / held.kv_freed + held.longest_waiting)

@@ -126,7 +126,5 @@ def _with(worker: Worker, request: RequestView) -> Worker:
     if len(worker.running) >= worker.max_sequences or worker.kv_free_tokens < request.context_tokens:
         return replace(worker, waiting=(*worker.waiting, request))
     return replace(
-        worker,
-        running=(*worker.running, request),
-        kv_free_tokens=worker.kv_free_tokens - request.context_tokens,
+        worker, running=(*worker.running, request), kv_free_tokens=worker.kv_free_tokens - request.context_tokens
     )

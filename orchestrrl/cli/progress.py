@@ -19,9 +19,7 @@ POLL_EVERY_S = 0.5
 
 @contextmanager
 def showing(
-    picture: "Callable[[Report], RenderableType]",
-    news: Callable[[Report | None, Report], Iterable[str]],
-    aside: bool,
+    picture: "Callable[[Report], RenderableType]", news: Callable[[Report | None, Report], Iterable[str]], aside: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Yield a function that shows a report: on a terminal as a picture renewed in place, in a pipe as a line for each
     change since the report before. `aside` keeps standard output free for the result."""

@@ -14,8 +14,7 @@ VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log what hap
 def serve(service: Coroutine[Any, Any, None], *, verbose: bool = False) -> None:
     """Run a service until it is told to stop; its log goes to standard error."""
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     until_stopped(service)
 

@@ -40,10 +40,7 @@ async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
 
 
 async def _repeat(
-    part: str,
-    tick: Callable[[], Awaitable[Any] | Any],
-    pause: Callable[[], Awaitable[None]],
-    defects: Defects | None,
+    part: str, tick: Callable[[], Awaitable[Any] | Any], pause: Callable[[], Awaitable[None]], defects: Defects | None
 ) -> None:
     while True:
         try:

@@ -112,9 +112,7 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
 
 
 def batch_between(
-    earlier: EngineSample,
-    later: EngineSample,
-    unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch,
+    earlier: EngineSample, later: EngineSample, unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch
 ) -> ObservedBatch | None:
     """Return the mean decode step between two scrapes of an engine; None where they do not determine it.
 

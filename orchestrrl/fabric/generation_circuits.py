@@ -74,13 +74,7 @@ class TrafficVolumes:
 class GenerationCircuits:
     """`within_s`: serving is never held up for longer."""
 
-    def __init__(
-        self,
-        fabric: CircuitCoordinator,
-        volumes: TrafficVolumes,
-        clock: Clock,
-        within_s: float,
-    ) -> None:
+    def __init__(self, fabric: CircuitCoordinator, volumes: TrafficVolumes, clock: Clock, within_s: float) -> None:
         self._fabric = fabric
         self._volumes = volumes
         self._clock = clock
@@ -191,11 +185,7 @@ class GenerationCircuits:
         first_gpu, tokens = self._volumes.first_gpu, self._volumes.tokens
         deployed = [
             DeployedEngine(
-                each.engine,
-                tuple(GpuId(gpu + first_gpu) for gpu in each.gpus),
-                each.parallelism,
-                tokens,
-                tokens,
+                each.engine, tuple(GpuId(gpu + first_gpu) for gpu in each.gpus), each.parallelism, tokens, tokens
             )
             for each in engines
         ]

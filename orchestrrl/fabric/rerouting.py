@@ -289,11 +289,7 @@ class Rerouting:
         return True
 
     def _note(
-        self,
-        name: EndpointId,
-        asked: tuple[RouteChange, ...],
-        applied: AppliedRoutes | OrchestrRLError,
-        moved: _Moved,
+        self, name: EndpointId, asked: tuple[RouteChange, ...], applied: AppliedRoutes | OrchestrRLError, moved: _Moved
     ) -> set[tuple[EndpointId, str]]:
         """Take over what a router has done; what it has not."""
         if isinstance(applied, OrchestrRLError):

@@ -10,17 +10,7 @@ from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.site_checks import faults_between
 from orchestrrl.fabric.site_parts import SitePart, numbers_text, read_parts
-from planner.fabric.topology import (
-    DEVICES,
-    Pod,
-    Reservation,
-    Server,
-    Site,
-    Switch,
-    SwitchModel,
-    Tor,
-    Uplink,
-)
+from planner.fabric.topology import DEVICES, Pod, Reservation, Server, Site, Switch, SwitchModel, Tor, Uplink
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _OTHER_THAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}

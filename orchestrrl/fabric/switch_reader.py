@@ -34,10 +34,7 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
     offset = facts.egress_ports.start - facts.ingress_ports.start
-    return (
-        CrossConnect(wanted.port_a, wanted.port_b + offset),
-        CrossConnect(wanted.port_b, wanted.port_a + offset),
-    )
+    return (CrossConnect(wanted.port_a, wanted.port_b + offset), CrossConnect(wanted.port_b, wanted.port_a + offset))
 
 
 def site_pairs(

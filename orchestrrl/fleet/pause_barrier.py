@@ -20,12 +20,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import (
-    FrozenRequests,
-    OperationItemResult,
-    OperationResult,
-    PauseMode,
-)
+from orchestrrl.core.operations import FrozenRequests, OperationItemResult, OperationResult, PauseMode
 from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.pause_lease import LEASE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
 from orchestrrl.fleet.pause_operation import FleetPause

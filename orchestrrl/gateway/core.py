@@ -273,16 +273,20 @@ class Gateway:
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
-            return OperationItemResult(move.request, False, "the pause barrier is closed")
+            return OperationItemResult(move.request, done=False, detail="the pause barrier is closed")
         if relay is None:
             detail = "finished before the move" if self.has_request(move.request) else "no such request"
-            return OperationItemResult(move.request, False, detail)
+            return OperationItemResult(move.request, done=False, detail=detail)
         to_come = target is None or not target.usable
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
-            return OperationItemResult(move.request, False, f"engine {move.to_engine!r} is not in the routes")
+            return OperationItemResult(
+                move.request, done=False, detail=f"engine {move.to_engine!r} is not in the routes"
+            )
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            return OperationItemResult(move.request, False, f"is on {relay.record.engine or 'no engine'} by now")
+            return OperationItemResult(
+                move.request, done=False, detail=f"is on {relay.record.engine or 'no engine'} by now"
+            )
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:

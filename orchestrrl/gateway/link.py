@@ -47,7 +47,7 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
             stub = control_pb2_grpc.ControlStub(channel)
             answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
     except grpc.aio.AioRpcError as error:
-        return OperationItemResult(request, False, f"is not here, and the daemon says: {error.details()}")
+        return OperationItemResult(request, done=False, detail=f"is not here, and the daemon says: {error.details()}")
     return OperationItemResult(request, answer.done, answer.detail)
 
 
@@ -100,7 +100,7 @@ class GatewayLink:
                 items = await self._gateway.barrier.open(order)
             case CancelRequests(requests, groups, reason):
                 cancelled = self._gateway.cancel(requests, groups, reason)
-                items = tuple(OperationItemResult(name, True) for name in cancelled)
+                items = tuple(OperationItemResult(name, done=True) for name in cancelled)
             case other:
                 detail = f"{other.kind} is for agents, not for gateways"
                 return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)

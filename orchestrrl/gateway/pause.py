@@ -187,11 +187,15 @@ class GatewayPause:
             if can_be_paused:
                 await self._pause(backend, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
                 stay = await self._take_back(backend, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
-                self._rests(backend, True, f"{stay} requests can only go on where they are, and stay" if stay else "")
+                self._rests(
+                    backend,
+                    done=True,
+                    detail=f"{stay} requests can only go on where they are, and stay" if stay else "",
+                )
                 return
-            self._rests(backend, True, "cannot be paused: its requests were taken back")
+            self._rests(backend, done=True, detail="cannot be paused: its requests were taken back")
         except OrchestrRLError as error:
-            self._rests(backend, False, str(error))
+            self._rests(backend, done=False, detail=str(error))
             self._fleet.suspect(backend, str(error))
         for relay in list(self._relays.values()):
             if relay.backend is backend:
@@ -337,9 +341,9 @@ class GatewayPause:
         except OrchestrRLError as error:
             self._fleet.suspect(backend, f"it was paused and could not be resumed: {error}")
             self._resume_later(backend)
-            return OperationItemResult(backend.id, False, str(error))
+            return OperationItemResult(backend.id, done=False, detail=str(error))
         self._runs_again(backend)
-        return OperationItemResult(backend.id, True)
+        return OperationItemResult(backend.id, done=True)
 
     def _runs_again(self, backend: EngineBackend) -> None:
         backend.paused = backend.still = False

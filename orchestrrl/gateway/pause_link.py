@@ -7,14 +7,7 @@ import grpc
 from google.protobuf.message import Message
 
 from orchestrrl.gateway.http.field_types import HttpRefusal
-from orchestrrl.gateway.http.pause import (
-    CancelBody,
-    PauseBody,
-    RenewBody,
-    RequestBody,
-    ResumeBody,
-    SetVersionBody,
-)
+from orchestrrl.gateway.http.pause import CancelBody, PauseBody, RenewBody, RequestBody, ResumeBody, SetVersionBody
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs.node import FROZEN, PAUSE_MODE
 from orchestrrl.rpc.pb import control_pb2, control_pb2_grpc

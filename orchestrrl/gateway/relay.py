@@ -96,7 +96,9 @@ class RequestRelay:
                     break
                 await self._attempt(backend)
         finally:
-            self._answer_move(False, "finished before the move" if self.record.done else "the client has gone")
+            self._answer_move(
+                done=False, detail="finished before the move" if self.record.done else "the client has gone"
+            )
             self._grown(self.record)
 
     # --- orders but for moves ----------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class RequestRelay:
         none, or can only go on where it is."""
         if self._pump_task is None or self._pump_task.done() or self.backend is None or not self.record.movable_now:
             return False
-        self._answer_move(False, "it was taken back from the engines")
+        self._answer_move(done=False, detail="it was taken back from the engines")
         self._pump_task.cancel()
         return True
 
@@ -129,7 +131,7 @@ class RequestRelay:
         """Begin the answer anew. False: its client has had some of it, or it has ended."""
         if self.record.done or self.record.delivered:
             return False
-        self._answer_move(False, "it begins anew")
+        self._answer_move(done=False, detail="it begins anew")
         if self._pump_task is None or self.backend is None:
             self.record.forget_answer()
         elif self.record.generated_ids or self.record.relayed:
@@ -144,7 +146,7 @@ class RequestRelay:
         the time predicted."""
         because = self._not_movable_to(target)
         if because:
-            return OperationItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, done=False, detail=because)
         assert self.backend is not None
         assert self._pump_task is not None
         assert self._attempted is not None
@@ -159,7 +161,7 @@ class RequestRelay:
         never = asyncio.Event()
         await until_set(self._clock, never, patience_s, move.result)
         if self._move is move:  # it has been taken, and waits there for its turn
-            self._answer_move(True)
+            self._answer_move(done=True)
         return await move.result
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
@@ -168,13 +170,19 @@ class RequestRelay:
         target = self._fleet.get(engine)
         because = self._not_movable() or (self._ends_early_on(target) if target is not None else "")
         if because:
-            return OperationItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, done=False, detail=because)
         assert self._pump_task is not None
         tokens = self._computed_tokens
         self._await(engine, hold_s)
         self.record.moves += 1
         self._pump_task.cancel()
-        return OperationItemResult(self.record.id, True, "", tokens, method=MoveMethod.RECOMPUTE if tokens else None)
+        return OperationItemResult(
+            self.record.id,
+            done=True,
+            detail="",
+            recomputed_tokens=tokens,
+            method=MoveMethod.RECOMPUTE if tokens else None,
+        )
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
@@ -185,11 +193,11 @@ class RequestRelay:
         if not because and not may_wait and (target is None or not target.usable):
             because = _takes_none(engine, target)
         if because:
-            return OperationItemResult(self.record.id, False, because)
+            return OperationItemResult(self.record.id, done=False, detail=because)
         self._await(engine, hold_s)
         self._delay_s = 0.0
         self._interrupt()
-        return OperationItemResult(self.record.id, True)
+        return OperationItemResult(self.record.id, done=True)
 
     @property
     def _computed_tokens(self) -> int:
@@ -295,7 +303,7 @@ class RequestRelay:
             await self._clock.sleep(self._delay_s)
             self._delay_s = 0.0
         if not self._fleet.barrier_open:
-            self._answer_move(False, "the pause barrier has closed")
+            self._answer_move(done=False, detail="the pause barrier has closed")
         if self._move is not None and not self._move.submitted:
             self._move.submitted = True
             return self._move.target
@@ -431,7 +439,7 @@ class RequestRelay:
         others = any(other.routed and other.id not in self._refused_by for other in self._fleet)
         if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source
-            self._answer_move(False, f"refused by {backend.id}: {refusal}")
+            self._answer_move(done=False, detail=f"refused by {backend.id}: {refusal}")
         elif not (others and (self.record.generated_ids or self.record.moves)):
             self.record.fail(RequestFailure(refusal.status, refusal.body), self._clock.now_s())
 
@@ -440,14 +448,14 @@ class RequestRelay:
         self._fleet.suspect(backend, str(error))
         if self._move is not None and self._move.target is backend:
             self._back_to = self._move.source
-            self._answer_move(False, f"{backend.id} failed: {error}")
+            self._answer_move(done=False, detail=f"{backend.id} failed: {error}")
         self._back_off(backend, str(error), error.after_s if isinstance(error, Retryable) else 0.0)
 
     def _after_shortage(self, shortage: NoConnection) -> None:
         """The engine is not to blame, and the request waits: connections come back as others end."""
         if self._move is not None and self._move.submitted:
             self._back_to = self._move.source
-            self._answer_move(False, str(shortage))
+            self._answer_move(done=False, detail=str(shortage))
         self._delay_s = shortage.after_s
 
     def _back_off(self, backend: EngineBackend, because: str, asked_s: float) -> None:

@@ -251,10 +251,7 @@ class FieldMapping:
     @property
     def names(self) -> set[str]:
         """Of the message's fields."""
-        inner = [
-            *(mapping.names for mapping in self.flat.values()),
-            *(union.codecs for union in self.unions.values()),
-        ]
+        inner = [*(mapping.names for mapping in self.flat.values()), *(union.codecs for union in self.unions.values())]
         return {pair.field.name for pair in self.pairs}.union(*inner)
 
     def compiled_writer(self, make: Callable[..., Any]) -> Convert:

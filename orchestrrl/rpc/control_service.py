@@ -117,9 +117,7 @@ class ControlService(PauseService, RedeploymentService):
         removal = await self.control_plane.fleet.membership_changes.remove(engine, request.force, request.reason)
         self.control_plane.fleet.barrier.forget([engine], "was removed")
         return pb.RemoveEngineResponse(
-            engine_id=request.engine_id,
-            requests_moved=removal.requests_moved,
-            requests_left=removal.requests_left,
+            engine_id=request.engine_id, requests_moved=removal.requests_moved, requests_left=removal.requests_left
         )
 
     async def SetPause(self, request: pb.SetPauseRequest, context: Context) -> pb.SetPauseResponse:

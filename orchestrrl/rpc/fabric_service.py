@@ -11,15 +11,7 @@ import grpc
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
-from orchestrrl.rpc.codecs.fabric import (
-    CONTROL,
-    PERIOD,
-    QUIET,
-    fabric_to_pb,
-    hosts_to_pb,
-    jobs_from_pb,
-    order_to_pb,
-)
+from orchestrrl.rpc.codecs.fabric import CONTROL, PERIOD, QUIET, fabric_to_pb, hosts_to_pb, jobs_from_pb, order_to_pb
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
@@ -63,10 +55,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         if not first.HasField("hello") or not first.hello.host:
             raise ProblemFaults(["the first message must be a hello with the host's name"])
         stream = self._hub.attach(first.hello.host, jobs_from_pb(first.hello))
-        tasks = (
-            asyncio.ensure_future(self._receive(request_iterator, stream)),
-            asyncio.ensure_future(stream.ping()),
-        )
+        tasks = (asyncio.ensure_future(self._receive(request_iterator, stream)), asyncio.ensure_future(stream.ping()))
         try:
             while (order := await stream.next_order()) is not None:
                 yield order_to_pb(order)

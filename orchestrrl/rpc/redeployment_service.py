@@ -9,9 +9,7 @@ from orchestrrl.core.operation import OperationState
 from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.records import read_history
-from orchestrrl.fleet.redeployment.steps import (
-    RedeploymentReport,
-)
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, request_from_pb
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.pb import control_pb2_grpc

@@ -149,10 +149,7 @@ class DaemonServer:
 
     @classmethod
     async def start(
-        cls,
-        daemon: Daemon,
-        listen: ListenSettings,
-        switches: control_pb2_grpc.SwitchesServicer,
+        cls, daemon: Daemon, listen: ListenSettings, switches: control_pb2_grpc.SwitchesServicer
     ) -> "DaemonServer":
         """Bind and serve. Raises Permanent when an address cannot be had."""
         fleet, weights, clock = daemon.fleet, daemon.weights, daemon.fleet.clock

@@ -53,10 +53,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
     """Serves the given switches. `settings` say what they were made from. The daemon calls `close` at the end."""
 
     def __init__(
-        self,
-        switches: Mapping[str, OcsDriver],
-        executor: CircuitExecutor,
-        settings: Sequence[SwitchSettings] = (),
+        self, switches: Mapping[str, OcsDriver], executor: CircuitExecutor, settings: Sequence[SwitchSettings] = ()
     ) -> None:
         self._switches = switches
         self._executor = executor
@@ -121,10 +118,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
 
     async def _change(
-        self,
-        request: pb.ConnectPortsRequest | pb.DisconnectPortsRequest,
-        change: CircuitChange,
-        mode: ChangeMode,
+        self, request: pb.ConnectPortsRequest | pb.DisconnectPortsRequest, change: CircuitChange, mode: ChangeMode
     ) -> pb.SwitchChange:
         switch = request.switch_id
         revert_in_s = optional(request, "revert_in_s")

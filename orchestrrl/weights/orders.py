@@ -13,16 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from orchestrrl.weights.model import (
-    ByteCount,
-    Peer,
-    Range,
-    Seconds,
-    StagedPart,
-    Tokens,
-    Version,
-    VersionMap,
-)
+from orchestrrl.weights.model import ByteCount, Peer, Range, Seconds, StagedPart, Tokens, Version, VersionMap
 from planner.model import EngineId, PeerId
 
 

@@ -6,13 +6,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from orchestrrl.weights.model import (
-    MOST_BYTES,
-    MOST_SECONDS,
-    MOST_VERSION,
-    TensorMeta,
-    Tokens,
-)
+from orchestrrl.weights.model import MOST_BYTES, MOST_SECONDS, MOST_VERSION, TensorMeta, Tokens
 from planner.model import PeerId
 from planner.sync_tree.parameters import Box
 

@@ -159,10 +159,7 @@ def kv_capacity_tokens(model: Model, gpu: GpuModel, parallelism: Parallelism, pr
 def decode_s(work: IterationWork, constants: EngineConstants) -> NDArray[np.float64]:
     """Seconds of one iteration, all but reading the KV cache."""
     c, sequences = constants, work.sequences
-    dense = np.hypot(
-        work.dense_read_s / c.hbm_efficiency,
-        sequences * work.dense_flops_s / c.gemm_efficiency,
-    )
+    dense = np.hypot(work.dense_read_s / c.hbm_efficiency, sequences * work.dense_flops_s / c.gemm_efficiency)
     experts = np.hypot(_expert_read_s(work, c), _expert_flops_s(work, c))
     launches = work.layers * (
         c.layer_s + c.quantised_layer_s * work.quantised + c.moe_layer_s * np.greater(work.experts, 0)

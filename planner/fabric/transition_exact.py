@@ -49,9 +49,7 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
     at_least = (order.cost(pairs)[0] if proven else doomed_pairs, len(hopeless) - doomed_pairs)
     # Pairs come first among the floors: they have the same numbers.
     known = min(
-        short_order(moves, order.missed, order.removals),
-        kept_order(moves, order),
-        key=lambda order: order.cost(moves),
+        short_order(moves, order.missed, order.removals), kept_order(moves, order), key=lambda order: order.cost(moves)
     )
     return _fewest(moves, known, at_least)
 

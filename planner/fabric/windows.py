@@ -101,12 +101,7 @@ def intersect(hosts: Iterable[HostWindows], now_s: float, most_age_s: float = MO
 
 
 def may_commit(
-    stage: Stage,
-    window: Window | Hold | None,
-    need: CommitNeed,
-    now_s: float,
-    boundary: bool,
-    most_risk: float = 1.0,
+    stage: Stage, window: Window | Hold | None, need: CommitNeed, now_s: float, boundary: bool, most_risk: float = 1.0
 ) -> Verdict:
     """`boundary`: Gen between two deployments; weight sync announced and not begun. Train needs none.
 

@@ -227,10 +227,7 @@ def _unknown(why: str) -> Hold:
 
 
 def _dealt(
-    engines: Sequence[EngineView],
-    known: Mapping[ConfigurationId, Configuration],
-    taken: Collection[int],
-    per_node: int,
+    engines: Sequence[EngineView], known: Mapping[ConfigurationId, Configuration], taken: Collection[int], per_node: int
 ) -> dict[EngineId, tuple[GpuId, ...]]:
     """GPUs that nobody has, larger engines first, each inside one node or on whole nodes."""
     used = set(taken)

@@ -18,15 +18,7 @@ from planner.solver.dual import tightened_s
 from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place, with_idle
 from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
-from planner.solver.problem import (
-    NOWHERE,
-    RUNNING,
-    Infeasible,
-    MakespanProblem,
-    Migration,
-    PlacedInstance,
-    Solution,
-)
+from planner.solver.problem import NOWHERE, RUNNING, Infeasible, MakespanProblem, Migration, PlacedInstance, Solution
 from planner.solver.search import SearchBudget
 from planner.solver.small import ENOUGH, best_of_all, is_small, polished
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
@@ -179,10 +171,7 @@ def _fleets_of(table: ProblemColumns, configuration: int) -> list[SolverFleet]:
 
 
 def _solution(
-    table: ProblemColumns,
-    current: FleetPlacement | None,
-    best: FleetPlacement | None,
-    bound_s: float,
+    table: ProblemColumns, current: FleetPlacement | None, best: FleetPlacement | None, bound_s: float
 ) -> Solution:
     decision, chosen, reason = _decide(table, current, best)
     current_s = None if current is None or not np.isfinite(current.makespan_s) else current.makespan_s

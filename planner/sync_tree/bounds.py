@@ -276,9 +276,7 @@ class _Program:
         return max(floor_s, self._solve(several, alone)) if several else floor_s
 
     def _solve(
-        self,
-        several: dict[tuple[tuple[tuple[str, int], ...], ...], float],
-        alone: dict[tuple[str, int], float],
+        self, several: dict[tuple[tuple[tuple[str, int], ...], ...], float], alone: dict[tuple[str, int], float]
     ) -> float:
         limits = sorted({limit for ways in several for way in ways for limit in way})
         row_of = {limit: row for row, limit in enumerate(limits)}

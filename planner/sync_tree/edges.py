@@ -78,12 +78,7 @@ class EdgeLaying:
         return [(piece.offset + offset, size) for offset, size in stripes]
 
     def _local(
-        self,
-        load: WaveLoad,
-        pod: int,
-        pieces: Sequence[ShardPiece],
-        seeds: dict[tuple[int, int], int],
-        floor_s: float,
+        self, load: WaveLoad, pod: int, pieces: Sequence[ShardPiece], seeds: dict[tuple[int, int], int], floor_s: float
     ) -> LocalPod:
         problem = self._problem
         members = self._members[pod]

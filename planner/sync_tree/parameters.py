@@ -131,10 +131,7 @@ class TransformerParameters:
                 ("mlp.experts.w2_weight", (self.experts, *down), experts(ROW)),
             ]
         else:
-            named += [
-                ("mlp.gate_up_proj.weight", up, gate_up(self.intermediate)),
-                ("mlp.down_proj.weight", down, ROW),
-            ]
+            named += [("mlp.gate_up_proj.weight", up, gate_up(self.intermediate)), ("mlp.down_proj.weight", down, ROW)]
         return [self._of(f"model.layers.{layer}.{name}", shape, split, layer) for name, shape, split in named]
 
     def _of(self, name: str, shape: tuple[int, ...], split: ParameterSplit, where: Where) -> Parameter:

@@ -44,9 +44,7 @@ class SiteFlags:
     ] = None
     response_lanes: Annotated[
         int | None,
-        _option(
-            "Lanes of each Gen PoD that are kept for responses.  [default: 1 if Train PoDs keep half of theirs]",
-        ),
+        _option("Lanes of each Gen PoD that are kept for responses.  [default: 1 if Train PoDs keep half of theirs]"),
     ] = None
     link_gbps: Annotated[float, _option("Of a circuit, each way.")] = 200.0
     nic_gbps: Annotated[float, _option("Of a NIC, each way.")] = 200.0

@@ -44,8 +44,7 @@ def _status_view(seen: dict[str, Any]) -> View:
 
 @daemon_command
 async def periods(
-    client: ControlClient,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = PERIODS_SHOWN,
+    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = PERIODS_SHOWN
 ) -> Output:
     """List what became of the latest periods, and count all of them by state and reason.
 

@@ -19,8 +19,7 @@ GAP = 3  # blanks between columns
 
 @command
 def show(
-    file: SiteFile,
-    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write a picture as well.")] = None,
+    file: SiteFile, svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write a picture as well.")] = None
 ) -> Output:
     """Draw a site: servers on ToRs, ToRs and uplinks on the switches of their PoD, uplinks on the core.
 

@@ -41,8 +41,7 @@ class SimulatedFlags:
     vocab_size: Annotated[int, typer.Option(help="Token ids.")] = 32000
     seed: Annotated[int, typer.Option(help="Seed of the weights; replicas share it.")] = 0
     lengths: Annotated[
-        Path | None,
-        typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths."),
+        Path | None, typer.Option(help="YAML with quantiles, tokens and correlation of answer lengths.")
     ] = None
     kv_directory: Annotated[
         Path | None,

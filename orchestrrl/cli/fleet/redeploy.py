@@ -85,13 +85,7 @@ async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dic
 
 
 def _check(
-    to: list[str],
-    plan: str,
-    reason: str,
-    flags: dict[str, bool],
-    redeployment_id: str,
-    watch: bool,
-    cancel: bool,
+    to: list[str], plan: str, reason: str, flags: dict[str, bool], redeployment_id: str, watch: bool, cancel: bool
 ) -> None:
     """Raises ProblemFaults with all that does not go together."""
     target, faults = bool(to or plan), []

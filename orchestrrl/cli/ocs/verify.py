@@ -44,11 +44,7 @@ async def verify(
 
 def _view(seen: dict[str, Any]) -> View:
     if seen["faults"]:
-        columns: Columns = {
-            "fault": lambda each: each["kind"].replace("_", " "),
-            "where": "where",
-            "what": "what",
-        }
+        columns: Columns = {"fault": lambda each: each["kind"].replace("_", " "), "where": "where", "what": "what"}
         yield table("Not as it should be", columns, seen["faults"])
     yield f"{seen['cross_connects']} cross-connects of the site are up, {seen['links']} links of ToRs over them"
     yield f"{seen['fibres']} of {seen['fibres_of_site']} ports have the fibre that the site says"

@@ -43,8 +43,7 @@ def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> View:
 
 @daemon_command
 async def list_(
-    client: ControlClient,
-    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 10,
+    client: ControlClient, limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 10
 ) -> Output:
     """List the newest plans, the latest first.
 

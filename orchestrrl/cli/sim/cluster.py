@@ -56,13 +56,7 @@ def run(
 
 
 @command
-def compare(
-    scenario: Cluster,
-    fabrics: Fabrics = "",
-    arms: Arms = "",
-    seeds: Seeds = "",
-    out: Out = None,
-) -> Output:
+def compare(scenario: Cluster, fabrics: Fabrics = "", arms: Arms = "", seeds: Seeds = "", out: Out = None) -> Output:
     """Fabrics and arms side by side: ratios to the first, and which of them are on the Pareto frontier.
 
     A mark says that no other has as much throughput for as little money.

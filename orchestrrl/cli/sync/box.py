@@ -17,8 +17,7 @@ MOST_MB = 4000.0
 @command
 def box(
     site: Annotated[
-        Path | None,
-        typer.Option(help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE"),
+        Path | None, typer.Option(help="The site.  [default: 1 train and 2 gen PoDs, 14 hosts]", metavar="FILE")
     ] = None,
     mb: Annotated[float, typer.Option(help="Megabytes of weights.")] = 200.0,
     ways: Annotated[

@@ -31,8 +31,7 @@ def publish(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's.")],
     peer: Annotated[str, typer.Option(metavar="PEER", help="The peer on this host, by its --id.")],
     version: Annotated[
-        int | None,
-        typer.Option(min=0, max=LARGEST, help="Its number. Default: one above the fleet's."),
+        int | None, typer.Option(min=0, max=LARGEST, help="Its number. Default: one above the fleet's.")
     ] = None,
     peer_folder: Annotated[Path | None, typer.Option(help="The peer's --folder, where it was given one.")] = None,
     next_pause: Annotated[

@@ -28,12 +28,7 @@ from orchestrrl.fleet.redeployment.checks import (
     writing_fault,
 )
 from orchestrrl.fleet.redeployment.emptying import Emptying, MovesTally
-from orchestrrl.fleet.redeployment.steps import (
-    Redeployment,
-    RedeployStep,
-    ServedWeights,
-    StepKind,
-)
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import Configuration, ConfigurationId, EngineId
 

@@ -12,11 +12,7 @@ from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
-from orchestrrl.fleet.redeployment.steps import (
-    RedeploymentId,
-    RedeploymentReport,
-    StepKind,
-)
+from orchestrrl.fleet.redeployment.steps import RedeploymentId, RedeploymentReport, StepKind
 from planner.model import EngineId
 
 STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})

@@ -8,9 +8,7 @@ from typing import Protocol
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.fleet.move_orders import MovesOutcome
-from orchestrrl.fleet.redeployment.steps import (
-    Redeployment,
-)
+from orchestrrl.fleet.redeployment.steps import Redeployment
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import FleetState
 from planner.model import (

@@ -7,10 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from orchestrrl.core.metrics import labelled_counter
 from orchestrrl.core.operation import OperationState, StepState
-from orchestrrl.fleet.redeployment.steps import (
-    RedeploymentReport,
-    StepKind,
-)
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport, StepKind
 
 OUTCOMES = (OperationState.DONE, OperationState.ROLLED_BACK, OperationState.DEGRADED)
 

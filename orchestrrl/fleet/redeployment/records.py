@@ -12,12 +12,7 @@ from orchestrrl.core.operation import check_record
 from orchestrrl.core.operation_journal import OpenIntent, OperationJournal, left_open
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import (
-    Redeployment,
-    RedeploymentId,
-    RedeploymentReport,
-    StepKind,
-)
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentId, RedeploymentReport, StepKind
 
 REDEPLOYMENT = TypeAdapter(Redeployment)
 EXCERPT = TypeAdapter(AnswerExcerpt)

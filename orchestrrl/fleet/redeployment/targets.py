@@ -6,10 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.steps import (
-    RedeployRequest,
-    can_scale,
-)
+from orchestrrl.fleet.redeployment.steps import RedeployRequest, can_scale
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, RequestId
 
 # The wish that all engines stop, once their requests have finished.

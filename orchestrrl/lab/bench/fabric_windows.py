@@ -79,12 +79,7 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
     # Jobs have working directories of their own.
     with TemporaryDirectory(dir=log_dir.resolve(), prefix="fabric-") as folder:
         shown, slow = asyncio.run(_run(Path(folder)))
-    return [
-        _aim(shown, load),
-        _pace(shown),
-        *_soon(shown),
-        _too_slow(slow, shown.run),
-    ]
+    return [_aim(shown, load), _pace(shown), *_soon(shown), _too_slow(slow, shown.run)]
 
 
 async def _run(folder: Path) -> tuple[Shown, WindowsRun]:

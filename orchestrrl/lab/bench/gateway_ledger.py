@@ -44,13 +44,7 @@ def gateway_ledger(log_dir: Path, load: LedgerLoad = LedgerLoad()) -> list[Figur
         Figure(f"ledger_cpu_{what}", median(ours), unit, WITHOUT, median(theirs), note)
         for what, ours, theirs, unit, note in (
             ("whole", kept.whole_s, plain.whole_s, per_thousand, f"{short}, too soon to be kept"),
-            (
-                "whole_kept",
-                all_kept.whole_s,
-                plain.whole_s,
-                per_thousand,
-                f"{short}, kept (--keep-from-s 0)",
-            ),
+            ("whole_kept", all_kept.whole_s, plain.whole_s, per_thousand, f"{short}, kept (--keep-from-s 0)"),
             ("rollout", kept.rollout_s, plain.rollout_s, per_thousand, f"{long}, not streamed"),
             ("streamed", kept.chunks_us, plain.chunks_us, "CPU us per chunk", f"{long}, streamed"),
         )

@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from orchestrrl.lab.bench.figure import Figure
 from planner.model import Configuration, ConfigurationId, EngineId, GpuId, RequestId
 from planner.solver.makespan import solve
-from planner.solver.problem import (
-    RUNNING,
-    WAITING,
-    CurrentInstance,
-    KvTransferCost,
-    MakespanProblem,
-    ProblemRequests,
-)
+from planner.solver.problem import RUNNING, WAITING, CurrentInstance, KvTransferCost, MakespanProblem, ProblemRequests
 
 SEED = 1
 SIZES = (8, 32, 128, 512, 1_024, 4_096, 16_384)  # GPUs

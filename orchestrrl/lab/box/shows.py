@@ -82,11 +82,7 @@ async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), sec
     await box.connect(up, ups=False)
     base = rows[0]["mbps"] / rows[0]["circuits"]
     line = box.site.link_gbps * box.rates.bps_per_gbps * 1e-6
-    return {
-        "tors": [one, other],
-        "line_mbps": line,
-        "rows": [{**row, "ratio": row["mbps"] / base} for row in rows],
-    }
+    return {"tors": [one, other], "line_mbps": line, "rows": [{**row, "ratio": row["mbps"] / base} for row in rows]}
 
 
 def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str:

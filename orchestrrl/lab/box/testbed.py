@@ -34,12 +34,7 @@ class Testbed(Stack):
     """Made by `standing`. `folder` holds the site's file, the daemon's configuration and all logs."""
 
     def __init__(
-        self,
-        folder: Path,
-        plan: TestbedPlan,
-        rates: Rates,
-        switches: dict[OcsId, TestbedSwitch],
-        panel: PatchPanel,
+        self, folder: Path, plan: TestbedPlan, rates: Rates, switches: dict[OcsId, TestbedSwitch], panel: PatchPanel
     ) -> None:
         super().__init__(folder)
         self.plan = plan

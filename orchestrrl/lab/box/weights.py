@@ -32,12 +32,7 @@ from orchestrrl.lab.box.weights_memory import sha256_of
 from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
-from orchestrrl.weights.model import (
-    Peer,
-    PeerLocation,
-    PeerRole,
-    TensorMeta,
-)
+from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, TensorMeta
 from orchestrrl.weights.orders import NEWS, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
@@ -351,9 +346,7 @@ class _Show:
 async def _sent_bytes(room: str) -> dict[str, int]:
     """By interface. Raises Permanent with the words of `ip`."""
     process = await asyncio.create_subprocess_exec(
-        *("ip", "-n", room, "-j", "-s", "link", "show"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        *("ip", "-n", room, "-j", "-s", "link", "show"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     out, err = await process.communicate()
     if process.returncode:

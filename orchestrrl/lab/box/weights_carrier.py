@@ -22,9 +22,7 @@ from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.namespaces import enter
 from orchestrrl.lab.box.weights_memory import TestbedMemory
-from orchestrrl.weights.model import (
-    VersionMap,
-)
+from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import TransportOptions, make_transport

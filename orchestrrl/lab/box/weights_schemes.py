@@ -10,11 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from orchestrrl.weights.controller.planning import PlannedSync
-from orchestrrl.weights.model import (
-    Peer,
-    PeerRole,
-    ShardMap,
-)
+from orchestrrl.weights.model import Peer, PeerRole, ShardMap
 from orchestrrl.weights.orders import CarryEdge
 from planner.model import PeerId
 from planner.sync_tree.network import NetworkStation

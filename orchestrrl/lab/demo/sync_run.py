@@ -181,10 +181,7 @@ def _continued(stretches: Sequence[AnswerStretch]) -> list[Sample]:
     """The stretches of the new version as requests of their own."""
     return [
         replace(
-            each.sample,
-            id=RequestId(f"again-{each.sample.id}"),
-            prompt_ids=each.context,
-            output_tokens=len(each.ids),
+            each.sample, id=RequestId(f"again-{each.sample.id}"), prompt_ids=each.context, output_tokens=len(each.ids)
         )
         for each in stretches
         if each.version == AFTER and each.ids

@@ -86,11 +86,7 @@ class Case:
                 "seeds": [1],
                 "model": self.model,
                 "gpu": given.GPU.value,
-                "cluster": {
-                    "train_gpus": self.train_gpus,
-                    "gen_gpus": self.gen_gpus,
-                    "nic_gbps": self.nic_gbps,
-                },
+                "cluster": {"train_gpus": self.train_gpus, "gen_gpus": self.gen_gpus, "nic_gbps": self.nic_gbps},
                 "fabrics": list(fabrics),
                 "training": self._training(),
                 "generation": self._generation(),
@@ -133,12 +129,7 @@ class Case:
         return {
             "mode": "act",
             "fast": {"interval_s": self.fast_interval_s, "stale_after_s": 20.0, "theta": 0.0001},
-            "slow": {
-                "interval_s": slow_s,
-                "stale_after_s": 20.0,
-                **admission,
-                "max_output_tokens": self.max_tokens,
-            },
+            "slow": {"interval_s": slow_s, "stale_after_s": 20.0, **admission, "max_output_tokens": self.max_tokens},
         }
 
 

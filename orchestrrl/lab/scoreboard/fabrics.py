@@ -19,10 +19,7 @@ from orchestrrl.lab.scoreboard.cases import (
 from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond, compared
 
-MODELS: Mapping[str, tuple[str, ...]] = {
-    "qwen2.5-72b": given.GEN_LAYOUTS.value,
-    "qwen2-57b-a14b": (given.AFD.value,),
-}
+MODELS: Mapping[str, tuple[str, ...]] = {"qwen2.5-72b": given.GEN_LAYOUTS.value, "qwen2-57b-a14b": (given.AFD.value,)}
 OF_FIGURE_14 = "qwen2-57b-a14b"
 ONCE = "gradients are exchanged once for all samples here, further below after every 512"
 CLAIMED = ("topoopt", "mixnet", "rfabric")

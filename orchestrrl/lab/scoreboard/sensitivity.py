@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import (
-    TITLES,
-    TRAIN_CONSTANTS,
-    TRAINING,
-    at_scale,
-    measured,
-    stages_of,
-)
+from orchestrrl.lab.scoreboard.cases import TITLES, TRAIN_CONSTANTS, TRAINING, at_scale, measured, stages_of
 from orchestrrl.lab.scoreboard.fabrics import MODELS
 from orchestrrl.lab.scoreboard.model import ScoreboardRow
 from orchestrrl.lab.scoreboard.rows import beyond

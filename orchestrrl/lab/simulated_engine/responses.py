@@ -109,12 +109,7 @@ class Formatter:
         # vLLM's dictionary holds the chosen token even where no alternatives were asked for.
         first = [[(token, logprob)] for token, logprob in zip(tokens, part.logprobs, strict=True)]
         top_logprobs = [dict(top or chosen) for top, chosen in zip(tops, first, strict=True)]
-        return {
-            "text_offset": offsets,
-            "token_logprobs": part.logprobs,
-            "tokens": tokens,
-            "top_logprobs": top_logprobs,
-        }
+        return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:
         """The chosen token and its neighbours, each a little less likely."""

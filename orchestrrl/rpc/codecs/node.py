@@ -35,11 +35,7 @@ OPERATION = Codec(
     id="operation_id",
     action=OneOf(
         "action",
-        set_routes=Codec(
-            SetRoutes,
-            pb.SetRoutes,
-            expected="expected_engine_ids",
-        ),
+        set_routes=Codec(SetRoutes, pb.SetRoutes, expected="expected_engine_ids"),
         move_requests=Codec(
             MoveRequests,
             pb.MoveRequests,

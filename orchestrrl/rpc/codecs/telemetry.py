@@ -66,12 +66,7 @@ SAMPLE = Codec(EngineSample, pb.EngineSample, loaded_tokens_total=LOCAL, server=
 ENGINE_REPORT = Codec(
     EngineReport, pb.EngineReport, health_detail=OUTSIDE, sample=SAMPLE, capabilities=CAPABILITIES, times=Flat()
 )
-REQUEST = Codec(
-    RequestView,
-    pb.RequestProgress,
-    id="request_id",
-    state=Via(to_pb=_STATE.to_pb, from_message=_state_of),
-)
+REQUEST = Codec(RequestView, pb.RequestProgress, id="request_id", state=Via(to_pb=_STATE.to_pb, from_message=_state_of))
 FINISHED = Codec(FinishedRequest, pb.FinishedRequest, id="request_id", finish_reason=_REASON)
 BARRIER = Codec(
     BarrierReport,

@@ -37,7 +37,7 @@ async def resume_new(acts: SyncActions, record: SyncRecord) -> None:
             # Somebody else closed it, and will open it, or it is open: by then it is known who has what.
             await run_by_peers(acts, has, committed.version, without, "have not got the fleet's weights")
         elif left_resting := acts.rested.intersection(has):  # by a repair that was cut short
-            await acts.try_each(left_resting, lambda engine: acts.rest(engine, False))
+            await acts.try_each(left_resting, lambda engine: acts.rest(engine, at_rest=False))
     for engine in sorted(known):
         if engine in has:
             record.engine(engine, EngineSync.SERVES)
@@ -54,7 +54,7 @@ async def run_by_peers(
     if has:
         acts.fence.set_version(has, version, "brought by a weight sync")
     if not acts.is_closed:
-        failed = await acts.try_each(has, lambda engine: acts.rest(engine, False))
+        failed = await acts.try_each(has, lambda engine: acts.rest(engine, at_rest=False))
         for engine, detail in failed.items():
             logger.warning("%s was not told to run again: %s", engine, detail)
 
@@ -111,7 +111,7 @@ async def go_back(
     if lease and await _resume(acts, lease, None, without, "engines have the weights from before"):
         return
     if not acts.is_closed:
-        await acts.try_each(good, lambda engine: acts.rest(engine, False))
+        await acts.try_each(good, lambda engine: acts.rest(engine, at_rest=False))
 
 
 def _known_to_barrier(acts: SyncActions) -> set[EngineId]:
@@ -174,7 +174,7 @@ async def _close_again(acts: SyncActions, record: SyncRecord, changed: Collectio
             )
         except OrchestrRLError as error:
             record.note(f"the pause barrier could not be closed again: {error}")
-    await acts.try_each(changed, lambda engine: acts.rest(engine, True))
+    await acts.try_each(changed, lambda engine: acts.rest(engine, at_rest=True))
     return ""
 
 

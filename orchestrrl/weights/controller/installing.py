@@ -122,7 +122,7 @@ class Installing:
             acts.fence.forget(engines, "are being given other weights")
         with record.phase(SyncPhase.INSTALL):
             if not attempt.lease and borrowed is None:
-                await each_done(acts.rest(engine, True) for engine in engines)
+                await each_done(acts.rest(engine, at_rest=True) for engine in engines)
             if self._direct is not None:
                 results = await self._sent(self._direct, attempt, borrowed)
             else:

@@ -157,7 +157,7 @@ class PeerHub:
             raise ProblemFaults(faults)
         self._make_room(peer.id)
         peer = self._without_others(peer)
-        state = PeerState(peer, True, self._clock.now_s())
+        state = PeerState(peer, attached=True, last_report_s=self._clock.now_s())
         known = self._known.setdefault(peer.id, _Known(state))
         if known.stream is not None:
             known.stream.waiting.end()
@@ -231,7 +231,7 @@ class PeerHub:
         known = self._known[stream.peer]
         if known.stream is stream:
             known.stream = None
-            known.state = PeerState(known.state.peer, False, self._clock.now_s())
+            known.state = PeerState(known.state.peer, attached=False, last_report_s=self._clock.now_s())
             self._notify(stream.peer, None)
 
     # --- inside

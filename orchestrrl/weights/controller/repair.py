@@ -88,13 +88,13 @@ class EngineRepairs:
         try:
             acts.book.repairs(committed.sync, engine)
             tried = self._tried.get(engine)
-            await acts.rest(engine, True, DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
+            await acts.rest(engine, at_rest=True, drain_s=DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
             if why := acts.why_not_whole(engine):
                 raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
             for host in acts.hosts_of(engine):
                 await self._bytes(acts.attached()[host], committed)
             if acts.notice_others():
-                await acts.rest(engine, False)
+                await acts.rest(engine, at_rest=False)
                 return False
             await acts.install(engine, committed.version)
             if acts.notice_others():  # it may have taken ours last
@@ -154,7 +154,7 @@ class EngineRepairs:
     async def _let_run(self, engine: EngineId) -> None:
         """It has weights that are whole, though it is not known which: what it was asked past the gateway goes on."""
         try:
-            await self._acts.rest(engine, False)
+            await self._acts.rest(engine, at_rest=False)
         except SyncFailed as failure:
             logger.warning("%s was not told to run again: %s", engine, failure)
 
@@ -235,7 +235,7 @@ class EngineRepairs:
         acts.book.amend(fleet.committed.repaired(engine))
         acts.fence.set_version([engine], committed.version, "repaired")
         self._tried.pop(engine, None)
-        await acts.rest(engine, False)
+        await acts.rest(engine, at_rest=False)
         return True
 
 

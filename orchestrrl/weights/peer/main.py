@@ -26,8 +26,7 @@ EXAMPLE = (
 def main(arguments: list[str] | None = None) -> int:
     words, verbose = _parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
         asyncio.run(_until_stopped(settings_of(words)))

@@ -21,12 +21,7 @@ TIERS: Mapping[str, str] = {
     LinkTier.CORE: "PoD to PoD",
     LinkTier.DIRECT: "circuits between NICs",
 }
-LANES: Mapping[str, str] = {
-    "gen": "generation",
-    "sync": "weight sync",
-    "train": "training",
-    "fault": "faults",
-}
+LANES: Mapping[str, str] = {"gen": "generation", "sync": "weight sync", "train": "training", "fault": "faults"}
 OF_A_STEP: Mapping[str, str] = {
     "gen_s": "generation",
     "gen_waits_weights_s": "engines wait for weights",

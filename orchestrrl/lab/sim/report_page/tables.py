@@ -107,8 +107,7 @@ def steps(groups: Sequence[ArmGroup]) -> str:
     """Seconds of a step, in the mean over steps. What never took any is left out."""
     told = [group.mean_step_s() for group in groups]
     names = sorted(
-        {name for each in told for name, seconds in each.items() if seconds > 0},
-        key=lambda name: rank(OF_A_STEP, name),
+        {name for each in told for name, seconds in each.items() if seconds > 0}, key=lambda name: rank(OF_A_STEP, name)
     )
     rows: list[Row] = [
         {"": group.title, **{f"{display_name(OF_A_STEP, name)}, s": each.get(name) for name in names}}

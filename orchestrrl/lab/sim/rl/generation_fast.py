@@ -237,13 +237,7 @@ class _FastFleet:
         return self._kv_network(leaving)
 
     def _move(
-        self,
-        request: RequestId,
-        to: EngineId,
-        step: FastStep,
-        *,
-        prefilled: bool,
-        source: LiveEngine | None = None,
+        self, request: RequestId, to: EngineId, step: FastStep, *, prefilled: bool, source: LiveEngine | None = None
     ) -> None:
         live = self._live[request]
         engine = source or self._engines[live.engine]

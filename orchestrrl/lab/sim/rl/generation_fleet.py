@@ -159,10 +159,7 @@ def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenEx
     wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
     np.maximum.at(wire_s, instance, finish_routed_s(network, flows, routes))
     nearest_s = 2 * servers.propagation_s + servers.processing_s
-    return TokenExchange(
-        SENT_BYTES / float(wire_s.mean()),
-        max(0.0, float(latency_s.max()) - nearest_s),
-    )
+    return TokenExchange(SENT_BYTES / float(wire_s.mean()), max(0.0, float(latency_s.max()) - nearest_s))
 
 
 TierBytes = Mapping[str, float]

@@ -249,7 +249,7 @@ class ClusterScenario(ScenarioSection):
         """The section's, and of what it leaves out what the cluster says, as far as its kind has such options."""
         cluster = self.cluster
         usual = {name: getattr(cluster, name) for name in SIZES} | {
-            "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server,
+            "train_servers": None if cluster.shared else cluster.train_gpus // cluster.gpus_per_server
         }
         known = options_of(section.kind) if section.kind in KINDS else ()
         given = {name: value for name, value in usual.items() if value is not None and name in known}

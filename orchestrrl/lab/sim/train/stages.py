@@ -149,11 +149,7 @@ class StageLoad:
 
 
 def loaded(
-    job: TrainJob,
-    compute: Compute,
-    once_s: Mapping[str, float],
-    crossing: frozenset[str],
-    constants: TrainConstants,
+    job: TrainJob, compute: Compute, once_s: Mapping[str, float], crossing: frozenset[str], constants: TrainConstants
 ) -> StageLoad:
     """`once_s`: of each kind of collective of forward and backward."""
     passes = passes_of(job, compute, once_s, constants)

@@ -184,21 +184,13 @@ SERVERS_PER_POD = 32
 
 
 def fat_tree(
-    servers: Servers,
-    *,
-    radix: int = RADIX,
-    servers_per_pod: int = SERVERS_PER_POD,
-    servers_per_tor: int | None = None,
+    servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, servers_per_tor: int | None = None
 ) -> Clos:
     return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor))
 
 
 def blocked_tree(
-    servers: Servers,
-    radix: int,
-    servers_per_pod: int,
-    servers_per_tor: int | None,
-    ratio: float = 1.0,
+    servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
@@ -245,11 +237,7 @@ def oversubscribed(
 
 
 def rail_optimized(
-    servers: Servers,
-    *,
-    radix: int = RADIX,
-    servers_per_pod: int = SERVERS_PER_POD,
-    servers_per_tor: int | None = None,
+    servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, servers_per_tor: int | None = None
 ) -> Clos:
     refuse(*tree_faults(radix, servers_per_pod, servers_per_tor))
     down = radix // 2

@@ -272,9 +272,7 @@ class HostNetwork:
 def joined(one: SimulatedFailures, other: SimulatedFailures) -> SimulatedFailures:
     """Of a bundle that both name the larger share is lost."""
     return SimulatedFailures(
-        one.nics | other.nics,
-        _larger(one.tor_uplinks, other.tor_uplinks),
-        _larger(one.pod_uplinks, other.pod_uplinks),
+        one.nics | other.nics, _larger(one.tor_uplinks, other.tor_uplinks), _larger(one.pod_uplinks, other.pod_uplinks)
     )
 
 

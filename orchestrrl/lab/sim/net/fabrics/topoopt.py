@@ -18,15 +18,7 @@ from math import gcd
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.lab.sim.net.fabrics.base import (
-    NOTHING,
-    Inventory,
-    Period,
-    Pods,
-    SimulatedFailures,
-    at_least,
-    refuse,
-)
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures, at_least, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, joined
@@ -37,12 +29,7 @@ WAYS = 4  # shortest paths that traffic between two servers is spread over
 FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes
 
 
-def topoopt(
-    servers: Servers,
-    *,
-    demand: GpuFlows | None = None,
-    ring_nics: int | None = None,
-) -> "TopoOpt":
+def topoopt(servers: Servers, *, demand: GpuFlows | None = None, ring_nics: int | None = None) -> "TopoOpt":
     """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
     fullest link the least to carry, two at least, so that a NIC may fail."""
     nics = servers.nics_per_server

@@ -62,6 +62,7 @@ async def run_daemon(
         if redeployer is not None:
             stack.push_async_callback(redeployer.close)
             await redeployer.recover()
+        syncs.recover()
         server = await DaemonServer.start(daemon, config.listen, switches)
         stack.push_async_callback(server.stop, GRACE_S)
         stack.push_async_callback(syncs.close)

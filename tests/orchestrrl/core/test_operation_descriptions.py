@@ -9,6 +9,7 @@ To add a kind of operation: a class that derives from `OperationWorld`, and a li
 | prepared circuits    | as above, with the change written ahead  | as above                                           |
 | circuits on trial    | as above, by itself where not confirmed  | as above, and confirmed                            |
 | redeployment         | two narrow engines with their requests   | a wide engine in their place, with their requests  |
+| weight version       | all engines have the version from before | all engines have the version that was published    |
 | request move         | both requests on the engine they were on | both on the engine that was ordered                |
 | pause                | all gateways and the barrier are open    | all gateways are at rest under the lease           |
 | pause after requests | as above                                 | as above, with requests run to their end before    |
@@ -23,6 +24,7 @@ from operation_move import MoveWorld
 from operation_pause import PauseWorld, WaitingPauseWorld
 from operation_redeployment import RedeploymentWorld
 from operation_toy import ToyWorld
+from operation_weights import WeightVersionWorld
 from operation_world import KilledJournal, OperationWorld, until_over
 
 from orchestrrl.core.journal.store import Journal
@@ -33,6 +35,7 @@ WORLDS: dict[str, type[OperationWorld]] = {
     "prepared circuits": PreparedCircuitWorld,
     "circuits on trial": TrialCircuitWorld,
     "redeployment": RedeploymentWorld,
+    "weight version": WeightVersionWorld,
     "request move": MoveWorld,
     "pause": PauseWorld,
     "pause after requests": WaitingPauseWorld,

@@ -468,7 +468,9 @@ class FakeFence:
 class PointedJournal(Journal):
     """Writing it is something that may be the last thing its daemon does."""
 
-    harness: "Harness"
+    def __init__(self, path: Path, at_s: float, harness: "Harness") -> None:
+        super().__init__(path, at_s)
+        self.harness = harness
 
     def append(self, at_s: float, kind: EntryKind, subject: str, body: Mapping[str, Any]) -> int:
         self.harness.point(f"before {kind} {body.get('step', '')}")
@@ -479,7 +481,7 @@ class PointedJournal(Journal):
 
 @dataclass
 class Daemon:
-    journal: PointedJournal
+    journal: Journal
     hub: PeerHub
     sync: WeightSync
     stale: StaleVersions
@@ -578,10 +580,11 @@ class Harness:
 
     # --- daemons
 
-    def start(self) -> None:
+    def start(self, journal: Journal | None = None) -> None:
+        """Start a daemon, with a journal that its owner closes or one of the harness's own."""
         assert self.daemon is None
-        journal = PointedJournal(self._folder / "journal", self.clock.now_s())
-        journal.harness = self
+        if journal is None:
+            journal = PointedJournal(self._folder / "journal", self.clock.now_s(), self)
         hub = PeerHub(self.clock, journal.generation, self.settings.patience_s)
         circuits = PacketNetwork(self.settings.network, lambda: {id: s.peer for id, s in hub.peers.items()})
         self.fence.recover()
@@ -613,7 +616,8 @@ class Harness:
             daemon.task.cancel()
             daemon.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             daemon.hub.close()
-            daemon.journal.close()
+            if isinstance(daemon.journal, PointedJournal):
+                daemon.journal.close()
 
     @property
     def sync(self) -> WeightSync:

@@ -178,7 +178,7 @@ class Harness(barrier_harness.Harness):
             gateway.attachment = None
         daemon.hub.close()
         mine = asyncio.current_task() if asyncio.get_running_loop() else None
-        for task in (daemon.task, self._loops, *self.plane.fleet.barrier._orders._tasks):
+        for task in (daemon.task, self._loops, *self.plane.fleet.barrier.waiting):
             if task is not None and task is not mine:
                 task.cancel()
         self._loops = None

@@ -79,7 +79,7 @@ class PeerOption:
     metavar: str | None
     kind: type  # of one value
     repeats: bool
-    default: Any  # None: there is none
+    default: Any  # MISSING: it has to be given
 
     @property
     def required(self) -> bool:

@@ -19,8 +19,9 @@ from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimate
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
+    EngineRefitter,
+    MoveRefitter,
     ObservedBatch,
-    ProfileRefitter,
     RefittedFigure,
     batch_between,
     given_profile,
@@ -32,7 +33,7 @@ from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.move_orders import fixed_parts
 from orchestrrl.fleet.redeployment.outcomes import EngineStart
 from orchestrrl.fleet.reports import EngineReport
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, StepTime
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, StepTime
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
 from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost, MoveEstimate
 from planner.solver.problem import KvTransferCost
@@ -65,14 +66,13 @@ class _Known:
     given: EngineProfile
     written: Configuration | None  # as the configuration file has it, to the last digit
     held: EngineProfile
-    refitter: ProfileRefitter
+    refitter: EngineRefitter
     assumed: AssumedProfile | None = None  # what it began with where no configuration describes the engines
     scaled: bool = True  # False: only the shape of its step times means anything yet
     loads: deque[ObservedBatch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
     ratio: float | None = None
     taken: int = 0
     refused: int = 0
-    fresh: bool = False  # samples have come since the latest re-fit
 
     @property
     def as_written(self) -> Configuration | None:
@@ -152,8 +152,8 @@ class LiveProfile:
         self._watched[report.engine] = _Watched(configuration, sample)
         if batch is not None:
             self._learn(known, batch)
-        if prefilled is not None and known.scaled and known.refitter.observe_prefill(configuration, prefilled):
-            known.fresh = True
+        if prefilled is not None and known.scaled:
+            known.refitter.observe_prefill(prefilled)
 
     def moved(
         self,
@@ -177,11 +177,11 @@ class LiveProfile:
                 tokens.setdefault(engine, []).append(item.recomputed_tokens)
                 seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
         for engine, contexts in sorted(tokens.items()):
-            self._refitter.observe_move("recompute", sum(contexts), seconds[engine])
+            if self._moves is not None:
+                self._moves.observe(MoveMethod.RECOMPUTE, sum(contexts), seconds[engine])
             configuration = configuration_of(engine)
-            known = self._known.get(configuration) if configuration is not None else None
-            if known and known.refitter.observe_recompute(known.given.id, contexts, seconds[engine]):
-                known.fresh = True
+            if configuration in self._known:
+                self._known[configuration].refitter.observe_recompute(contexts, seconds[engine])
 
     def _learn_fixed(self, action: MoveRequests, result: OperationResult) -> None:
         """Moves of one operation met the same stall, if there was one: they count as one."""
@@ -203,32 +203,29 @@ class LiveProfile:
 
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
         """Each GPU of an engine has its part of the KV, and they send at once."""
-        known = self._known.get(configuration) if configuration is not None else None
-        if known is not None and self._transfers is not None:
-            tokens = max(1, round(item.loaded_tokens / known.held.parallelism.gpus))
-            self._transfers.observe_move(MoveMethod.TRANSFER, tokens, item.duration_s)
+        if configuration in self._known and self._transfers is not None:
+            tokens = max(1, round(item.loaded_tokens / self._known[configuration].held.parallelism.gpus))
+            self._transfers.observe(MoveMethod.TRANSFER, tokens, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
         """Engines that a change of the deployment brought up. Those that began under another `switch_s` were started by
         other means, or elsewhere: the configuration has been corrected since."""
         for start in starts:
             known = self._known.get(start.configuration)
-            if known is None or start.expected_s != known.given.switch_s:
-                continue
-            if known.refitter.observe_start(start.configuration, start.elapsed_s):
-                known.fresh = True
+            if known is not None and start.expected_s == known.given.switch_s:
+                known.refitter.observe_start(start.elapsed_s)
 
     def refit(self, engines: Iterable[EngineId]) -> None:
         """Take up what the samples say, where it is notable. `engines`: those that there are."""
         there = set(engines)
         self._watched = {engine: watched for engine, watched in self._watched.items() if engine in there}
-        for configuration, known in self._known.items():
-            if known.fresh and known.scaled:
-                known.fresh = False
-                self._accept_step(known, known.refitter.profile(configuration))
-                prefill = known.refitter.prefill_tokens_per_s(configuration, known.held.step)
+        for known in self._known.values():
+            if known.refitter.fresh and known.scaled:
+                known.refitter.fresh = False
+                self._accept_step(known, known.refitter.profile())
+                prefill = known.refitter.prefill_tokens_per_s(known.held.step)
                 self._accept_figure(known, "prefill_tokens_per_s", prefill)
-                self._accept_figure(known, "switch_s", known.refitter.switch_s(configuration))
+                self._accept_figure(known, "switch_s", known.refitter.switch_s())
 
     # --- answer
 
@@ -259,12 +256,12 @@ class LiveProfile:
 
     def moves(self) -> MoveCosts | None:
         """What moving is now believed to cost; None where no profile says anything of it."""
-        return self._refitter.moves()
+        return None if self._moves is None else self._moves.costs()
 
     def moving(self, nic_share: float = 1.0) -> MoveEstimate:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
-        moves, links, learnt = self._refitter.moves(), self._links, self._learnt_transfer()
+        moves, links, learnt = self.moves(), self._links, self._learnt_transfer()
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
         if links is None:
@@ -286,7 +283,7 @@ class LiveProfile:
 
     def _learnt_transfer(self) -> MoveCosts | None:
         """What moves by KV are now believed to cost; None while few were measured."""
-        moves = None if self._transfers is None else self._transfers.moves()
+        moves = None if self._transfers is None else self._transfers.costs()
         return None if moves is None or moves.provenance is None else moves
 
     def notes(self) -> tuple[str, ...]:
@@ -303,34 +300,37 @@ class LiveProfile:
 
     def _begin(self, fleet: FleetSettings) -> None:
         self._costs = _costs_of(fleet)
-        given = _given(fleet, self._today())
-        written = {settings.id: settings.value() for settings in fleet.configurations}
-        self._refitter = ProfileRefitter(given, self._today)
+        profile, lines = fleet.profile_value(), {settings.id: settings.value() for settings in fleet.configurations}
+        moves = profile.moves if profile is not None else None
+        rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
+        self._moves = MoveRefitter(moves, self._today) if moves is not None else None
         self._begin_transfers(fleet.kv_transfer)
+        given = [given_profile(line, self._today()) for line in lines.values()]
+        configured = {
+            engine.id: _Known(engine, lines.get(engine.id), engine, EngineRefitter(engine, self._today, rebuilt_tokens))
+            for engine in (*given, *(profile.configurations if profile is not None else ()))
+        }
         # What engines report of themselves does not rest on the configuration.
         implicit = {id: known for id, known in self._known.items() if known.assumed is not None}
-        configured = {
-            engine.id: _Known(engine, written.get(engine.id), engine, self._refitter) for engine in given.configurations
-        }
-        self._known = {**configured, **{id: known for id, known in implicit.items() if id not in configured}}
+        self._known = {**configured, **implicit, **configured}  # configured ones come first, and count
 
     def _begin_transfers(self, links: KvTransfer | None) -> None:
         """Believe what is configured of handing KV over, until moves were measured."""
         self._links = links
-        self._transfers: ProfileRefitter | None = None
+        self._transfers: MoveRefitter | None = None
         if links is not None:
-            moves, latency_s = self._refitter.moves(), links.latency_s
+            moves, latency_s = self.moves(), links.latency_s
             if latency_s is None:
                 latency_s = moves.transfer_s.at(0.0) if moves is not None else 0.0
             self._fixed[MoveMethod.TRANSFER] = FixedMoveCost(latency_s + FIXED_PRIOR_S)
             self._fixed_noted_s[MoveMethod.TRANSFER] = latency_s + FIXED_PRIOR_S
             told = self.moving()
             priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
-            self._transfers = ProfileRefitter(Profile("", "", "", (), priced), self._today)
+            self._transfers = MoveRefitter(priced, self._today)
 
     def _learn(self, known: _Known, batch: ObservedBatch) -> None:
         given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
-        if not known.refitter.observe(known.given.id, batch.sequences, batch.kv_tokens, batch.step_s):
+        if not known.refitter.observe(*batch):
             known.refused += 1
             if known.refused == 1:
                 logger.warning(
@@ -343,7 +343,6 @@ class LiveProfile:
         known.ratio = ratio if known.ratio is None else (1 - WEIGHT) * known.ratio + WEIGHT * ratio
         known.loads.append(batch)
         known.taken += 1
-        known.fresh = True
         if not known.scaled and len(known.loads) >= LEAST_SAMPLES:
             self._scale(known)
 
@@ -357,11 +356,11 @@ class LiveProfile:
         known.given = known.held = profile
         known.refitter, known.scaled, known.ratio = self._guess_refitter(profile), True, None
         for load in known.loads:
-            known.refitter.observe(profile.id, load.sequences, load.kv_tokens, load.step_s)
+            known.refitter.observe(*load)
         logger.info("%s: step times are known from %d observed batches", profile.id, len(known.loads))
 
-    def _guess_refitter(self, profile: EngineProfile) -> ProfileRefitter:
-        return ProfileRefitter(Profile("", "", "", (profile,)), self._today, plausible=math.inf)
+    def _guess_refitter(self, profile: EngineProfile) -> EngineRefitter:
+        return EngineRefitter(profile, self._today, plausible=math.inf)
 
     def _accept_step(self, known: _Known, found: EngineProfile) -> None:
         changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
@@ -428,15 +427,6 @@ def _rates_of(links: KvTransfer | None) -> object:
 
 def _costs_of(fleet: FleetSettings) -> object:
     return fleet.configurations, fleet.profile_value()
-
-
-def _given(fleet: FleetSettings, date: str) -> Profile:
-    """Everything that the configuration says of costs, in the order of `fleet.configuration_values()`."""
-    written = given_profile((settings.value() for settings in fleet.configurations), date)
-    profile = fleet.profile_value()
-    if profile is None:
-        return written
-    return replace(profile, configurations=(*written.configurations, *profile.configurations))
 
 
 def _step_times(known: _Known, first: EngineProfile, second: EngineProfile) -> list[tuple[float, float]]:

@@ -1,15 +1,14 @@
 """Follow what engines really take: step times and prefill from telemetry, what moves and starts take from their ends.
 
-No input or output; one `ProfileRefitter` for the fleet, bounded in memory. Samples are kept by the load at which they
+No input or output; bounded in memory. Samples are kept by the load at which they
 were seen, the newest few of each, so that an hour at one load does not wash out what is known of the others; older ones
 fade. The profile that it began with pulls a little everywhere, and stays what it was wherever nothing has been seen.
 """
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from statistics import median
 from typing import NamedTuple
 
@@ -17,17 +16,8 @@ import numpy as np
 
 from orchestrrl.engines.base import EngineSample
 from planner.cost.fit import CurveFit, FitError, StepSample, StepTimePrior, TimedSample, refit_curve, refit_step
-from planner.cost.profile import (
-    Curve,
-    EngineProfile,
-    MoveCosts,
-    Parallelism,
-    Profile,
-    ProfileSource,
-    Provenance,
-    StepTime,
-)
-from planner.model import Configuration, ConfigurationId
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, ProfileSource, Provenance, StepTime
+from planner.model import Configuration, MoveMethod
 
 PER_CELL = 8  # newest samples of one load
 MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
@@ -145,12 +135,8 @@ def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPre
     return ObservedPrefill(tokens, elapsed_s, decoded, fewest, most, usage * later.kv_capacity_tokens)
 
 
-def given_profile(configurations: Iterable[Configuration], date: str) -> Profile:
-    """Configurations that somebody wrote out, as a profile to begin with."""
-    return Profile("", "", "", tuple(_given(configuration, date) for configuration in configurations))
-
-
-def _given(configuration: Configuration, date: str) -> EngineProfile:
+def given_profile(configuration: Configuration, date: str) -> EngineProfile:
+    """Return a configuration that somebody wrote out, as a profile to begin with."""
     alpha_s, most = configuration.alpha_s, configuration.max_sequences
     base_s = Curve((0.0, float(most)), (alpha_s, alpha_s + configuration.beta_s * most))
     return EngineProfile(
@@ -165,98 +151,78 @@ def _given(configuration: Configuration, date: str) -> EngineProfile:
     )
 
 
-class ProfileRefitter:
-    """Believes `profile` until samples say otherwise. `date` gives the day of a re-fit, ISO 8601."""
+class EngineRefitter:
+    """Believes the profile `prior` of one configuration until samples say otherwise. `date` gives the day of a re-fit,
+    ISO 8601; `rebuilt_tokens` the tokens of usual prompts that take as long to prefill as a context."""
 
     def __init__(
         self,
-        profile: Profile,
-        date: Callable[[], str] = lambda: datetime.now(UTC).date().isoformat(),
+        prior: EngineProfile,
+        date: Callable[[], str],
+        rebuilt_tokens: Curve | None = None,
         plausible: float = PLAUSIBLE,
     ) -> None:
         """`plausible`: samples that differ from the profile by a larger factor are refused; inf for a guess."""
-        self._profile = profile
+        self.fresh = False  # samples have come since this was last set to False
+        self._prior = prior
         self._date = date
+        self._rebuilt_tokens = rebuilt_tokens
         self._plausible = plausible
-        self._windows = {engine.id: _Window() for engine in profile.configurations}
-        self._transfers, self._recomputes = _Window(), _Window()
-        self._recomputed_on = {engine.id: _Window() for engine in profile.configurations}
-        self._prefilled = {engine.id: _Window() for engine in profile.configurations}
-        self._starts_s: dict[ConfigurationId, deque[float]] = {
-            engine.id: deque(maxlen=MOST_STARTS) for engine in profile.configurations
-        }
+        self._steps, self._recomputed, self._prefilled = _Window(), _Window(), _Window()
+        self._starts_s: deque[float] = deque(maxlen=MOST_STARTS)
 
-    def observe(self, configuration: ConfigurationId, sequences: float, kv_tokens: float, step_s: float) -> bool:
-        """Take a sample in. False: it is not one (an unknown configuration, an impossible step)."""
-        window = self._windows.get(configuration)
+    def observe(self, sequences: float, kv_tokens: float, step_s: float) -> bool:
+        """Take a sample in. False: it is an impossible step."""
         values = (sequences, kv_tokens, step_s)
-        if window is None or not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
+        if not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
             return False
-        believed_s = self._prior(configuration).step.at(sequences, kv_tokens)
+        believed_s = self._prior.step.at(sequences, kv_tokens)
         if believed_s > 0 and not 1 / self._plausible < step_s / believed_s < self._plausible:
             return False
-        window.add((_cell(sequences), _cell(kv_tokens)), values)
+        self._add(self._steps, (_cell(sequences), _cell(kv_tokens)), values)
         return True
 
-    def observe_move(self, method: str, context_tokens: int, seconds: float) -> bool:
-        """A finished move of a request: `transfer` or `recompute`. False: it tells nothing."""
-        window = {"transfer": self._transfers, "recompute": self._recomputes}.get(method)
-        if window is None or context_tokens < 1 or not 0 < seconds < math.inf:
-            return False
-        window.add((_cell(context_tokens),), (context_tokens, seconds))
-        return True
+    def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
+        """Take in requests that moved to an engine at once, and what it took until the last had its context again."""
+        rebuilt = self._rebuilt_tokens
+        tokens = sum(map(rebuilt.at, context_tokens) if rebuilt is not None else context_tokens)
+        if tokens >= 1 and 0 < seconds < math.inf:
+            self._add(self._recomputed, (_cell(tokens),), (tokens, seconds))
 
-    def observe_recompute(self, configuration: ConfigurationId, context_tokens: Sequence[int], seconds: float) -> bool:
-        """Requests that moved to an engine of that configuration at once, and what it took until the last had its
-        context again. False: it tells nothing."""
-        window = self._recomputed_on.get(configuration)
-        tokens = sum(map(self._as_usual, context_tokens))
-        if window is None or tokens < 1 or not 0 < seconds < math.inf:
-            return False
-        window.add((_cell(tokens),), (tokens, seconds))
-        return True
+    def observe_prefill(self, seen: ObservedPrefill) -> None:
+        """Take in prefill beside decoding, where it is enough to be seen."""
+        if all(map(math.isfinite, seen)) and (
+            seen.tokens / self._prior.prefill_tokens_per_s >= PREFILL_SHARE * seen.elapsed_s
+        ):
+            self._add(self._prefilled, (_cell(seen.tokens),), seen)
 
-    def observe_prefill(self, configuration: ConfigurationId, seen: ObservedPrefill) -> bool:
-        """Prefill beside decoding. False: too little of it to tell, or an unknown configuration."""
-        window = self._prefilled.get(configuration)
-        if window is None or not all(map(math.isfinite, seen)):
-            return False
-        if seen.tokens / self._prior(configuration).prefill_tokens_per_s < PREFILL_SHARE * seen.elapsed_s:
-            return False
-        window.add((_cell(seen.tokens),), seen)
-        return True
+    def observe_start(self, seconds: float) -> None:
+        """Take in an engine that was started."""
+        if 0 <= seconds < math.inf:
+            self._starts_s.append(seconds)
+            self.fresh = True
 
-    def observe_start(self, configuration: ConfigurationId, seconds: float) -> bool:
-        """An engine that was started. False: it tells nothing."""
-        if configuration not in self._starts_s or not 0 <= seconds < math.inf:
-            return False
-        self._starts_s[configuration].append(seconds)
-        return True
-
-    def profile(self, configuration: ConfigurationId) -> EngineProfile:
-        """The configuration as it is now believed to be; the one of the beginning while samples are few.
-
-        Raises KeyError for an unknown one.
-        """
-        prior, window = self._prior(configuration), self._windows[configuration]
+    def profile(self) -> EngineProfile:
+        """The configuration as it is now believed to be; the one of the beginning while samples are few."""
+        prior, window = self._prior, self._steps
         if len(window) < LEAST_SAMPLES:
             return prior
         samples = [StepSample(*values) for values, _ in window.items()]
         estimate = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
         fitted = refit_step(estimate, samples, window.weights(), TRUST)
-        return replace(prior, step=fitted.step, provenance=self._telemetry(fitted.error, prior.provenance))
+        return replace(prior, step=fitted.step, provenance=_measured(self._date(), fitted.error, prior.provenance))
 
-    def prefill_tokens_per_s(self, configuration: ConfigurationId, step: StepTime) -> RefittedFigure | None:
+    def prefill_tokens_per_s(self, step: StepTime) -> RefittedFigure | None:
         """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
 
         Moves say more than prompts do, part of which a prefix cache may have had: once there are enough, they alone
         count.
         """
-        prior, moved = self._prior(configuration), self._recomputed_on[configuration]
+        prior, moved = self._prior, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
             seen, weights, by = [TimedSample(*values) for values, _ in moved.items()], moved.weights(), "moves"
         else:
-            window, by = self._prefilled[configuration], "telemetry"
+            window, by = self._prefilled, "telemetry"
             told = [(values[0], ObservedPrefill._make(values).prefill_s(step)) for values, _ in window.items()]
             kept = [place for place, (_, seconds) in enumerate(told) if seconds is not None]
             seen = [TimedSample(told[place][0], told[place][1] or 0.0) for place in kept]
@@ -271,61 +237,67 @@ class ProfileRefitter:
         slope_s = grown_s / largest
         if not 1 / self._plausible < slope_s * prior.prefill_tokens_per_s < self._plausible:
             return None
-        return RefittedFigure(
-            1 / slope_s, self._telemetry(fitted.error, _provenance_of(prior, "prefill_tokens_per_s"), by)
-        )
+        return self._figure(1 / slope_s, "prefill_tokens_per_s", fitted.error, by)
 
-    def switch_s(self, configuration: ConfigurationId) -> RefittedFigure | None:
+    def switch_s(self) -> RefittedFigure | None:
         """What starting an engine is now believed to take; None while few were started."""
-        starts_s = self._starts_s[configuration]
+        starts_s = self._starts_s
         if len(starts_s) < LEAST_STARTS:
             return None
         value = median(starts_s)
         misses = [abs(value / start_s - 1) for start_s in starts_s if start_s > 0] or [0.0]
         error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
-        return RefittedFigure(
-            value, self._telemetry(error, _provenance_of(self._prior(configuration), "switch_s"), "starts")
-        )
+        return self._figure(value, "switch_s", error, "starts")
 
-    def moves(self) -> MoveCosts | None:
-        """Costs of moving as they are now believed to be; None where the profile began without any."""
-        moves = self._profile.moves
-        if moves is None:
-            return None
-        transfer = self._refitted(moves.transfer_s, self._transfers, moves.kv_bytes_per_token)
-        recompute = self._refitted(moves.recompute_s, self._recomputes, 1.0)
+    def _add(self, window: "_Window", cell: tuple[int, ...], values: tuple[float, ...]) -> None:
+        window.add(cell, values)
+        self.fresh = True
+
+    def _figure(self, value: float, name: str, error: FitError, by: str) -> RefittedFigure:
+        began = dict(self._prior.others).get(name, self._prior.provenance)
+        return RefittedFigure(value, _measured(self._date(), error, began, by))
+
+
+class MoveRefitter:
+    """Believes `prior` of what moves cost until samples say otherwise."""
+
+    def __init__(self, prior: MoveCosts, date: Callable[[], str]) -> None:
+        self._prior = prior
+        self._date = date
+        self._windows = {method: _Window() for method in MoveMethod}
+
+    def observe(self, method: MoveMethod, context_tokens: int, seconds: float) -> None:
+        """Take in a finished move of a request."""
+        if context_tokens >= 1 and 0 < seconds < math.inf:
+            self._windows[method].add((_cell(context_tokens),), (context_tokens, seconds))
+
+    def costs(self) -> MoveCosts:
+        """Costs of moving as they are now believed to be."""
+        prior = self._prior
+        transfer = self._refitted(prior.transfer_s, MoveMethod.TRANSFER, prior.kv_bytes_per_token)
+        recompute = self._refitted(prior.recompute_s, MoveMethod.RECOMPUTE, 1.0)
         errors = [fitted.error for fitted in (transfer, recompute) if fitted is not None]
         if not errors:
-            return moves
+            return prior
         worst = max(errors, key=lambda error: error.mean)
         return replace(
-            moves,
-            transfer_s=transfer.curve if transfer else moves.transfer_s,
-            recompute_s=recompute.curve if recompute else moves.recompute_s,
-            provenance=self._telemetry(worst, moves.provenance),
+            prior,
+            transfer_s=transfer.curve if transfer else prior.transfer_s,
+            recompute_s=recompute.curve if recompute else prior.recompute_s,
+            provenance=_measured(self._date(), worst, prior.provenance),
         )
 
-    def _refitted(self, prior: Curve, window: "_Window", units_per_token: float) -> CurveFit | None:
+    def _refitted(self, prior: Curve, method: MoveMethod, units_per_token: float) -> CurveFit | None:
+        window = self._windows[method]
         if len(window) < LEAST_SAMPLES:
             return None
         seen = [TimedSample(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
         return refit_curve(prior, seen, window.weights(), TRUST)
 
-    def _as_usual(self, context_tokens: int) -> float:
-        """Tokens of usual prompts that take as long to prefill, by the profile that this began with."""
-        rebuilt = self._profile.moves.rebuilt_tokens() if self._profile.moves is not None else None
-        return rebuilt.at(context_tokens) if rebuilt is not None else float(context_tokens)
 
-    def _prior(self, configuration: ConfigurationId) -> EngineProfile:
-        return next(engine for engine in self._profile.configurations if engine.id == configuration)
-
-    def _telemetry(self, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
-        began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
-        return Provenance(ProfileSource.MEASURED, self._date(), began, error.samples, error.mean, error.max)
-
-
-def _provenance_of(profile: EngineProfile, figure: str) -> Provenance:
-    return dict(profile.others).get(figure, profile.provenance)
+def _measured(date: str, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
+    began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
+    return Provenance(ProfileSource.MEASURED, date, began, error.samples, error.mean, error.max)
 
 
 def _cell(size: float) -> int:

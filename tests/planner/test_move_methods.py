@@ -65,7 +65,7 @@ def request(
 
 def costing(rebuilt: Curve | None = None, **versions: str) -> MovePricing:
     configuration = Configuration(TP2, 2, 0.02, 0.0, 0.0, 10**6, 64, PREFILL, 1.0)
-    (profile,) = given_profile([configuration], "2026-01-31").configurations
+    profile = given_profile(configuration, "2026-01-31")
     moving = MoveEstimate(KvTransferCost(INTER_GBPS, INTRA_GBPS, LATENCY_S, rebuilt, FIXED_S), KV_BYTES)
     return MovePricing({TP2: profile}, moving, PER_NODE, {EngineId(id): name for id, name in versions.items()})
 

@@ -6,19 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, ProfileRefitter, batch_between
+from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, EngineRefitter, MoveRefitter, batch_between
 from orchestrrl.engines.base import EngineSample
 from planner.cost.profile import (
     Curve,
     EngineProfile,
     MoveCosts,
     Parallelism,
-    Profile,
     ProfileSource,
     Provenance,
     StepTime,
 )
-from planner.model import ConfigurationId
+from planner.model import ConfigurationId, MoveMethod
 
 TP2 = ConfigurationId("tp2")
 PRIOR = EngineProfile(
@@ -36,24 +35,24 @@ TRUTH = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
 LOADS = ((1, 1000), (20, 9000), (64, 64_000), (200, 400_000))
 
 
-def refitter() -> ProfileRefitter:
-    return ProfileRefitter(Profile("m", "g", "vllm", (PRIOR,), MOVES), date=lambda: "2026-02-02")
+def refitter() -> EngineRefitter:
+    return EngineRefitter(PRIOR, lambda: "2026-02-02")
 
 
-def feed(fitting: ProfileRefitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
+def feed(fitting: EngineRefitter, count: int, truth: StepTime = TRUTH, seed: int = 0, outliers: float = 0.0) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sequences = int(np.exp(rng.uniform(0, np.log(400))))
         kv_tokens = min(500_000.0, sequences * rng.uniform(200, 3000))
         step_s = truth.at(sequences, kv_tokens) * (1 + 0.03 * rng.standard_normal())
         step_s *= rng.choice([0.3, 3.0]) if rng.random() < outliers else 1.0
-        fitting.observe(TP2, sequences, kv_tokens, step_s)
+        fitting.observe(sequences, kv_tokens, step_s)
 
 
 def test_telemetry_takes_over() -> None:
     fitting = refitter()
     feed(fitting, 3000, outliers=0.05)
-    engine = fitting.profile(TP2)
+    engine = fitting.profile()
     for load in LOADS:
         assert engine.step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.05)
     assert engine.provenance.source is ProfileSource.MEASURED
@@ -67,7 +66,7 @@ def test_telemetry_takes_over() -> None:
 def test_few_samples_change_nothing() -> None:
     fitting = refitter()
     feed(fitting, 7)
-    assert fitting.profile(TP2) == PRIOR
+    assert fitting.profile() == PRIOR
 
 
 def test_an_engine_that_has_changed_is_followed() -> None:
@@ -75,44 +74,36 @@ def test_an_engine_that_has_changed_is_followed() -> None:
     feed(fitting, 2000)
     feed(fitting, 3 * HALF_LIFE, truth=slower, seed=1)
     for load in LOADS:
-        assert fitting.profile(TP2).step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
+        assert fitting.profile().step.at(*load) == pytest.approx(slower.at(*load), rel=0.06)
 
 
 def test_an_hour_at_one_load_does_not_wash_out_the_others() -> None:
     fitting = refitter()
     feed(fitting, 2000)
     for _ in range(HALF_LIFE):
-        fitting.observe(TP2, 4, 4000, TRUTH.at(4, 4000))
+        fitting.observe(4, 4000, TRUTH.at(4, 4000))
     for load in LOADS:
-        assert fitting.profile(TP2).step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.06)
+        assert fitting.profile().step.at(*load) == pytest.approx(TRUTH.at(*load), rel=0.06)
 
 
 @pytest.mark.parametrize(
-    ("configuration", "values"),
-    [
-        ("tp2", (0, 0, 0.01)),
-        ("tp2", (1, -1, 0.01)),
-        ("tp2", (1, 0, 0.0)),
-        ("tp2", (1, 0, math.nan)),
-        ("tp2", (1, 0, math.inf)),
-        ("tp2", (1, 0, 100.0)),
-        ("tp9", (1, 0, 0.01)),
-    ],
+    "values", [(0, 0, 0.01), (1, -1, 0.01), (1, 0, 0.0), (1, 0, math.nan), (1, 0, math.inf), (1, 0, 100.0)]
 )
-def test_what_is_no_sample_is_not_taken(configuration: str, values: tuple[float, float, float]) -> None:
-    assert not refitter().observe(ConfigurationId(configuration), *values)
+def test_what_is_no_sample_is_not_taken(values: tuple[float, float, float]) -> None:
+    fitting = refitter()
+    assert not fitting.observe(*values)
+    assert not fitting.fresh
 
 
 def test_moves_are_learned_from_moves() -> None:
-    fitting = refitter()
-    assert fitting.moves() == MOVES
+    fitting = MoveRefitter(MOVES, lambda: "2026-02-02")
+    fitting.observe(MoveMethod.TRANSFER, 0, 1.0)
+    fitting.observe(MoveMethod.TRANSFER, 10, math.inf)
+    assert fitting.costs() == MOVES
     for tokens in (500, 1000, 2000, 4000, 8000, 16_000) * 5:
-        assert fitting.observe_move("transfer", tokens, 0.05 + tokens * 2e5 * 4e-11)
-        assert fitting.observe_move("recompute", tokens, 0.02 + tokens / 9000)
-    assert not fitting.observe_move("teleport", 10, 1.0)
-    assert not fitting.observe_move("transfer", 0, 1.0)
-    moves = fitting.moves()
-    assert moves is not None
+        fitting.observe(MoveMethod.TRANSFER, tokens, 0.05 + tokens * 2e5 * 4e-11)
+        fitting.observe(MoveMethod.RECOMPUTE, tokens, 0.02 + tokens / 9000)
+    moves = fitting.costs()
     assert moves.transfer_s.at(8000 * 2e5) == pytest.approx(0.05 + 8000 * 2e5 * 4e-11, rel=0.05)
     assert moves.recompute_s.at(8000) == pytest.approx(0.02 + 8000 / 9000, rel=0.05)
     assert moves.provenance is not None

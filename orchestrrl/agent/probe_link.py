@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from orchestrrl.agent.window_reports import WindowReports
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.rings import RingDoorbell
-from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
+from orchestrrl.rpc.channel import Established, first_of, stay_connected
 from orchestrrl.rpc.pb import fabric_pb2, fabric_pb2_grpc
 
 READ_EVERY_S = 0.1  # while nobody rings
@@ -35,24 +34,13 @@ LOCK = "agent.lock"
 class WindowReporter:
     """Runs until cancelled, through losses of the daemon."""
 
-    def __init__(
-        self,
-        directory: Path,
-        host: str,
-        daemon: str,
-        *,
-        clock: Clock,
-        rng: random.Random,
-        backoff: Backoff | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, host: str, daemon: str, *, clock: Clock) -> None:
         self._traces = HostTraces(directory)
         self._reports = WindowReports(self._traces, self._put)
         self._directory = directory
         self._host = host
         self._daemon = daemon
         self._clock = clock
-        self._rng = rng
-        self._backoff = backoff or Backoff()
         self._outgoing: asyncio.Queue[fabric_pb2.TraceMessage] | None = None
         self._catching_up: asyncio.TimerHandle | None = None
         self._next_poll: asyncio.TimerHandle | None = None
@@ -76,9 +64,7 @@ class WindowReporter:
             await first_of(
                 self._keep_looking(),
                 self._repeat(READ_EVERY_S, self._reports.read),
-                stay_connected(
-                    self._daemon, self._converse, clock=self._clock, rng=self._rng, backoff=self._backoff, name="probe"
-                ),
+                stay_connected(self._daemon, self._converse, clock=self._clock, name="probe"),
             )
         finally:
             loop.remove_reader(doorbell.fileno())

@@ -1,7 +1,6 @@
 """One agent: watches its engines, reports them on one stream, carries out operations on them."""
 
 import asyncio
-import random
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -68,7 +67,6 @@ class Agent:
         daemon: str,
         *,
         clock: Clock,
-        rng: random.Random,
         interval_s: float = 0.25,
         limits: HealthLimits | None = None,
         describe: Describe | None = None,
@@ -94,7 +92,7 @@ class Agent:
             agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
         )
         self._link = NodeLink(
-            daemon, node_codec.HELLO.to_pb(hello), EngineOperations(agent_id, engines).run, clock=clock, rng=rng
+            daemon, node_codec.HELLO.to_pb(hello), EngineOperations(agent_id, engines).run, clock=clock
         )
         self._stream = ReportStream(
             daemon,
@@ -102,7 +100,6 @@ class Agent:
             self._make_report,
             0.0,  # the watches set the pace
             clock=clock,
-            rng=rng,
             on_open=self._outgoing.start_stream,
         )
 

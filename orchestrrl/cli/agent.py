@@ -1,6 +1,5 @@
 """`orchestrrl agent`: the sidecar beside one or several engines."""
 
-import random
 from collections.abc import Coroutine
 from pathlib import Path
 from socket import gethostname
@@ -74,7 +73,7 @@ def agent(
     if engines:
         sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
     if rings is not None:
-        sides.append(WindowReporter(rings, host or gethostname(), daemon, clock=WallClock(), rng=random.Random()).run())
+        sides.append(WindowReporter(rings, host or gethostname(), daemon, clock=WallClock()).run())
     keep_loaded()
     serve(first_of(*sides), verbose=verbose)
 
@@ -91,7 +90,6 @@ async def _run(
         engines,
         daemon,
         clock=WallClock(),
-        rng=random.Random(),
         interval_s=interval_s,
         limits=limits,
         describe=with_host_facts,

@@ -13,6 +13,7 @@ from orchestrrl.core.clock import Clock, stop
 
 logger = logging.getLogger(__name__)
 
+_RNG = random.Random()
 KEEPALIVE_S = 3
 MESSAGE_BYTES = 64 * 1024 * 1024  # at most
 
@@ -54,7 +55,7 @@ class Backoff:
         if not 0 < self.first_s <= self.cap_s:
             raise ValueError(f"first_s must be > 0 and <= cap_s, got {self.first_s} and {self.cap_s}")
 
-    def delay_s(self, failures: int, rng: random.Random) -> float:
+    def delay_s(self, failures: int, rng: random.Random = _RNG) -> float:
         """Seconds to wait after `failures` attempts in a row that came to nothing (at least 1)."""
         doublings = min(failures - 1, 30)  # 2**30 times any sensible first_s is past any cap
         return min(self.cap_s, self.first_s * 2.0**doublings) * rng.uniform(0.5, 1.0)
@@ -68,8 +69,6 @@ async def stay_connected(
     converse: Callable[[grpc.aio.Channel, Established], Coroutine[Any, Any, None]],
     *,
     clock: Clock,
-    rng: random.Random,
-    backoff: Backoff,
     name: str,
 ) -> None:
     """Hold one conversation after the other with the server at `target`, for ever; each on a channel of its own.
@@ -78,7 +77,7 @@ async def stay_connected(
     calls its second argument once it is connected; if that lasted longer than the longest delay, the backoff starts
     anew, and its loss is worth a line in the log.
     """
-    failures = 0
+    failures, backoff = 0, Backoff()
     connected_s: list[float] = []
     while True:
         connected_s.clear()
@@ -89,7 +88,7 @@ async def stay_connected(
         failures += 1
         if failures == 1 or isinstance(ending, StreamDefect):
             _report(name, target, ending)
-        await clock.sleep(backoff.delay_s(failures, rng))
+        await clock.sleep(backoff.delay_s(failures))
 
 
 @dataclass(frozen=True, slots=True)

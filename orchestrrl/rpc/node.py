@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import grpc
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.delivery import NotDone, Outbox, ReceivedOrders
 from orchestrrl.core.operations import Operation, OperationId, OperationResult, OperationStatus
-from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
+from orchestrrl.rpc.channel import Established, first_of, stay_connected
 from orchestrrl.rpc.codecs.node import OPERATION, RESULT
 from orchestrrl.rpc.pb import agent_pb2 as pb
 from orchestrrl.rpc.pb import agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
@@ -39,15 +38,11 @@ class NodeLink:
         perform: Perform,
         *,
         clock: Clock,
-        rng: random.Random | None = None,
-        backoff: Backoff | None = None,
     ) -> None:
         self._target = target
         self._hello = hello
         self._node = NodeId(hello.node_id)
         self._clock = clock
-        self._rng = rng or random.Random()
-        self._backoff = backoff or Backoff()
         self._perform = perform
         self._operations = ReceivedOrders(self._carry_out, self._not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
@@ -61,14 +56,8 @@ class NodeLink:
     async def run(self) -> None:
         """Attach, and attach again whenever the daemon went away. Ends only by cancellation."""
         try:
-            await stay_connected(
-                self._target,
-                self._converse,
-                clock=self._clock,
-                rng=self._rng,
-                backoff=self._backoff,
-                name=f"{self._hello.node_id} operations",
-            )
+            name = f"{self._hello.node_id} operations"
+            await stay_connected(self._target, self._converse, clock=self._clock, name=name)
         finally:
             await stop(*self._running)
             await self._operations.close()
@@ -130,8 +119,6 @@ class ReportStream:
         clock: Clock,
         on_ack: Callable[[telemetry_pb2.ReportAck], None] | None = None,
         on_open: Callable[[], None] | None = None,
-        rng: random.Random | None = None,
-        backoff: Backoff | None = None,
     ) -> None:
         self._target = target
         self._method_name = method_name
@@ -140,8 +127,6 @@ class ReportStream:
         self._clock = clock
         self._on_ack = on_ack
         self._on_open = on_open
-        self._rng = rng or random.Random()
-        self._backoff = backoff or Backoff()
         self._connected = False
         self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and when that arrived
 
@@ -151,14 +136,7 @@ class ReportStream:
 
     async def run(self) -> None:
         """Report, and open the stream again whenever the daemon went away. Ends only by cancellation."""
-        await stay_connected(
-            self._target,
-            self._converse,
-            clock=self._clock,
-            rng=self._rng,
-            backoff=self._backoff,
-            name=self._method_name,
-        )
+        await stay_connected(self._target, self._converse, clock=self._clock, name=self._method_name)
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
         call = getattr(telemetry_pb2_grpc.TelemetryStub(channel), self._method_name)()

@@ -173,7 +173,6 @@ async def controlled(
             clients,
             server.address,
             clock=clock,
-            rng=random.Random(1),
             interval_s=control.scrape_interval_s,
             limits=AgentLimits(rate_window_s=control.rate_window_s),
         )

@@ -90,9 +90,7 @@ def run_agent(address: str, ended: threading.Event) -> threading.Thread:
         clock = WallClock()
         engine = FakeEngine(clock)
         engine.current = replace(engine.current, running=7)
-        agent = Agent(
-            NodeId("a0"), {EngineId("e0"): engine}, address, clock=clock, rng=random.Random(1), interval_s=0.1
-        )
+        agent = Agent(NodeId("a0"), {EngineId("e0"): engine}, address, clock=clock, interval_s=0.1)
         task = asyncio.create_task(agent.run())
         await asyncio.to_thread(ended.wait)
         assert not task.done()

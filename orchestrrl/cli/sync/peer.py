@@ -1,6 +1,5 @@
 """`orchestrrl sync peer`: the process that holds weights on one host."""
 
-import random
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any
 
@@ -61,4 +60,4 @@ def peer(flags: Any) -> None:
     given = {name: value for name, value in vars(flags).items() if value is not None and name != "verbose"}
     settings = settings_of(PeerArguments(**given))
     keep_loaded()
-    serve(run_peer(settings, WallClock(), random.Random()), verbose=flags.verbose)
+    serve(run_peer(settings, WallClock()), verbose=flags.verbose)

@@ -5,7 +5,6 @@ environment. It needs grpcio, protobuf, pydantic, aiohttp, prometheus-client, nu
 import argparse
 import asyncio
 import logging
-import random
 import signal
 import sys
 from typing import Any
@@ -66,7 +65,7 @@ def _parse_arguments(arguments: list[str]) -> tuple[PeerArguments, bool]:
 
 async def _until_stopped(settings: PeerSettings) -> None:
     """Runs until SIGTERM or SIGINT."""
-    task = asyncio.ensure_future(run_peer(settings, WallClock(), random.Random()))
+    task = asyncio.ensure_future(run_peer(settings, WallClock()))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)

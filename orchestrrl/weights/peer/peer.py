@@ -5,7 +5,6 @@ Without the daemon it holds what it has, and its edges run on. A daemon that com
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from pydantic import ValidationError
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.delivery import Outbox, ReceivedOrders
 from orchestrrl.core.errors import OrchestrRLError, Permanent
-from orchestrrl.rpc.channel import Backoff, Established, first_of, stay_connected
+from orchestrrl.rpc.channel import Established, first_of, stay_connected
 from orchestrrl.rpc.order_pieces import OrderAssembler
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
@@ -38,7 +37,7 @@ LOOK_S = 0.5  # how often it is seen whether edges have completed a version
 STAMP_S = 5.0  # the daemon is told so often what time it is here: clocks drift apart by less than a millisecond in it
 
 
-async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> None:
+async def run_peer(settings: PeerSettings, clock: Clock) -> None:
     """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
     # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
     # carried to it. What it did not know of yet would be carried again.
@@ -46,7 +45,7 @@ async def run_peer(settings: PeerSettings, clock: Clock, rng: random.Random) -> 
     transports: dict[str, Transport] = {}
     try:
         addresses = open_transports(settings, transports)
-        link = PeerLink(settings, store, transports, addresses, clock, rng)
+        link = PeerLink(settings, store, transports, addresses, clock)
         try:
             await link.run()
         finally:
@@ -83,13 +82,11 @@ class PeerLink:
         transports: Mapping[str, Transport],
         addresses: Mapping[str, str],
         clock: Clock,
-        rng: random.Random,
     ) -> None:
         self._settings = settings
         self._store = store
         self._addresses = addresses
         self._clock = clock
-        self._rng = rng
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
         self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
@@ -106,8 +103,6 @@ class PeerLink:
             self._settings.daemon,
             self._converse,
             clock=self._clock,
-            rng=self._rng,
-            backoff=Backoff(),
             name=f"peer {self._settings.id}",
         )
         await first_of(stays, self._engines.watch(self._settings.poll_engines_s), self._watch())

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -341,7 +340,7 @@ def test_nothing_is_told_as_quiet_while_a_rank_communicates(
 
 
 def probe(folder: Path) -> WindowReporter:
-    return WindowReporter(folder, "h0", f"unix:{folder}/none", clock=WallClock(), rng=random.Random(1))
+    return WindowReporter(folder, "h0", f"unix:{folder}/none", clock=WallClock())
 
 
 async def test_two_agents_do_not_read_the_same_rings(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -148,7 +147,7 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
     clock = WallClock()
     good, bad = FakeEngine(clock), FakeEngine(clock, error=Retryable("connection refused", 1.0))
     good.current = replace(good.current, running=7)
-    agent = Agent(NodeId("a0"), {E0: good, E1: bad}, address, clock=clock, rng=random.Random(1), interval_s=0.02)
+    agent = Agent(NodeId("a0"), {E0: good, E1: bad}, address, clock=clock, interval_s=0.02)
     task = asyncio.create_task(agent.run())
 
     def newest(engine: EngineId) -> telemetry_pb2.EngineReport | None:

@@ -118,7 +118,7 @@ async def running(service: Callable[[], Awaitable[None]]) -> AsyncIterator[None]
 
 def link(port: int, handler: Handler) -> NodeLink:
     hello = pb.NodeHello(node_id="n0", kind=pb.NODE_KIND_AGENT, engine_ids=["e0"])
-    return NodeLink(f"127.0.0.1:{port}", hello, handler, clock=WallClock(), rng=random.Random(1))
+    return NodeLink(f"127.0.0.1:{port}", hello, handler, clock=WallClock())
 
 
 class TestNodeLink:
@@ -211,7 +211,6 @@ class TestReportStream:
             make_report,
             0.01,
             clock=WallClock(),
-            rng=random.Random(1),
             on_ack=lambda ack: acked.append(ack.sequence),
             on_open=lambda: opened.append(sequence),
         )

@@ -72,7 +72,7 @@ async def peer_at(port: int, folder: Path, clock: Clock, engines: Sequence[str] 
         "gen0", f"127.0.0.1:{port}", engines=engines, product="simulated", folder=str(folder), host="127.0.0.1",
         transports=["tcp"],
     )  # fmt: skip
-    peer = asyncio.ensure_future(run_peer(settings_of(words), clock, random.Random(1)))
+    peer = asyncio.ensure_future(run_peer(settings_of(words), clock))
     try:
         yield
     finally:

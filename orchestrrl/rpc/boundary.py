@@ -115,6 +115,7 @@ class _Call:
     async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
         async with self._ending(context):
             with self._boundary.opened():
+                await context.send_initial_metadata(())  # tells the client that it is connected
                 answers = self._behaviour(await self._request(raw), context)
                 if hasattr(answers, "__aiter__"):
                     async with aclosing(answers):

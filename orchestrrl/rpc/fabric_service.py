@@ -48,7 +48,6 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def Trace(
         self, request_iterator: AsyncIterator[pb.TraceMessage], context: Context
     ) -> AsyncIterator[pb.TraceOrder]:
-        await context.send_initial_metadata(())
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
@@ -97,7 +96,6 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def AnnouncePeriod(
         self, request: pb.AnnouncePeriodRequest, context: Context
     ) -> AsyncIterator[pb.PeriodReport]:
-        await context.send_initial_metadata(())
         fabric = self._coordinator()
         try:
             period = fabric.announce(

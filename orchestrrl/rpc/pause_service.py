@@ -18,14 +18,16 @@ class PauseService(control_pb2_grpc.ControlServicer):
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
-        self.control_plane = daemon.control_plane
+        self.control_plane, self.fleet = daemon.control_plane, daemon.fleet
+        self.plans, self.journal, self.clock = daemon.fleet.plans, daemon.fleet.journal, daemon.fleet.clock
+        self.now_s = self.clock.now_s
 
     async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:
-        await self.control_plane.fleet.barrier.pause(pause_codec.REQUEST.from_pb(request))
+        await self.fleet.barrier.pause(pause_codec.REQUEST.from_pb(request))
         return self._barrier()
 
     async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:
-        await self.control_plane.fleet.barrier.renew(request.lease_id, request.lease_s)
+        await self.fleet.barrier.renew(request.lease_id, request.lease_s)
         return self._barrier()
 
     async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:
@@ -33,18 +35,16 @@ class PauseService(control_pb2_grpc.ControlServicer):
         without = [EngineId(engine) for engine in request.without_engine_ids]
         version, left_out = await self._waiting_weights(request.lease_id, version)
         await self._prepare(request.lease_id)
-        there = {view.id for view in self.control_plane.fleet.state.engines(self.control_plane.clock.now_s())}
+        there = {view.id for view in self.fleet.state.engines(self.now_s())}
         lacking = {*left_out, *self._restarted(version)} & there  # some may have been removed meanwhile
         without += sorted(lacking.difference(without))
-        await self.control_plane.fleet.barrier.resume(
-            request.lease_id, version, without, request.reason, request.weights_source
-        )
+        await self.fleet.barrier.resume(request.lease_id, version, without, request.reason, request.weights_source)
         return self._barrier()
 
     async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
         """Those that wait for a closed barrier are installed before it opens: their version, and who has not got it.
         Where another is told it is that one. Without a lease: of whoever holds the pause barrier."""
-        lease, weights = self.control_plane.fleet.barrier.state.lease, self.daemon.weights.syncs
+        lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
         if lease is None or lease_id not in ("", lease.id):
             return told, ()
         return await weights.before_resume(lease.until_s, told)
@@ -58,7 +58,7 @@ class PauseService(control_pb2_grpc.ControlServicer):
 
     async def _prepare(self, lease_id: str) -> None:
         """Whoever resumes again, or too late, finds requests going on."""
-        lease, prepare = self.control_plane.fleet.barrier.state.lease, self.daemon.before_resume
+        lease, prepare = self.fleet.barrier.state.lease, self.daemon.before_resume
         if (
             prepare is not None
             and lease is not None
@@ -71,13 +71,11 @@ class PauseService(control_pb2_grpc.ControlServicer):
         self, request: pb.SetPolicyVersionRequest, context: Context
     ) -> pb.SetPolicyVersionResponse:
         engines = [EngineId(engine) for engine in request.engine_ids]
-        newest = self.control_plane.fleet.barrier.set_version(
-            engines, request.policy_version, request.reason, request.weights_source
-        )
+        newest = self.fleet.barrier.set_version(engines, request.policy_version, request.reason, request.weights_source)
         return pb.SetPolicyVersionResponse(policy_version=newest)
 
     async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
-        cancelled = await self.control_plane.fleet.canceller.cancel(
+        cancelled = await self.fleet.canceller.cancel(
             [RequestId(id) for id in request.request_ids], request.group_ids, request.reason
         )
         return pb.CancelRequestsResponse(cancelled_ids=cancelled.requests, silent_node_ids=cancelled.silent)
@@ -86,4 +84,4 @@ class PauseService(control_pb2_grpc.ControlServicer):
         return self._barrier()
 
     def _barrier(self) -> pb.PauseBarrier:
-        return pause_codec.barrier_to_pb(self.control_plane.fleet.barrier)
+        return pause_codec.barrier_to_pb(self.fleet.barrier)

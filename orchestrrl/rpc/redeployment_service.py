@@ -6,13 +6,12 @@ import grpc
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operation import OperationState
-from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.records import read_history
 from orchestrrl.fleet.redeployment.steps import RedeploymentReport
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, request_from_pb
+from orchestrrl.rpc.pause_service import PauseService
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.pb import control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
 
 # At most: the report of a large fleet has thousands of steps, and all of them change.
@@ -23,12 +22,8 @@ NO_DEPLOYER = (
 )
 
 
-class RedeploymentService(control_pb2_grpc.ControlServicer):
+class RedeploymentService(PauseService):
     """The part of the Control service that changes which engines run."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        self.daemon = daemon
-        self.control_plane = daemon.control_plane
 
     async def Redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
         redeployer, wish = self._redeploying(), request_from_pb(request)
@@ -44,7 +39,7 @@ class RedeploymentService(control_pb2_grpc.ControlServicer):
                 seen = report
                 yield report_to_pb(report)
             if seen.state is OperationState.RUNNING:
-                await self.control_plane.clock.sleep(TOLD_EVERY_S)
+                await self.clock.sleep(TOLD_EVERY_S)
 
     async def GetRedeployment(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
         if self.daemon.redeployer is not None:
@@ -79,7 +74,7 @@ class RedeploymentService(control_pb2_grpc.ControlServicer):
 
     def _recorded(self) -> list[RedeploymentReport]:
         """Of daemons that had a deployer, newest first."""
-        return list(reversed(read_history(self.control_plane.journal).values()))
+        return list(reversed(read_history(self.journal).values()))
 
     def _redeploying(self) -> RedeploymentController:
         if self.daemon.redeployer is None:

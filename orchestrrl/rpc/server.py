@@ -68,7 +68,6 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         self, request_iterator: AsyncIterator[telemetry_pb2.EngineReport], context: Context
     ) -> AsyncIterator[telemetry_pb2.ReportAck]:
         stream = next(self._streams)
-        await context.send_initial_metadata(())  # tells the client that it is connected
         try:
             async for message in request_iterator:
                 report = await read(context, message, telemetry_codec.ENGINE_REPORT.from_pb)
@@ -80,7 +79,6 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         self, request_iterator: AsyncIterator[telemetry_pb2.GatewayReport], context: Context
     ) -> AsyncIterator[telemetry_pb2.ReportAck]:
         stream = next(self._streams)
-        await context.send_initial_metadata(())
         try:
             async for message in request_iterator:
                 in_flight = await _in_steps(telemetry_codec.REQUEST.from_pb, message.in_flight)
@@ -111,7 +109,6 @@ class NodeService(agent_pb2_grpc.NodeServicer):
     async def Attach(
         self, request_iterator: AsyncIterator[agent_pb2.NodeMessage], context: Context
     ) -> AsyncIterator[agent_pb2.Operation]:
-        await context.send_initial_metadata(())
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return

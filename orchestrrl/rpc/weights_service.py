@@ -43,7 +43,6 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
     async def Attach(
         self, request_iterator: AsyncIterator[pb.PeerMessage], context: Context
     ) -> AsyncIterator[pb.PeerOrder]:
-        await context.send_initial_metadata(())
         first = await anext(aiter(request_iterator), None)
         if first is None:
             return
@@ -79,7 +78,6 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             line.end()
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
-        await context.send_initial_metadata(())
         sync_id = self._syncs.publish(publication_from_json(request.publication_json))
         async for message in self._follow(sync_id, context):
             yield message
@@ -88,7 +86,6 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         return report_to_pb(await self._found(request, context))
 
     async def WatchSync(self, request: pb.GetSyncRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
-        await context.send_initial_metadata(())
         report = await self._found(request, context)
         async for message in self._follow(report.id, context):
             yield message

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from ocs_drivers.errors import DriverError
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.defects import Defects
 from orchestrrl.core.errors import LimitReached, OrchestrRLError, ProblemFaults, few
@@ -81,7 +82,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     async def end(self, method: str, context: Context, error: Exception) -> None:
         """End the call with the error's status."""
-        if isinstance(error, OrchestrRLError):
+        if isinstance(error, OrchestrRLError | DriverError):
             if isinstance(error, ProblemFaults | LimitReached):
                 logger.warning("%s of %s is refused: %s", method, context.peer(), few(str(error).splitlines(), 3))
             await refuse(context, error)

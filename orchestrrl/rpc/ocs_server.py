@@ -1,9 +1,7 @@
 """Serve any driver as `OcsDriver`, so that a device can be driven from a process of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -12,16 +10,14 @@ from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknow
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.defects import Defects
+from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.rpc.boundary import BoundaryInterceptor
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codec import optional
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import ocs_pb2 as pb
 from orchestrrl.rpc.pb import ocs_pb2_grpc
-from orchestrrl.rpc.refusals import Context, status_text
-
-Request = TypeVar("Request")
-Value = TypeVar("Value")
+from orchestrrl.rpc.refusals import Context, read, status_text
 
 ERROR_METADATA = "ocs-driver-error-bin"
 
@@ -34,96 +30,74 @@ class OcsDriverService(ocs_pb2_grpc.OcsDriverServicer):
         self._driver = driver
 
     async def GetFacts(self, request: pb.GetFactsRequest, context: Context) -> pb.DeviceFacts:
-        async with _speaking(context):
-            return convert.facts_to_pb(await self._driver.facts(), await self._driver.capabilities())
+        return convert.facts_to_pb(await self._driver.facts(), await self._driver.capabilities())
 
     async def ListPorts(self, request: pb.ListPortsRequest, context: Context) -> pb.ListPortsResponse:
-        async with _speaking(context):
-            ports = await self._driver.ports()
-            return pb.ListPortsResponse(ports=map(convert.PORT.to_pb, ports))
+        ports = await self._driver.ports()
+        return pb.ListPortsResponse(ports=map(convert.PORT.to_pb, ports))
 
     async def ListCrossConnects(
         self, request: pb.ListCrossConnectsRequest, context: Context
     ) -> pb.ListCrossConnectsResponse:
-        async with _speaking(context):
-            return convert.READING.to_pb(await self._driver.cross_connects())
+        return convert.READING.to_pb(await self._driver.cross_connects())
 
     async def Plan(self, request: pb.PlanChangeRequest, context: Context) -> pb.ChangeDiff:
-        async with _speaking(context):
-            change, mode = _sense(convert.change_from_pb, request)
-            return convert.DIFF.to_pb(await self._driver.plan(change, mode))
+        change, mode = await read(context, request, convert.change_from_pb)
+        return convert.DIFF.to_pb(await self._driver.plan(change, mode))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResult:
-        async with _speaking(context):
-            diff = _sense(convert.DIFF.from_pb, request.diff)
-            commit = self._driver.commit(diff, request.expect_revision, optional(request, "revert_in_s"))
-            return convert.RESULT.to_pb(await asyncio.shield(commit))
+        diff = await read(context, request.diff, convert.DIFF.from_pb)
+        commit = self._driver.commit(diff, request.expect_revision, optional(request, "revert_in_s"))
+        return convert.RESULT.to_pb(await asyncio.shield(commit))
 
     async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.ConfirmResponse:
-        async with _speaking(context):
-            await asyncio.shield(self._driver.confirm(request.revision))
-            return pb.ConfirmResponse()
+        await asyncio.shield(self._driver.confirm(request.revision))
+        return pb.ConfirmResponse()
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Context) -> pb.ListCrossConnectsResponse:
-        async with _speaking(context):
-            pairs = _sense(convert.pairs_from_pb, request.cross_connects)
-            return convert.READING.to_pb(await self._driver.take_over(pairs))
+        pairs = await read(context, request.cross_connects, convert.pairs_from_pb)
+        return convert.READING.to_pb(await self._driver.take_over(pairs))
 
     async def CommitArmed(
         self, request_iterator: AsyncIterator[pb.CommitOrder], context: Context
     ) -> AsyncIterator[pb.CommitAnswer]:
-        async with _speaking(context):
-            orders = aiter(request_iterator)
-            if (first := await anext(orders, None)) is None:
-                return
-            if not first.HasField("arm"):
-                raise _Nonsense("the first order must be to arm")
-            diff = _sense(convert.DIFF.from_pb, first.arm.diff)
-            await self._driver.facts()  # connects
-            yield pb.CommitAnswer(armed=pb.CommitAnswer.Armed())
-            if await anext(orders, None) is None:
-                return  # not wanted any more
-            commit = self._driver.commit(diff, first.arm.expect_revision, optional(first.arm, "revert_in_s"))
-            result = await asyncio.shield(commit)
-            yield pb.CommitAnswer(result=convert.RESULT.to_pb(result))
+        orders = aiter(request_iterator)
+        if (first := await anext(orders, None)) is None:
+            return
+        if not first.HasField("arm"):
+            raise ProblemFaults(["the first order must be to arm"])
+        diff = await read(context, first.arm.diff, convert.DIFF.from_pb)
+        await self._driver.facts()  # connects
+        yield pb.CommitAnswer(armed=pb.CommitAnswer.Armed())
+        if await anext(orders, None) is None:
+            return  # not wanted any more
+        commit = self._driver.commit(diff, first.arm.expect_revision, optional(first.arm, "revert_in_s"))
+        result = await asyncio.shield(commit)
+        yield pb.CommitAnswer(result=convert.RESULT.to_pb(result))
 
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.Verification:
-        async with _speaking(context):
-            return convert.VERIFICATION.to_pb(await self._driver.verify(_sense(convert.DIFF.from_pb, request.diff)))
+        return convert.VERIFICATION.to_pb(
+            await self._driver.verify(await read(context, request.diff, convert.DIFF.from_pb))
+        )
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.CommitResult:
-        async with _speaking(context):
-            diff = _sense(convert.DIFF.from_pb, request.diff)
-            return convert.RESULT.to_pb(await asyncio.shield(self._driver.rollback(diff)))
+        diff = await read(context, request.diff, convert.DIFF.from_pb)
+        return convert.RESULT.to_pb(await asyncio.shield(self._driver.rollback(diff)))
 
     async def Watch(self, request: pb.WatchEventsRequest, context: Context) -> AsyncIterator[pb.DeviceEvent]:
-        async with _speaking(context):
-            async for event in self._driver.watch():
-                yield convert.EVENT.to_pb(event)
+        async for event in self._driver.watch():
+            yield convert.EVENT.to_pb(event)
 
 
-class _Nonsense(Exception):
-    """A message makes no sense; nothing was done about it."""
+class DriverBoundary(BoundaryInterceptor):
+    """The boundary of a driver's server: errors of the driver are answered with all they know in the trailing metadata.
+    A defect of the driver is answered INTERNAL: it may have sent something."""
 
-
-def _sense(read: Callable[[Request], Value], message: Request) -> Value:
-    try:
-        return read(message)
-    except ValueError as error:
-        raise _Nonsense(str(error)) from None
-
-
-@asynccontextmanager
-async def _speaking(context: Context) -> AsyncIterator[None]:
-    """Answer the driver's errors with their status, and with all they know in the trailing metadata. A defect of the
-    driver is answered INTERNAL by the boundary: it may have sent something."""
-    try:
-        yield
-    except DriverError as error:
-        metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
-        await context.abort(status_of(error), status_text(error), metadata)
-    except _Nonsense as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, status_text(error))
+    async def end(self, method: str, context: Context, error: Exception) -> None:
+        if isinstance(error, DriverError):
+            metadata = ((ERROR_METADATA, convert.error_to_pb(error).SerializeToString()),)
+            await context.abort(status_of(error), status_text(error), metadata)
+        await super().end(method, context, error)
 
 
 def status_of(error: DriverError) -> grpc.StatusCode:
@@ -142,7 +116,7 @@ def status_of(error: DriverError) -> grpc.StatusCode:
 
 async def serve_driver(driver: OcsDriver, address: str) -> tuple[grpc.aio.Server, int]:
     """A started server for one device at `address` (port 0: any free one), and its port."""
-    boundary = BoundaryInterceptor(LimitSettings(), Defects(WallClock(), lambda _: None))
+    boundary = DriverBoundary(LimitSettings(), Defects(WallClock(), lambda _: None))
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(boundary,))
     ocs_pb2_grpc.add_OcsDriverServicer_to_server(OcsDriverService(driver), server)
     port = server.add_insecure_port(address)

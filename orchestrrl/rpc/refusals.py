@@ -5,6 +5,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
+from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable, InvalidChange
 from orchestrrl.core.errors import (
     LimitReached,
     OrchestrRLError,
@@ -23,19 +24,19 @@ _Message = TypeVar("_Message")
 _Value = TypeVar("_Value")
 
 
-async def refuse(context: Context, error: OrchestrRLError | ValueError) -> NoReturn:
+async def refuse(context: Context, error: OrchestrRLError | DriverError | ValueError) -> NoReturn:
     """End the call with the status that says what to do next."""
     code = grpc.StatusCode.INTERNAL
     match error:
-        case ProblemFaults() | ValueError():
+        case ProblemFaults() | InvalidChange() | ValueError():
             code = grpc.StatusCode.INVALID_ARGUMENT
         case LimitReached():
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        case Permanent():
+        case Permanent() | DriverPermanent():
             code = grpc.StatusCode.FAILED_PRECONDITION
-        case Retryable():
+        case Retryable() | DriverRetryable():
             code = grpc.StatusCode.ABORTED
-        case OutcomeUnknown():
+        case OutcomeUnknown() | DriverOutcomeUnknown():
             code = grpc.StatusCode.DEADLINE_EXCEEDED
     await context.abort(code, status_text(error))
 

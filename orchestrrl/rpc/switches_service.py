@@ -5,14 +5,13 @@ An order given here is carried out in both modes: `advise` binds the daemon's ow
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from ocs_drivers.base import OcsDriver
-from ocs_drivers.errors import DriverError, DriverFaults, DriverOutcomeUnknown, DriverRetryable, InvalidChange
+from ocs_drivers.errors import DriverError, DriverFaults, InvalidChange
 from ocs_drivers.model import Action, ChangeMode, CircuitChange, CircuitDiff, CrossConnect, CrossConnectResult
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.clock import Clock
@@ -85,37 +84,33 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
 
     async def ConnectPorts(self, request: pb.ConnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
-        async with _speaking(context):
-            faults = [] if request.cross_connects else ["cross_connects: must name at least one, got []"]
-            if request.mode not in ("", *ChangeMode):
-                faults.append(f"mode: must be one of {', '.join(ChangeMode)}, got {request.mode!r}")
-            if faults:
-                raise InvalidChange(faults)
-            change = CircuitChange(connect=convert.pairs_from_pb(request.cross_connects))
-            return await self._change(request, change, ChangeMode(request.mode or ChangeMode.SAFE))
+        faults = [] if request.cross_connects else ["cross_connects: must name at least one, got []"]
+        if request.mode not in ("", *ChangeMode):
+            faults.append(f"mode: must be one of {', '.join(ChangeMode)}, got {request.mode!r}")
+        if faults:
+            raise InvalidChange(faults)
+        change = CircuitChange(connect=convert.pairs_from_pb(request.cross_connects))
+        return await self._change(request, change, ChangeMode(request.mode or ChangeMode.SAFE))
 
     async def DisconnectPorts(self, request: pb.DisconnectPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
-        async with _speaking(context):
-            if not request.cross_connects:
-                raise InvalidChange(["cross_connects: must name at least one, got []"])
-            change = CircuitChange(disconnect=convert.pairs_from_pb(request.cross_connects))
-            return await self._change(request, change, ChangeMode.SAFE)
+        if not request.cross_connects:
+            raise InvalidChange(["cross_connects: must name at least one, got []"])
+        change = CircuitChange(disconnect=convert.pairs_from_pb(request.cross_connects))
+        return await self._change(request, change, ChangeMode.SAFE)
 
     async def ConfirmPorts(self, request: pb.ConfirmPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
-        async with _speaking(context):
-            return await self._to_its_end(self._executor.confirm(request.switch_id))
+        return await self._to_its_end(self._executor.confirm(request.switch_id))
 
     async def TakeOverPorts(self, request: pb.TakeOverPortsRequest, context: Context) -> pb.SwitchChange:
         await self._require(request.switch_id, context)
-        async with _speaking(context):
-            if not request.cross_connects:
-                raise InvalidChange(["cross_connects: must name at least one, got []"])
-            pairs = convert.pairs_from_pb(request.cross_connects)
-            reading = await self._executor.take_over(request.switch_id, pairs)
-            detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
-            return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
+        if not request.cross_connects:
+            raise InvalidChange(["cross_connects: must name at least one, got []"])
+        pairs = convert.pairs_from_pb(request.cross_connects)
+        reading = await self._executor.take_over(request.switch_id, pairs)
+        detail = f"ours from now on: {' '.join(str(pair) for pair in pairs)}"
+        return pb.SwitchChange(switch_id=request.switch_id, done=True, revision=reading.revision, detail=detail)
 
     async def _change(
         self, request: pb.ConnectPortsRequest | pb.DisconnectPortsRequest, change: CircuitChange, mode: ChangeMode
@@ -189,27 +184,6 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             )
         )
         return message
-
-
-@asynccontextmanager
-async def _speaking(context: Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except DriverError as error:
-        await context.abort(_status_of(error), status_text(error))
-
-
-def _status_of(error: DriverError) -> grpc.StatusCode:
-    """As the rest of the daemon answers: what to do next is in the status."""
-    match error:
-        case InvalidChange():
-            return grpc.StatusCode.INVALID_ARGUMENT
-        case DriverRetryable():
-            return grpc.StatusCode.ABORTED
-        case DriverOutcomeUnknown():
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        case _:
-            return grpc.StatusCode.FAILED_PRECONDITION
 
 
 def _planned(switch: str, diff: CircuitDiff) -> pb.SwitchChange:

@@ -1,1 +1,1 @@
-"""The sidecar beside an engine: scrapes it, streams its load to the daemon, runs the daemon's operations on it."""
+"""The sidecar beside an engine: scrapes it and streams its load to the daemon."""

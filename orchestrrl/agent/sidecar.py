@@ -1,4 +1,4 @@
-"""One agent: watches its engines, reports them on one stream, carries out operations on them."""
+"""One agent: watches its engines and reports them on one stream."""
 
 import asyncio
 import uuid
@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from orchestrrl import __version__
 from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.watch import Describe, EngineWatch
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import Permanent
 from orchestrrl.core.nodes import NodeHello, NodeKind
+from orchestrrl.core.operations import Operation, OperationResult
 from orchestrrl.engines.base import Engine
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.channel import first_of
@@ -73,6 +74,7 @@ class Agent:
     ) -> None:
         if not engines:
             raise ValueError("an agent needs at least one engine")
+        self._id = agent_id
         incarnation = uuid.uuid4().hex
         self._outgoing = UnsentReports(incarnation)
         self._watches = [
@@ -91,9 +93,7 @@ class Agent:
         hello = NodeHello(
             agent_id, NodeKind.AGENT, tuple(engines), __version__, incarnation=incarnation, host=host_id()
         )
-        self._link = NodeLink(
-            daemon, node_codec.HELLO.to_pb(hello), EngineOperations(agent_id, engines).run, clock=clock
-        )
+        self._link = NodeLink(daemon, node_codec.HELLO.to_pb(hello), self._refuse, clock=clock)
         self._stream = ReportStream(
             daemon,
             "ReportEngines",
@@ -108,3 +108,6 @@ class Agent:
 
     async def _make_report(self) -> telemetry_pb2.EngineReport:
         return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
+
+    async def _refuse(self, operation: Operation) -> OperationResult:
+        raise Permanent(f"{self._id} is an agent: {operation.action.kind} is for gateways")

@@ -68,34 +68,6 @@ class MoveRequests:
     kind: Literal["move_requests"] = "move_requests"
 
 
-@dataclass(frozen=True, slots=True)
-class PauseEngine:
-    engine: EngineId
-    mode: PauseMode
-    kind: Literal["pause_engine"] = "pause_engine"
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeEngine:
-    engine: EngineId
-    kind: Literal["resume_engine"] = "resume_engine"
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequests:
-    engine: EngineId
-    requests: tuple[RequestId, ...]
-    kind: Literal["abort_requests"] = "abort_requests"
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeEngine:
-    """One real completion of one token: an engine can be healthy before it can generate."""
-
-    engine: EngineId
-    kind: Literal["probe_engine"] = "probe_engine"
-
-
 class FrozenRequests(StrEnum):
     """How requests go on that were frozen while the weights changed."""
 
@@ -146,17 +118,7 @@ class CancelRequests:
     kind: Literal["cancel_requests"] = "cancel_requests"
 
 
-Action = (
-    SetRoutes
-    | MoveRequests
-    | PauseEngine
-    | ResumeEngine
-    | AbortRequests
-    | ProbeEngine
-    | CloseBarrier
-    | OpenBarrier
-    | CancelRequests
-)
+Action = SetRoutes | MoveRequests | CloseBarrier | OpenBarrier | CancelRequests
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Without the daemon the gateway goes on by its last orders; nothing here is in th
 
 import asyncio
 from dataclasses import replace
+from typing import assert_never
 
 import grpc
 
@@ -101,9 +102,8 @@ class GatewayLink:
             case CancelRequests(requests, groups, reason):
                 cancelled = self._gateway.cancel(requests, groups, reason)
                 items = tuple(OperationItemResult(name, done=True) for name in cancelled)
-            case other:
-                detail = f"{other.kind} is for agents, not for gateways"
-                return OperationResult(operation.id, self._gateway.node, OperationStatus.FAILED, detail)
+            case action:
+                assert_never(action)
         return OperationResult(operation.id, self._gateway.node, status_of(items), items=items)
 
     async def _identify(self) -> None:

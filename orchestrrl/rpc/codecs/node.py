@@ -2,7 +2,6 @@
 
 from orchestrrl.core.nodes import NodeHello
 from orchestrrl.core.operations import (
-    AbortRequests,
     CancelRequests,
     CloseBarrier,
     FrozenRequests,
@@ -12,10 +11,7 @@ from orchestrrl.core.operations import (
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    PauseEngine,
     PauseMode,
-    ProbeEngine,
-    ResumeEngine,
     SetRoutes,
 )
 from orchestrrl.rpc.codec import LOCAL, Codec, EnumCodec, OneOf
@@ -41,10 +37,6 @@ OPERATION = Codec(
             pb.MoveRequests,
             moves=Codec(RequestMove, pb.RequestMove, method=_METHOD, fixed_s=LOCAL, state=LOCAL),
         ),
-        pause_engine=Codec(PauseEngine, pb.PauseEngine),
-        resume_engine=Codec(ResumeEngine, pb.ResumeEngine),
-        abort_requests=Codec(AbortRequests, pb.AbortRequests),
-        probe_engine=Codec(ProbeEngine, pb.ProbeEngine),
         close_barrier=Codec(CloseBarrier, pb.CloseBarrier, mode=PAUSE_MODE, frozen=FROZEN),
         open_barrier=Codec(OpenBarrier, pb.OpenBarrier, without="without_engine_ids"),
         cancel_requests=Codec(CancelRequests, pb.CancelRequests),

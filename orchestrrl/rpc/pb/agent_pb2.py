@@ -25,55 +25,47 @@ _sym_db = _symbol_database.Default()
 from orchestrrl.rpc.pb import telemetry_pb2 as orchestrrl_dot_v1_dot_telemetry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19orchestrrl/v1/agent.proto\x12\rorchestrrl.v1\x1a\x1dorchestrrl/v1/telemetry.proto\"u\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.orchestrrl.v1.NodeHelloH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.orchestrrl.v1.OperationResultH\x00\x42\t\n\x07message\"\xca\x01\n\tNodeHello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.orchestrrl.v1.NodeKind\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03url\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x14 \x01(\t\x12-\n\x07\x65ngines\x18\x15 \x03(\x0b\x32\x1c.orchestrrl.v1.GatewayEngine\x12\x0f\n\x07host_id\x18\x16 \x01(\t\"\xbb\x04\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12valid_until_unix_s\x18\x03 \x01(\x01\x12.\n\nset_routes\x18\n \x01(\x0b\x32\x18.orchestrrl.v1.SetRoutesH\x00\x12\x34\n\rmove_requests\x18\x0b \x01(\x0b\x32\x1b.orchestrrl.v1.MoveRequestsH\x00\x12\x32\n\x0cpause_engine\x18\x0c \x01(\x0b\x32\x1a.orchestrrl.v1.PauseEngineH\x00\x12\x34\n\rresume_engine\x18\r \x01(\x0b\x32\x1b.orchestrrl.v1.ResumeEngineH\x00\x12\x36\n\x0e\x61\x62ort_requests\x18\x0e \x01(\x0b\x32\x1c.orchestrrl.v1.AbortRequestsH\x00\x12\x32\n\x0cprobe_engine\x18\x0f \x01(\x0b\x32\x1a.orchestrrl.v1.ProbeEngineH\x00\x12\x34\n\rclose_barrier\x18\x10 \x01(\x0b\x32\x1b.orchestrrl.v1.CloseBarrierH\x00\x12\x32\n\x0copen_barrier\x18\x11 \x01(\x0b\x32\x1a.orchestrrl.v1.OpenBarrierH\x00\x12\x38\n\x0f\x63\x61ncel_requests\x18\x12 \x01(\x0b\x32\x1d.orchestrrl.v1.CancelRequestsH\x00\x42\x08\n\x06\x61\x63tion\"\x8c\x01\n\tSetRoutes\x12$\n\x06routes\x18\x01 \x03(\x0b\x32\x14.orchestrrl.v1.Route\x12\x1b\n\x13\x65xpected_engine_ids\x18\x02 \x03(\t\x12\"\n\x15\x65xpected_until_unix_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_expected_until_unix_s\"\x8b\x03\n\x05Route\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12+\n\x06health\x18\x03 \x01(\x0e\x32\x1b.orchestrrl.v1.EngineHealth\x12\x17\n\nload_index\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_free_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nkv_version\x18\t \x01(\t\x12\x0c\n\x04pool\x18\n \x01(\t\x12\x1b\n\x0epolicy_version\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07waiting\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\"\n\x15newest_policy_version\x18\r \x01(\x04H\x03\x88\x01\x01\x42\r\n\x0b_load_indexB\x11\n\x0f_policy_versionB\n\n\x08_waitingB\x18\n\x16_newest_policy_version\"9\n\x0cMoveRequests\x12)\n\x05moves\x18\x01 \x03(\x0b\x32\x1a.orchestrrl.v1.RequestMove\"\xb0\x01\n\x0bRequestMove\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rom_engine_id\x18\x02 \x01(\t\x12\x14\n\x0cto_engine_id\x18\x03 \x01(\t\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12)\n\x06method\x18\x05 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\x12\x0f\n\x07other_s\x18\x07 \x01(\x01\".\n\x0bPauseEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"!\n\x0cResumeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"7\n\rAbortRequests\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\" \n\x0bProbeEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\xe9\x01\n\x0c\x43loseBarrier\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.orchestrrl.v1.PauseMode\x12-\n\x06\x66rozen\x18\x04 \x01(\x0e\x32\x1d.orchestrrl.v1.FrozenRequests\x12\x1a\n\x12lease_until_unix_s\x18\x05 \x01(\x01\x12\x17\n\x0fquiet_by_unix_s\x18\x06 \x01(\x01\x12\x13\n\x0b\x65ngines_run\x18\x07 \x01(\x08\x12\x16\n\x0eweights_change\x18\x08 \x01(\x08\"k\n\x0bOpenBarrier\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12without_engine_ids\x18\x03 \x03(\tB\x11\n\x0f_policy_version\"H\n\x0e\x43\x61ncelRequests\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb6\x01\n\x0fOperationResult\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.orchestrrl.v1.OperationStatus\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12(\n\x05items\x18\x06 \x03(\x0b\x32\x19.orchestrrl.v1.ItemResult\"\xbc\x01\n\nItemResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12)\n\x06method\x18\x06 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01*Q\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_KIND_AGENT\x10\x01\x12\x15\n\x11NODE_KIND_GATEWAY\x10\x02*^\n\nMoveMethod\x12\x1b\n\x17MOVE_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15MOVE_METHOD_RECOMPUTE\x10\x01\x12\x18\n\x14MOVE_METHOD_TRANSFER\x10\x02*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*\xab\x01\n\x0e\x46rozenRequests\x12\x1f\n\x1b\x46ROZEN_REQUESTS_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46ROZEN_REQUESTS_RECOMPUTE\x10\x01\x12\x1c\n\x18\x46ROZEN_REQUESTS_CONTINUE\x10\x02\x12\x1b\n\x17\x46ROZEN_REQUESTS_RESTART\x10\x03\x12\x1e\n\x1a\x46ROZEN_REQUESTS_TAKEN_BACK\x10\x04*\xc5\x01\n\x0fOperationStatus\x12 \n\x1cOPERATION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15OPERATION_STATUS_DONE\x10\x01\x12\x1c\n\x18OPERATION_STATUS_PARTIAL\x10\x02\x12\x1b\n\x17OPERATION_STATUS_FAILED\x10\x03\x12\x1c\n\x18OPERATION_STATUS_REFUSED\x10\x04\x12\x1c\n\x18OPERATION_STATUS_UNKNOWN\x10\x05\x32J\n\x04Node\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.NodeMessage\x1a\x18.orchestrrl.v1.Operation(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19orchestrrl/v1/agent.proto\x12\rorchestrrl.v1\x1a\x1dorchestrrl/v1/telemetry.proto\"u\n\x0bNodeMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.orchestrrl.v1.NodeHelloH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.orchestrrl.v1.OperationResultH\x00\x42\t\n\x07message\"\xca\x01\n\tNodeHello\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12%\n\x04kind\x18\x02 \x01(\x0e\x32\x17.orchestrrl.v1.NodeKind\x12\x12\n\nengine_ids\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x0b\n\x03url\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x14 \x01(\t\x12-\n\x07\x65ngines\x18\x15 \x03(\x0b\x32\x1c.orchestrrl.v1.GatewayEngine\x12\x0f\n\x07host_id\x18\x16 \x01(\t\"\xeb\x02\n\tOperation\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1a\n\x12valid_until_unix_s\x18\x03 \x01(\x01\x12.\n\nset_routes\x18\n \x01(\x0b\x32\x18.orchestrrl.v1.SetRoutesH\x00\x12\x34\n\rmove_requests\x18\x0b \x01(\x0b\x32\x1b.orchestrrl.v1.MoveRequestsH\x00\x12\x34\n\rclose_barrier\x18\x10 \x01(\x0b\x32\x1b.orchestrrl.v1.CloseBarrierH\x00\x12\x32\n\x0copen_barrier\x18\x11 \x01(\x0b\x32\x1a.orchestrrl.v1.OpenBarrierH\x00\x12\x38\n\x0f\x63\x61ncel_requests\x18\x12 \x01(\x0b\x32\x1d.orchestrrl.v1.CancelRequestsH\x00\x42\x08\n\x06\x61\x63tionJ\x04\x08\x0c\x10\x10\"\x8c\x01\n\tSetRoutes\x12$\n\x06routes\x18\x01 \x03(\x0b\x32\x14.orchestrrl.v1.Route\x12\x1b\n\x13\x65xpected_engine_ids\x18\x02 \x03(\t\x12\"\n\x15\x65xpected_until_unix_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_expected_until_unix_s\"\x8b\x03\n\x05Route\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12+\n\x06health\x18\x03 \x01(\x0e\x32\x1b.orchestrrl.v1.EngineHealth\x12\x17\n\nload_index\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\x12kv_capacity_tokens\x18\x05 \x01(\x04\x12\x16\n\x0ekv_free_tokens\x18\x06 \x01(\x04\x12\x15\n\rmax_sequences\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nkv_version\x18\t \x01(\t\x12\x0c\n\x04pool\x18\n \x01(\t\x12\x1b\n\x0epolicy_version\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07waiting\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\"\n\x15newest_policy_version\x18\r \x01(\x04H\x03\x88\x01\x01\x42\r\n\x0b_load_indexB\x11\n\x0f_policy_versionB\n\n\x08_waitingB\x18\n\x16_newest_policy_version\"9\n\x0cMoveRequests\x12)\n\x05moves\x18\x01 \x03(\x0b\x32\x1a.orchestrrl.v1.RequestMove\"\xb0\x01\n\x0bRequestMove\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x16\n\x0e\x66rom_engine_id\x18\x02 \x01(\t\x12\x14\n\x0cto_engine_id\x18\x03 \x01(\t\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\x12)\n\x06method\x18\x05 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\x12\x0f\n\x07other_s\x18\x07 \x01(\x01\"\xe9\x01\n\x0c\x43loseBarrier\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.orchestrrl.v1.PauseMode\x12-\n\x06\x66rozen\x18\x04 \x01(\x0e\x32\x1d.orchestrrl.v1.FrozenRequests\x12\x1a\n\x12lease_until_unix_s\x18\x05 \x01(\x01\x12\x17\n\x0fquiet_by_unix_s\x18\x06 \x01(\x01\x12\x13\n\x0b\x65ngines_run\x18\x07 \x01(\x08\x12\x16\n\x0eweights_change\x18\x08 \x01(\x08\"k\n\x0bOpenBarrier\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12without_engine_ids\x18\x03 \x03(\tB\x11\n\x0f_policy_version\"H\n\x0e\x43\x61ncelRequests\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x11\n\tgroup_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xb6\x01\n\x0fOperationResult\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x06status\x18\x03 \x01(\x0e\x32\x1e.orchestrrl.v1.OperationStatus\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12(\n\x05items\x18\x06 \x03(\x0b\x32\x19.orchestrrl.v1.ItemResult\"\xbc\x01\n\nItemResult\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x19\n\x11recomputed_tokens\x18\x04 \x01(\r\x12\x12\n\nduration_s\x18\x05 \x01(\x01\x12)\n\x06method\x18\x06 \x01(\x0e\x32\x19.orchestrrl.v1.MoveMethod\x12\x15\n\rloaded_tokens\x18\x07 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x08 \x01(\x01*Q\n\x08NodeKind\x12\x19\n\x15NODE_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fNODE_KIND_AGENT\x10\x01\x12\x15\n\x11NODE_KIND_GATEWAY\x10\x02*^\n\nMoveMethod\x12\x1b\n\x17MOVE_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15MOVE_METHOD_RECOMPUTE\x10\x01\x12\x18\n\x14MOVE_METHOD_TRANSFER\x10\x02*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*\xab\x01\n\x0e\x46rozenRequests\x12\x1f\n\x1b\x46ROZEN_REQUESTS_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x46ROZEN_REQUESTS_RECOMPUTE\x10\x01\x12\x1c\n\x18\x46ROZEN_REQUESTS_CONTINUE\x10\x02\x12\x1b\n\x17\x46ROZEN_REQUESTS_RESTART\x10\x03\x12\x1e\n\x1a\x46ROZEN_REQUESTS_TAKEN_BACK\x10\x04*\xc5\x01\n\x0fOperationStatus\x12 \n\x1cOPERATION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15OPERATION_STATUS_DONE\x10\x01\x12\x1c\n\x18OPERATION_STATUS_PARTIAL\x10\x02\x12\x1b\n\x17OPERATION_STATUS_FAILED\x10\x03\x12\x1c\n\x18OPERATION_STATUS_REFUSED\x10\x04\x12\x1c\n\x18OPERATION_STATUS_UNKNOWN\x10\x05\x32J\n\x04Node\x12\x42\n\x06\x41ttach\x12\x1a.orchestrrl.v1.NodeMessage\x1a\x18.orchestrrl.v1.Operation(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'orchestrrl.rpc.pb.agent_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEKIND']._serialized_start=2721
-  _globals['_NODEKIND']._serialized_end=2802
-  _globals['_MOVEMETHOD']._serialized_start=2804
-  _globals['_MOVEMETHOD']._serialized_end=2898
-  _globals['_PAUSEMODE']._serialized_start=2900
-  _globals['_PAUSEMODE']._serialized_end=3003
-  _globals['_FROZENREQUESTS']._serialized_start=3006
-  _globals['_FROZENREQUESTS']._serialized_end=3177
-  _globals['_OPERATIONSTATUS']._serialized_start=3180
-  _globals['_OPERATIONSTATUS']._serialized_end=3377
+  _globals['_NODEKIND']._serialized_start=2339
+  _globals['_NODEKIND']._serialized_end=2420
+  _globals['_MOVEMETHOD']._serialized_start=2422
+  _globals['_MOVEMETHOD']._serialized_end=2516
+  _globals['_PAUSEMODE']._serialized_start=2518
+  _globals['_PAUSEMODE']._serialized_end=2621
+  _globals['_FROZENREQUESTS']._serialized_start=2624
+  _globals['_FROZENREQUESTS']._serialized_end=2795
+  _globals['_OPERATIONSTATUS']._serialized_start=2798
+  _globals['_OPERATIONSTATUS']._serialized_end=2995
   _globals['_NODEMESSAGE']._serialized_start=75
   _globals['_NODEMESSAGE']._serialized_end=192
   _globals['_NODEHELLO']._serialized_start=195
   _globals['_NODEHELLO']._serialized_end=397
   _globals['_OPERATION']._serialized_start=400
-  _globals['_OPERATION']._serialized_end=971
-  _globals['_SETROUTES']._serialized_start=974
-  _globals['_SETROUTES']._serialized_end=1114
-  _globals['_ROUTE']._serialized_start=1117
-  _globals['_ROUTE']._serialized_end=1512
-  _globals['_MOVEREQUESTS']._serialized_start=1514
-  _globals['_MOVEREQUESTS']._serialized_end=1571
-  _globals['_REQUESTMOVE']._serialized_start=1574
-  _globals['_REQUESTMOVE']._serialized_end=1750
-  _globals['_PAUSEENGINE']._serialized_start=1752
-  _globals['_PAUSEENGINE']._serialized_end=1798
-  _globals['_RESUMEENGINE']._serialized_start=1800
-  _globals['_RESUMEENGINE']._serialized_end=1833
-  _globals['_ABORTREQUESTS']._serialized_start=1835
-  _globals['_ABORTREQUESTS']._serialized_end=1890
-  _globals['_PROBEENGINE']._serialized_start=1892
-  _globals['_PROBEENGINE']._serialized_end=1924
-  _globals['_CLOSEBARRIER']._serialized_start=1927
-  _globals['_CLOSEBARRIER']._serialized_end=2160
-  _globals['_OPENBARRIER']._serialized_start=2162
-  _globals['_OPENBARRIER']._serialized_end=2269
-  _globals['_CANCELREQUESTS']._serialized_start=2271
-  _globals['_CANCELREQUESTS']._serialized_end=2343
-  _globals['_OPERATIONRESULT']._serialized_start=2346
-  _globals['_OPERATIONRESULT']._serialized_end=2528
-  _globals['_ITEMRESULT']._serialized_start=2531
-  _globals['_ITEMRESULT']._serialized_end=2719
-  _globals['_NODE']._serialized_start=3379
-  _globals['_NODE']._serialized_end=3453
+  _globals['_OPERATION']._serialized_end=763
+  _globals['_SETROUTES']._serialized_start=766
+  _globals['_SETROUTES']._serialized_end=906
+  _globals['_ROUTE']._serialized_start=909
+  _globals['_ROUTE']._serialized_end=1304
+  _globals['_MOVEREQUESTS']._serialized_start=1306
+  _globals['_MOVEREQUESTS']._serialized_end=1363
+  _globals['_REQUESTMOVE']._serialized_start=1366
+  _globals['_REQUESTMOVE']._serialized_end=1542
+  _globals['_CLOSEBARRIER']._serialized_start=1545
+  _globals['_CLOSEBARRIER']._serialized_end=1778
+  _globals['_OPENBARRIER']._serialized_start=1780
+  _globals['_OPENBARRIER']._serialized_end=1887
+  _globals['_CANCELREQUESTS']._serialized_start=1889
+  _globals['_CANCELREQUESTS']._serialized_end=1961
+  _globals['_OPERATIONRESULT']._serialized_start=1964
+  _globals['_OPERATIONRESULT']._serialized_end=2146
+  _globals['_ITEMRESULT']._serialized_start=2149
+  _globals['_ITEMRESULT']._serialized_end=2337
+  _globals['_NODE']._serialized_start=2997
+  _globals['_NODE']._serialized_end=3071
 # @@protoc_insertion_point(module_scope)

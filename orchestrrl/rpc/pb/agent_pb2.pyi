@@ -237,10 +237,6 @@ class Operation(_message.Message):
     VALID_UNTIL_UNIX_S_FIELD_NUMBER: _builtins.int
     SET_ROUTES_FIELD_NUMBER: _builtins.int
     MOVE_REQUESTS_FIELD_NUMBER: _builtins.int
-    PAUSE_ENGINE_FIELD_NUMBER: _builtins.int
-    RESUME_ENGINE_FIELD_NUMBER: _builtins.int
-    ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
-    PROBE_ENGINE_FIELD_NUMBER: _builtins.int
     CLOSE_BARRIER_FIELD_NUMBER: _builtins.int
     OPEN_BARRIER_FIELD_NUMBER: _builtins.int
     CANCEL_REQUESTS_FIELD_NUMBER: _builtins.int
@@ -251,14 +247,6 @@ class Operation(_message.Message):
     def set_routes(self) -> Global___SetRoutes: ...
     @_builtins.property
     def move_requests(self) -> Global___MoveRequests: ...
-    @_builtins.property
-    def pause_engine(self) -> Global___PauseEngine: ...
-    @_builtins.property
-    def resume_engine(self) -> Global___ResumeEngine: ...
-    @_builtins.property
-    def abort_requests(self) -> Global___AbortRequests: ...
-    @_builtins.property
-    def probe_engine(self) -> Global___ProbeEngine: ...
     @_builtins.property
     def close_barrier(self) -> Global___CloseBarrier: ...
     @_builtins.property
@@ -273,19 +261,15 @@ class Operation(_message.Message):
         valid_until_unix_s: _builtins.float = ...,
         set_routes: Global___SetRoutes | None = ...,
         move_requests: Global___MoveRequests | None = ...,
-        pause_engine: Global___PauseEngine | None = ...,
-        resume_engine: Global___ResumeEngine | None = ...,
-        abort_requests: Global___AbortRequests | None = ...,
-        probe_engine: Global___ProbeEngine | None = ...,
         close_barrier: Global___CloseBarrier | None = ...,
         open_barrier: Global___OpenBarrier | None = ...,
         cancel_requests: Global___CancelRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "set_routes", b"set_routes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_requests", b"abort_requests", "action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "generation", b"generation", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "operation_id", b"operation_id", "pause_engine", b"pause_engine", "probe_engine", b"probe_engine", "resume_engine", b"resume_engine", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "cancel_requests", b"cancel_requests", "close_barrier", b"close_barrier", "generation", b"generation", "move_requests", b"move_requests", "open_barrier", b"open_barrier", "operation_id", b"operation_id", "set_routes", b"set_routes", "valid_until_unix_s", b"valid_until_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "pause_engine", "resume_engine", "abort_requests", "probe_engine", "close_barrier", "open_barrier", "cancel_requests"]  # noqa: Y015
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["set_routes", "move_requests", "close_barrier", "open_barrier", "cancel_requests"]  # noqa: Y015
     _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
 
@@ -469,92 +453,6 @@ class RequestMove(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestMove: _TypeAlias = RequestMove  # noqa: Y015
-
-@_typing.final
-class PauseEngine(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
-    MODE_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
-    mode: _builtins.str
-    """keep | wait | abort, as the engine names them."""
-    def __init__(
-        self,
-        *,
-        engine_id: _builtins.str = ...,
-        mode: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "mode", b"mode"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PauseEngine: _TypeAlias = PauseEngine  # noqa: Y015
-
-@_typing.final
-class ResumeEngine(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        engine_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeEngine: _TypeAlias = ResumeEngine  # noqa: Y015
-
-@_typing.final
-class AbortRequests(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_IDS_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
-    @_builtins.property
-    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    def __init__(
-        self,
-        *,
-        engine_id: _builtins.str = ...,
-        request_ids: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "request_ids", b"request_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AbortRequests: _TypeAlias = AbortRequests  # noqa: Y015
-
-@_typing.final
-class ProbeEngine(_message.Message):
-    """One real completion of one token: the readiness probe, since an engine can be healthy before it can generate."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENGINE_ID_FIELD_NUMBER: _builtins.int
-    engine_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        engine_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ProbeEngine: _TypeAlias = ProbeEngine  # noqa: Y015
 
 @_typing.final
 class CloseBarrier(_message.Message):

@@ -1,4 +1,4 @@
-"""An agent's reports and operations, the last of them against a real gRPC server."""
+"""An agent's reports, and what it says to orders, against a real gRPC server."""
 
 import asyncio
 import contextlib
@@ -9,29 +9,21 @@ import grpc
 import pytest
 from fake_engine import FakeEngine
 
-from orchestrrl.agent.operations import EngineOperations
 from orchestrrl.agent.sidecar import Agent, UnsentReports
-from orchestrrl.core.clock import VirtualClock, WallClock
-from orchestrrl.core.errors import Permanent, Retryable
+from orchestrrl.core.clock import WallClock
+from orchestrrl.core.errors import Retryable
 from orchestrrl.core.operations import (
-    AbortRequests,
     Action,
     MoveRequests,
     Operation,
     OperationId,
-    OperationStatus,
-    PauseEngine,
-    PauseMode,
-    ProbeEngine,
-    ResumeEngine,
-    SetRoutes,
 )
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.channel import SERVER_OPTIONS
 from orchestrrl.rpc.codecs import node as node_codec
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2, telemetry_pb2_grpc
-from planner.model import EngineHealth, EngineId, NodeId, RequestId
+from planner.model import EngineHealth, EngineId, NodeId
 
 E0, E1 = EngineId("e0"), EngineId("e1")
 
@@ -69,38 +61,6 @@ class TestOutgoing:
 
 def order(action: Action) -> Operation:
     return Operation(OperationId("op"), 1, 1e12, action)
-
-
-class TestEngineOperations:
-    @pytest.mark.parametrize(
-        ("action", "call", "detail"),
-        [
-            (PauseEngine(E0, PauseMode.KEEP), "pause keep", "e0 is paused (keep)"),
-            (ResumeEngine(E0), "resume", "e0 runs again"),
-            (AbortRequests(E0, (RequestId("r1"), RequestId("r2"))), "abort r1 r2", "asked e0 to stop 2"),
-            (ProbeEngine(E0), "probe", "e0 generated a token in 0.125 s"),
-        ],
-    )
-    async def test_each_reaches_its_engine(self, action: Action, call: str, detail: str) -> None:
-        engine, other = FakeEngine(VirtualClock()), FakeEngine(VirtualClock())
-        result = await EngineOperations(NodeId("a"), {E0: engine, E1: other}).run(order(action))
-        assert (result.status, result.detail) == (OperationStatus.DONE, detail)
-        assert (engine.calls, other.calls) == ([call], [])
-        assert [item.done for item in result.items] == [True] * call.count(" r")
-
-    @pytest.mark.parametrize(
-        ("action", "words"),
-        [
-            (ResumeEngine(EngineId("e9")), "no engine 'e9' at a; known: e0"),
-            (SetRoutes(()), "a is an agent: set_routes is for gateways"),
-            (MoveRequests(()), "a is an agent: move_requests is for gateways"),
-            (PauseEngine(E0, PauseMode.KEEP), "cannot pause"),
-        ],
-    )
-    async def test_what_cannot_be_done_is_refused_in_words(self, action: Action, words: str) -> None:
-        engine = FakeEngine(VirtualClock(), offers=EngineCapabilities("fake", "1", ()))
-        with pytest.raises(Permanent, match=words):
-            await EngineOperations(NodeId("a"), {E0: engine}).run(order(action))
 
 
 class Daemon(agent_pb2_grpc.NodeServicer, telemetry_pb2_grpc.TelemetryServicer):
@@ -142,7 +102,7 @@ async def daemon() -> AsyncIterator[tuple[Daemon, str]]:
     await server.stop(grace=None)
 
 
-async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daemon, str]) -> None:
+async def test_an_agent_of_two_engines_reports_both_and_refuses_orders(daemon: tuple[Daemon, str]) -> None:
     servicer, address = daemon
     clock = WallClock()
     good, bad = FakeEngine(clock), FakeEngine(clock, error=Retryable("connection refused", 1.0))
@@ -158,8 +118,8 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
             await asyncio.sleep(0.01)
         invalid = agent_pb2.Operation(operation_id="op0", generation=1, valid_until_unix_s=1e12)
         await servicer.orders.put(invalid)
-        await servicer.orders.put(node_codec.OPERATION.to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
-        await servicer.orders.put(node_codec.OPERATION.to_pb(order(PauseEngine(E0, PauseMode.WAIT))))
+        await servicer.orders.put(node_codec.OPERATION.to_pb(order(MoveRequests(()))))
+        await servicer.orders.put(node_codec.OPERATION.to_pb(order(MoveRequests(()))))
         while len(servicer.results) < 3:
             await asyncio.sleep(0.01)
     assert not task.done()
@@ -178,9 +138,8 @@ async def test_an_agent_of_two_engines_reports_both_and_obeys(daemon: tuple[Daem
     assert [(report.engine_id, report.capabilities.pause) for report in told] == [("e0", True)]
     sequences = [report.sequence for report in servicer.reports]
     assert sequences == sorted(set(sequences))
-    refused, paused, again = servicer.results
-    assert refused.status == agent_pb2.OPERATION_STATUS_FAILED
-    assert refused.detail.startswith("not an operation")
-    assert paused == again
-    assert paused.status == agent_pb2.OPERATION_STATUS_DONE
-    assert good.calls.count("pause wait") == 1
+    malformed, refused, again = servicer.results
+    assert malformed.detail.startswith("not an operation")
+    assert refused == again
+    assert refused.detail == "a0 is an agent: move_requests is for gateways"
+    assert {result.status for result in servicer.results} == {agent_pb2.OPERATION_STATUS_FAILED}

@@ -12,13 +12,13 @@ from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operation_runner import GIVE_UP_AFTER_S, OperationRunner, answers
 from orchestrrl.core.operations import (
+    CancelRequests,
     MoveRequests,
     Operation,
     OperationId,
     OperationItemResult,
     OperationResult,
     OperationStatus,
-    ProbeEngine,
     status_of,
 )
 from orchestrrl.core.unknown_outcomes import OperationEvidence
@@ -125,7 +125,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     made.journal.close()
 
 
-async def begin(harness: Harness, action: MoveRequests | ProbeEngine = MOVE) -> asyncio.Task[OperationResult]:
+async def begin(harness: Harness, action: MoveRequests | CancelRequests = MOVE) -> asyncio.Task[OperationResult]:
     task = asyncio.create_task(harness.runner.run(GATEWAY, action, VALID_S))
     await asyncio.sleep(0)
     return task
@@ -241,14 +241,14 @@ async def test_a_node_that_never_returns_leaves_an_unknown_outcome(harness: Harn
 
 
 async def test_what_telemetry_cannot_show_is_unknown_and_said_so(harness: Harness) -> None:
-    task = await begin(harness, ProbeEngine(E0))
+    task = await begin(harness, CancelRequests((), (), "enough"))
     await harness.clock.advance(VALID_S + 1)
     harness.state.fold_engine(engine_report("e0", 1, sample(), agent=GATEWAY), harness.clock.now_s())
     harness.settle()
     result = await asyncio.wait_for(task, 60)
     assert (result.status, result.detail) == (
         OperationStatus.UNKNOWN,
-        "no result came, and telemetry does not show the outcome of probe_engine",
+        "no result came, and telemetry does not show the outcome of cancel_requests",
     )
 
 

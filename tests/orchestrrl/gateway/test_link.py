@@ -16,7 +16,6 @@ from orchestrrl.core.operations import (
     OperationId,
     OperationResult,
     OperationStatus,
-    ProbeEngine,
     SetRoutes,
 )
 from orchestrrl.engines.base import CompletionEndpoint
@@ -203,10 +202,8 @@ async def test_engines_that_are_being_started_are_waited_for(harness: Harness) -
 
 
 async def test_what_gateways_do_not_do_is_said(harness: Harness) -> None:
-    harness.daemon.order("probe", ProbeEngine(EngineId("e0")))
     harness.daemon.order("nowhere", SetRoutes((EngineRoute(EngineId("e5"), ""),)))
-    await eventually(lambda: {"probe", "nowhere"} <= harness.daemon.results.keys())
-    assert harness.daemon.results["probe"].status is OperationStatus.FAILED
+    await eventually(lambda: "nowhere" in harness.daemon.results)
     assert harness.daemon.results["nowhere"].status is OperationStatus.PARTIAL
     assert "e5" in harness.daemon.results["nowhere"].detail
 

@@ -35,7 +35,7 @@ def operation(operation_id: str, generation: int = 1, valid_until_unix_s: float 
         operation_id=operation_id,
         generation=generation,
         valid_until_unix_s=valid_until_unix_s,
-        probe_engine=pb.ProbeEngine(engine_id="e0"),
+        cancel_requests=pb.CancelRequests(reason="enough"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Every command in the README and in docs/ is run here, as it stands, on simulated engines."""
+"""What the README and docs/ name exists. tests/system/test_docs_processes.py runs their commands."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,13 @@ def test_every_path_that_a_page_names_exists() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in PAGES:
+        named = set(re.findall(r"`(test_\w+\.py)`", page.read_text()))
+        assert named <= files, f"{page.name}: {sorted(named - files)}"
 
 
 def test_the_shipped_example_is_the_one_that_the_command_prints() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from ocs_drivers.arming import Armed
 from ocs_drivers.base import DeviceClock, SystemClock
@@ -50,7 +50,6 @@ from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.ocs_server import ERROR_METADATA
 from orchestrrl.rpc.pb import ocs_pb2, ocs_pb2_grpc
 
-Request = TypeVar("Request")
 Response = TypeVar("Response")
 Value = TypeVar("Value")
 
@@ -100,7 +99,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return convert.CAPABILITIES.from_pb((await self._read_facts()).capabilities)
 
     async def ports(self) -> tuple[PortState, ...]:
-        response = await self._read("ListPorts", self._stub().ListPorts, ocs_pb2.ListPortsRequest())
+        response = await self._call("ListPorts", ocs_pb2.ListPortsRequest())
         ports = (self._sense(convert.PORT.from_pb, port) for port in response.ports)
         return tuple(sorted(ports, key=lambda port: port.port))
 
@@ -112,23 +111,23 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         if faults := _unfit_ports(named):
             raise InvalidChange(faults, device=self.device)
         request = convert.change_to_pb(change, mode)
-        response = await self._as_owner(lambda: self._read("Plan", self._stub().Plan, request))
+        response = await self._as_owner(lambda: self._call("Plan", request))
         return self._sense(convert.DIFF.from_pb, response)
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         request = _commit_request(diff, expect_revision, revert_in_s)
-        return await self._owning(lambda: self._call_commit(request), CommandSteps(diff.remove, diff.add))
+        return await self._owning(lambda: self._set("Commit", request), CommandSteps(diff.remove, diff.add))
 
     async def confirm(self, revision: int) -> None:
         request = ocs_pb2.ConfirmRequest(revision=revision)
         # To confirm twice is harmless, so a lost answer is no riddle.
-        await self._call("Confirm", self._stub().Confirm, request, self._commit_timeout_s, is_setter=False)
+        await self._call("Confirm", request, self._commit_timeout_s)
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
         if faults := _unfit_ports({"pairs": pairs}):
             raise CircuitConflict(faults, device=self.device)
         request = ocs_pb2.TakeOverRequest(cross_connects=convert.pairs_to_pb(pairs))
-        response = await self._call("TakeOver", self._stub().TakeOver, request, self._commit_timeout_s, is_setter=False)
+        response = await self._call("TakeOver", request, self._commit_timeout_s)
         reading = self._sense(convert.READING.from_pb, response)
         self._ownership.take(reading.cross_connects - reading.foreign)
         return reading
@@ -153,21 +152,17 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
 
         def begin() -> Awaitable[ocs_pb2.CommitResult]:
             # Over already: not known there, ended with its process, or refused, when it is begun a second time.
-            return self._call_commit(request) if call.done() else self._begin_commit(call)
+            return self._set("Commit", request) if call.done() else self._begin_commit(call)
 
         return _ArmedCommit(call, lambda: self._owning(begin, CommandSteps(diff.remove, diff.add)))
 
     async def verify(self, diff: CircuitDiff) -> Verification:
         request = ocs_pb2.VerifyRequest(diff=convert.DIFF.to_pb(diff))
-        return self._sense(convert.VERIFICATION.from_pb, await self._read("Verify", self._stub().Verify, request))
+        return self._sense(convert.VERIFICATION.from_pb, await self._call("Verify", request))
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
         request = ocs_pb2.RollbackRequest(diff=convert.DIFF.to_pb(diff))
-
-        def call() -> Awaitable[ocs_pb2.CommitResult]:
-            return self._call("Rollback", self._stub().Rollback, request, self._commit_timeout_s, is_setter=True)
-
-        return await self._owning(call, CommandSteps(diff.add, diff.remove))
+        return await self._owning(lambda: self._set("Rollback", request), CommandSteps(diff.add, diff.remove))
 
     async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
@@ -185,12 +180,12 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             await session.channel.close()
 
     async def _read_facts(self) -> ocs_pb2.DeviceFacts:
-        return await self._read("GetFacts", self._stub().GetFacts, ocs_pb2.GetFactsRequest())
+        facts: ocs_pb2.DeviceFacts = await self._call("GetFacts", ocs_pb2.GetFactsRequest())
+        return facts
 
     async def _read_circuits(self) -> tuple[CrossConnectReading, bool]:
         """The reading, and whether something of ours had to be given back to the process first."""
-        request = ocs_pb2.ListCrossConnectsRequest()
-        response = await self._read("ListCrossConnects", self._stub().ListCrossConnects, request)
+        response = await self._call("ListCrossConnects", ocs_pb2.ListCrossConnectsRequest())
         reading = self._sense(convert.READING.from_pb, response)
         marked = self._ownership.marked(self._facts or await self.facts(), reading.circuits)
         self._ownership.take(reading.cross_connects - reading.foreign)
@@ -247,8 +242,12 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
                 return CommitResult(items, reading.revision, commands_sent=1, revert_at_s=until_s)
             await self._clock.sleep(min(poll_pause_s(reconfiguration_s, now_s - began_s), deadline_s - now_s))
 
-    async def _call_commit(self, request: ocs_pb2.CommitRequest) -> ocs_pb2.CommitResult:
-        return await self._call("Commit", self._stub().Commit, request, self._commit_timeout_s, is_setter=True)
+    async def _set(
+        self, command: str, request: ocs_pb2.CommitRequest | ocs_pb2.RollbackRequest
+    ) -> ocs_pb2.CommitResult:
+        await self._connect(command)  # so that what fails from here on may have taken
+        result: ocs_pb2.CommitResult = await self._call(command, request, self._commit_timeout_s, is_setter=True)
+        return result
 
     async def _begin_commit(self, call: "_CommitCall") -> ocs_pb2.CommitResult:
         try:
@@ -289,25 +288,14 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             self._session = _Session(channel, ocs_pb2_grpc.OcsDriverStub(channel))
         return self._session.stub
 
-    async def _read(
-        self, command: str, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
-    ) -> Response:
-        return await self._call(command, method, request, self._command_timeout_s, is_setter=False)
-
     async def _call(
-        self,
-        command: str,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
-        request: Request,
-        timeout_s: float,
-        is_setter: bool,
-    ) -> Response:
-        if is_setter:
-            await self._connect(command)  # so that what fails from here on may have taken
+        self, command: str, request: Message, timeout_s: float | None = None, *, is_setter: bool = False
+    ) -> Any:
+        """Return the answer to the method of that name."""
         try:
-            return await method(request, timeout=timeout_s)
+            return await getattr(self._stub(), command)(request, timeout=timeout_s or self._command_timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, command, is_setter) from None
+            raise self._translated(error, command, is_setter=is_setter) from None
 
     async def _connect(self, command: str) -> None:
         self._stub()
@@ -320,7 +308,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
             message = f"the driver process at {self._target} cannot be reached; nothing was sent"
             raise DriverRetryable(message, device=self.device, command=command) from None
 
-    def _translated(self, error: grpc.aio.AioRpcError, command: str, is_setter: bool) -> DriverError:
+    def _translated(self, error: grpc.aio.AioRpcError, command: str, *, is_setter: bool) -> DriverError:
         for key, value in error.trailing_metadata() or ():
             if key == ERROR_METADATA and isinstance(value, bytes):
                 with suppress(DecodeError):  # then the status has to do

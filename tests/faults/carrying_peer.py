@@ -12,7 +12,7 @@ import threading
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from orchestrrl.weights.transports.base import make_transport
 from orchestrrl.weights.transports.conformance import pattern
 from planner.model import PeerId
 
@@ -34,7 +34,7 @@ def main() -> None:
         with line:
             print(json.dumps([news.edge, news.state, news.bytes, is_right, news.detail]), flush=True)
 
-    with_bytes = make_transport(transport, TransportOptions("127.0.0.1"))
+    with_bytes = make_transport(transport, "127.0.0.1")
     print(json.dumps(with_bytes.open()), flush=True)
     carrier = ThreadedCarrier(name, {transport: with_bytes}, tell)
     for order in sys.stdin:

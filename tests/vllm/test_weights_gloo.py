@@ -35,9 +35,9 @@ def test_nccl_says_what_to_do_where_there_is_no_gpu() -> None:
         "-c",
         "import torch\n"
         "from orchestrrl.core.errors import Permanent\n"
-        "from orchestrrl.weights.transports.base import TransportOptions, make_transport\n"
+        "from orchestrrl.weights.transports.base import make_transport\n"
         "try:\n"
-        "    make_transport('nccl', TransportOptions('127.0.0.1'))\n"
+        "    make_transport('nccl', '127.0.0.1')\n"
         "except Permanent as error:\n"
         "    print(error)\n"
         "else:\n"

@@ -1,8 +1,7 @@
 """Weights carried by edges, against one broadcast of torch.distributed of the same bytes: eight processes, loopback.
 
 Both in turn in the same processes, and the medians of their ratios. The executor's time has all that belongs to each
-sync: links are made and let go of, each edge has its threads. Groups of gloo outlive their links, as they do in peers,
-so only the round that does not count makes them; checksums are apart, as peers make them before and after.
+sync: links are made and let go of, each edge has its threads. Checksums are apart, as peers make them before and after.
 What moves it, as seen on two busy cores: chunks of 16 MiB cost gloo a tenth less CPU than of 4 MiB, of 1 MiB a third
 more (each is a wake-up at either end); a chain and a tree cost the same. sendfile instead of send costs more: pages of
 a file go to a socket by 4 KiB, and copying them is cheaper. Sockets with 512 KiB under way cost tcp a fifth less than
@@ -44,8 +43,8 @@ def _figures(size: int, rounds: Sequence[Mapping[str, Moved]]) -> list[Figure]:
         cpu_ratio = median(each[way].cpu_s / each[BASELINE].cpu_s for each in rounds)
         ratio = median(each[way].wall_s / each[BASELINE].wall_s for each in rounds)
         note = (
-            f"{RANKS} processes, {size >> 20} MiB, chunks of {CHUNK_BYTES >> 20} MiB, a tree, gloo's groups kept"
-            f" from the version before; median of {len(rounds)} ratios in turn, load {os.getloadavg()[0]:.0f};"
+            f"{RANKS} processes, {size >> 20} MiB, chunks of {CHUNK_BYTES >> 20} MiB, a tree;"
+            f" median of {len(rounds)} ratios in turn, load {os.getloadavg()[0]:.0f};"
             f" CPU seconds {cpu_ratio:.2f} times its, checksums apart"
         )
         baseline = "torch.distributed.broadcast over gloo of the same bytes, in turn"

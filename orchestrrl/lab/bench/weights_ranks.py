@@ -27,7 +27,7 @@ import xxhash
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
 
 HOST = "127.0.0.1"
@@ -70,7 +70,7 @@ class BenchRank:
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         store = dist.FileStore(site.store, site.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=site.ranks)
-        self._transports = {name: make_transport(name, TransportOptions(HOST)) for name in TRANSPORTS}
+        self._transports = {name: make_transport(name, HOST) for name in TRANSPORTS}
         self.addresses = {name: transport.open() for name, transport in self._transports.items()}
         self._ended: queue.SimpleQueue[EdgeEvent] = queue.SimpleQueue()
         self._carrier = ThreadedCarrier(_name(rank), self._transports, self._on_news)

@@ -25,7 +25,7 @@ from orchestrrl.lab.box.weights_memory import TestbedMemory
 from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.transports.base import TransportOptions, make_transport
+from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
@@ -52,7 +52,7 @@ class CarrierLine:
 
 def carry(path: str, me: str, address: str, name: str) -> None:
     """A host's life: until nobody gives orders any more."""
-    transport = make_transport(name, TransportOptions(address))
+    transport = make_transport(name, address)
     line = CarrierLine(path)
     line.report(peer=me, address=transport.open())
     carrier = ThreadedCarrier(PeerId(me), {name: transport}, line.news)

@@ -208,9 +208,7 @@ class ThreadedCarrier:
         if run.is_receiver:
             self._receive(run, way)
         else:
-            link = self._linked(run, self._dial(run))
-            wire.send(link, way)
-            link.done()
+            wire.send(self._linked(run, self._dial(run)), way)
 
     def _receive(self, run: _Run, way: WireDirection) -> None:
         """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
@@ -219,7 +217,6 @@ class ThreadedCarrier:
             link = self._linked(run, self._accept(run, until_s))
             try:
                 wire.receive(link, way)
-                link.done()
             except LinkBroken:
                 if run.moved_bytes or (until_s is not None and self._steady_s() >= until_s):
                     raise

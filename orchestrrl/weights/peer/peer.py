@@ -26,7 +26,7 @@ from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.orders import PeerOrders
 from orchestrrl.weights.peer.settings import PeerSettings
 from orchestrrl.weights.peer.store import VersionStore
-from orchestrrl.weights.transports.base import Transport, TransportOptions, make_transport
+from orchestrrl.weights.transports.base import Transport, make_transport
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def open_transports(settings: PeerSettings, opened: dict[str, Transport]) -> dic
     addresses, why = {}, []
     for name in settings.transports:
         try:
-            transport = make_transport(name, TransportOptions(settings.address))
+            transport = make_transport(name, settings.address)
             addresses[name] = transport.open()
             opened[name] = transport
         except (OrchestrRLError, OSError) as error:

@@ -5,9 +5,7 @@ A plug point: one module per way, registered in the entry-point group `orchestrr
 belongs to two of them, one at each end.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.plug_points import PlugPoint
@@ -45,11 +43,6 @@ class OutgoingLink(Protocol):
         """The chunk must stay as it is until it is waited for. Raises LinkBroken."""
         ...
 
-    def done(self) -> None:
-        """All that was to be sent is, and was waited for: what the link is made of may serve a later one between the
-        same two. `close` comes after it all the same."""
-        ...
-
     def close(self) -> None:
         """Let the link go; what is on its way may be lost."""
         ...
@@ -62,15 +55,12 @@ class IncomingLink(Protocol):
         """`into` is filled, in the order of the calls: both ends cut the same chunks. Raises LinkBroken."""
         ...
 
-    def done(self) -> None:
-        """As the sender's, which says it of the same bytes."""
-        ...
-
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """One process's. Construction opens nothing; `open` does."""
+    """One process's, made with the address that others reach it at and it listens on. Construction opens nothing;
+    `open` does."""
 
     def open(self) -> str:
         """Listen. The address that other peers are told."""
@@ -91,14 +81,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TransportOptions:
-    """What all have in common; `own` are the product's."""
-
-    host: str  # that others reach this one at; also what it listens on
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-
 TRANSPORTS = PlugPoint(
     "transport",
     "orchestrrl.weight_transports",
@@ -110,7 +92,8 @@ TRANSPORTS = PlugPoint(
 )
 
 
-def make_transport(name: str, options: TransportOptions) -> Transport:
-    """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    transport: Transport = TRANSPORTS.load(name)(options)
+def make_transport(name: str, host: str) -> Transport:
+    """Return the transport of that name which listens on `host`, the address that other peers reach this one at.
+    Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
+    transport: Transport = TRANSPORTS.load(name)(host)
     return transport

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.groups import GroupTransport, JoinedGroup, Wait
 from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S
 
@@ -24,14 +23,12 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 
 
 class GlooTransport(GroupTransport):
-    """It has no options of its own."""
+    """All links share gloo's device, which listens on the host."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        if options.own:
-            raise Permanent(f"transport gloo: has no options, got {', '.join(sorted(options.own))}")
+    def __init__(self, host: str) -> None:
         if not dist.is_gloo_available():
             raise Permanent("transport gloo: this torch is built without gloo; use transport tcp")
-        super().__init__(options)
+        super().__init__(host)
         self._device: Any = None
 
     def open(self) -> str:
@@ -47,7 +44,6 @@ class GlooTransport(GroupTransport):
 
 
 class _Gloo(JoinedGroup):
-    may_idle = True
     lingers = False  # its connections are closed as others are: what is in the kernel still goes out
 
     def send(self, chunk: torch.Tensor) -> Wait:

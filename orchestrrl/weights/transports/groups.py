@@ -1,10 +1,8 @@
 """Links that are process groups of torch.distributed, of two ranks each: what gloo and NCCL have in common.
 
-Both ends meet at the receiver's door; it names a store of its own process and a prefix that no other link has. The
-socket of the meeting stays open beside the group: it tells when the other end has gone, and that all has been received.
-
-A group takes longer to be made than many a shard to be sent, so it outlives its link where both ends are done: the
-receiver tells which it has idle, by name, and the sender says which of them the link is, or the name of the new one.
+Both ends meet at the receiver's listener, which answers with the port of a store in its process and a prefix that no
+other link has. The socket of the meeting stays open beside the group: it shows when the other end has gone, and that
+all has been received.
 """
 
 import contextlib
@@ -19,15 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, TransportOptions
-from orchestrrl.weights.transports.idle import IdleConnections
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink
 from orchestrrl.weights.transports.listener import ANSWERED_WITHIN_S, LinkListener, address_of, knock, parts_of
 
 RECEIVER, SENDER = 0, 1  # ranks
 FAREWELL = b"."
 FAREWELL_S = 2.0
-NAME_BYTES = 16  # of a group
-MOST_OFFERED = 48  # names, in what a door answers
+PATIENCE = timedelta(seconds=ANSWERED_WITHIN_S)
 
 Group = Any  # a torch.distributed.Backend
 Wait = Callable[[timedelta], None]  # for what was begun; raises RuntimeError
@@ -36,78 +32,49 @@ Wait = Callable[[timedelta], None]  # for what was begun; raises RuntimeError
 class GroupTransport(ABC):
     """`_join` makes the group of one link."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        self._host = options.host
-        self._listener = LinkListener(options.host)
-        self._store: Any = None
-        # Of receivers, by address: torch's client may wait for a name server as it connects, so it connects once.
-        self._found: dict[str, Any] = {}
-        self._finding = threading.Lock()
-        self._idle_incoming: IdleConnections[JoinedGroup] = IdleConnections(lambda joined: joined.leave())
-        self._idle_outgoing: IdleConnections[JoinedGroup] = IdleConnections(lambda joined: joined.leave())
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._listener = LinkListener(host)
+        self._own_store = ""  # its address
+        # By address, of receivers too: torch's client may wait for a name server as it connects, so it connects once.
+        self._stores: dict[str, Any] = {}
+        self._connecting = threading.Lock()
 
     def open(self) -> str:
-        patience = timedelta(seconds=ANSWERED_WITHIN_S)
-        self._store = dist.TCPStore(self._host, 0, None, True, patience, wait_for_workers=False)
+        store = dist.TCPStore(self._host, 0, None, True, PATIENCE, wait_for_workers=False)
+        self._own_store = address_of(self._host, store.port)
+        self._stores[self._own_store] = store
         return self._listener.open()
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        new = secrets.token_hex(NAME_BYTES // 2)
-        with contextlib.ExitStack() as stack:
-
-            def answer() -> bytes:
-                names = stack.enter_context(self._idle_incoming.offered())
-                return " ".join([str(self._store.port), new, *names[:MOST_OFFERED]]).encode()
-
-            meeting = self._listener.accept(key, timeout_s, answer)
-            chosen = _chosen(meeting)
-            # A sender is done with a group a moment before this end of it is.
-            joined = None if chosen == new else self._idle_incoming.take(chosen, ANSWERED_WITHIN_S)
-        if joined is None and chosen != new:
-            meeting.close()
-            raise LinkBroken(f"the sender speaks of a group that is not here: {chosen!r}")
-        if joined is None:
-            joined = self._made(meeting, address_of(self._host, self._store.port), new, RECEIVER)
-        return GroupIncoming(joined, meeting, lambda done: self._idle_incoming.keep(chosen, "", done))
+        prefix = secrets.token_hex(8)
+        meeting = self._listener.accept(key, timeout_s, f"{self._own_store} {prefix}".encode())
+        return GroupIncoming(self._made(meeting, self._own_store, prefix, RECEIVER), meeting)
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         meeting, answer = knock(address, key, timeout_s)
-        port, new, *names = answer.decode().split()
-        chosen, joined = self._idle_outgoing.take_first(names, address) or (new, None)
-        try:
-            meeting.sendall(chosen.encode())
-        except OSError as error:
-            meeting.close()
-            if joined is not None:
-                joined.leave()
-            raise LinkBroken(f"{address}: {error}") from error
-        if joined is None:
-            joined = self._made(meeting, address_of(parts_of(address)[0], int(port)), new, SENDER)
-        return GroupOutgoing(joined, meeting, lambda done: self._idle_outgoing.keep(chosen, address, done))
+        store, prefix = answer.decode().split()
+        return GroupOutgoing(self._made(meeting, store, prefix, SENDER), meeting)
 
     def close(self) -> None:
         self._listener.close()
-        self._idle_incoming.close()
-        self._idle_outgoing.close()
-        self._store = None
-        self._found.clear()
+        self._stores.clear()
 
     def _made(self, meeting: socket.socket, store: str, prefix: str, rank: int) -> "JoinedGroup":
         try:
-            found = self._store if rank == RECEIVER else self._find(store)
-            return self._join(dist.PrefixStore(prefix, found), rank)
+            return self._join(dist.PrefixStore(prefix, self._connected(store)), rank)
         except RuntimeError as error:  # all of torch.distributed's are
             meeting.close()
-            self._found.pop(store, None)
+            if rank == SENDER:
+                self._stores.pop(store, None)
             raise LinkBroken(f"no group with the other end: {_short(error)}") from error
 
-    def _find(self, store: str) -> Any:
-        host, port = parts_of(store)
-        with self._finding:
-            if store not in self._found:
-                patience = timedelta(seconds=ANSWERED_WITHIN_S)
-                self._found[store] = dist.TCPStore(host, port, None, False, patience, wait_for_workers=False)
-            return self._found[store]
+    def _connected(self, address: str) -> Any:
+        host, port = parts_of(address)
+        with self._connecting:
+            if address not in self._stores:
+                self._stores[address] = dist.TCPStore(host, port, None, False, PATIENCE, wait_for_workers=False)
+            return self._stores[address]
 
     @abstractmethod
     def _join(self, store: Any, rank: int) -> "JoinedGroup": ...
@@ -115,10 +82,9 @@ class GroupTransport(ABC):
 
 class JoinedGroup(ABC):
     """A group of two, as one of its ranks uses it. `lingers`: what was sent may be lost where the sender leaves before
-    the receiver has it all. `may_idle`: that it serves another link costs nothing meanwhile."""
+    the receiver has it all."""
 
     lingers: bool
-    may_idle: bool
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group = group
@@ -151,11 +117,9 @@ class _Begun:
 
 
 class _GroupLink:
-    def __init__(self, joined: JoinedGroup, meeting: socket.socket, keep: Callable[[JoinedGroup], None]) -> None:
+    def __init__(self, joined: JoinedGroup, meeting: socket.socket) -> None:
         self._joined: JoinedGroup | None = joined
         self._meeting = meeting
-        self._keep = keep
-        self._is_done = False
         self._at_work = threading.Lock()
         self._interrupted = False
         self._on_the_way = 0
@@ -182,9 +146,6 @@ class _GroupLink:
             except RuntimeError as error:
                 raise LinkBroken(_short(error)) from error
 
-    def done(self) -> None:
-        self._is_done = not self._on_the_way
-
     def close(self) -> None:
         """From its own thread, or from another one while that waits."""
         if not self._at_work.acquire(blocking=False):
@@ -199,10 +160,7 @@ class _GroupLink:
             if joined.lingers and not self._interrupted and not self._on_the_way:
                 self._send_farewell()
             self._meeting.close()
-            if self._is_done and not self._interrupted and joined.may_idle:
-                self._keep(joined)
-            else:
-                joined.leave()
+            joined.leave()
         finally:
             self._at_work.release()
 
@@ -229,20 +187,6 @@ class GroupIncoming(_GroupLink):
     def _send_farewell(self) -> None:
         with contextlib.suppress(OSError):
             self._meeting.sendall(FAREWELL)
-
-
-def _chosen(meeting: socket.socket) -> str:
-    """What the sender says: which group. Raises LinkBroken."""
-    heard = b""
-    try:
-        meeting.settimeout(ANSWERED_WITHIN_S)
-        while len(heard) < NAME_BYTES and (part := meeting.recv(NAME_BYTES - len(heard))):
-            heard += part
-        meeting.settimeout(None)
-        return heard.decode()
-    except (OSError, ValueError) as error:
-        meeting.close()
-        raise LinkBroken(f"the sender does not say which group: {error}") from error
 
 
 def tensor_of(memory: memoryview) -> torch.Tensor:

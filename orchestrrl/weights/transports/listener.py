@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,10 +77,10 @@ class LinkListener:
         self._closed = False
         self._bell: tuple[socket.socket, socket.socket] | None = None
 
-    def open(self, port: int = 0) -> str:
+    def open(self) -> str:
         """Where it listens, as `host:port`; an IPv6 host in brackets. Raises OSError."""
-        family, _, _, _, place = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM)[0]
-        server = socket.create_server((str(place[0]), port), family=family, backlog=256)
+        family, _, _, _, place = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+        server = socket.create_server((str(place[0]), 0), family=family, backlog=256)
         server.setblocking(False)
         widen(server, self._buffer_bytes)
         self._server, self._bell = server, socket.socketpair()
@@ -89,7 +88,7 @@ class LinkListener:
         self._thread.start()
         return address_of(self._host, server.getsockname()[1])
 
-    def accept(self, key: str, timeout_s: float, answer: Callable[[], bytes] = bytes) -> socket.socket:
+    def accept(self, key: str, timeout_s: float, answer: bytes = b"") -> socket.socket:
         """A blocking socket to the sender, who has been told `answer`. Raises NotYet, and LinkBroken once the door is
         closed."""
         until_s = time.monotonic() + timeout_s
@@ -109,8 +108,7 @@ class LinkListener:
                 found.close()
         try:
             found.settimeout(ANSWERED_WITHIN_S)
-            said = answer()
-            found.sendall(GREETING.pack(MAGIC, VERSION, len(said)) + said)
+            found.sendall(GREETING.pack(MAGIC, VERSION, len(answer)) + answer)
             found.settimeout(None)
         except OSError as error:
             found.close()

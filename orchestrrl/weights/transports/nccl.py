@@ -16,30 +16,21 @@ import torch
 import torch.distributed as dist
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.groups import GroupTransport, JoinedGroup, Wait
 
-OPTIONS = frozenset({"gpu"})
 POLL_S = 0.0005
 
 
 class NcclTransport(GroupTransport):
-    """Options: `gpu` whose memory chunks go over, as CUDA numbers it in this process (0)."""
+    """Chunks go over the memory of the process's first GPU."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        if unknown := sorted(options.own.keys() - OPTIONS):
-            raise Permanent(
-                f"transport nccl: unknown options {', '.join(unknown)}; known: {', '.join(sorted(OPTIONS))}"
-            )
+    def __init__(self, host: str) -> None:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise Permanent(
                 "transport nccl: needs a GPU, and a torch that is built with CUDA and NCCL; use transport gloo or tcp"
             )
-        gpu = int(options.own.get("gpu", 0))
-        if not 0 <= gpu < torch.cuda.device_count():
-            raise Permanent(f"transport nccl: gpu must be below {torch.cuda.device_count()}, got {gpu}")
-        super().__init__(options)
-        self._device = torch.device("cuda", gpu)
+        super().__init__(host)
+        self._device = torch.device("cuda", 0)
 
     def _join(self, store: Any, rank: int) -> JoinedGroup:
         with torch.cuda.device(self._device):
@@ -51,7 +42,6 @@ class NcclTransport(GroupTransport):
 
 class _Nccl(JoinedGroup):
     lingers = True
-    may_idle = False  # it holds memory of the GPU
 
     def __init__(self, group: Any, rank: int, device: Any) -> None:
         super().__init__(group, rank)

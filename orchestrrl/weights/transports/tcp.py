@@ -11,30 +11,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 
-from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, TransportOptions
+from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink
 from orchestrrl.weights.transports.listener import LinkListener, knock, widen
 
 BUFFER_BYTES = 4 * 1024 * 1024
 SAME_HOST_BUFFER_BYTES = 512 * 1024  # no time to bridge: what is under way stays in the processor's cache
 TIMEVAL = struct.Struct("@ll")
-OPTIONS = frozenset({"port", "buffer_bytes"})
 
 
 class TcpTransport:
-    """Options: `port` to listen at (0: any that is free), `buffer_bytes` of sockets (0: as the kernel sees fit; where
-    nothing is said, less between peers of one host)."""
+    """Sockets have buffers of `buffer_bytes` at most."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        if unknown := sorted(options.own.keys() - OPTIONS):
-            raise Permanent(f"transport tcp: unknown options {', '.join(unknown)}; known: {', '.join(sorted(OPTIONS))}")
-        self._port = int(options.own.get("port", 0))
-        self._buffer_bytes = int(options.own.get("buffer_bytes", BUFFER_BYTES))
-        self._is_configured = "buffer_bytes" in options.own
-        self._listener = LinkListener(options.host, self._buffer_bytes)
+    def __init__(self, host: str, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._listener = LinkListener(host, buffer_bytes)
 
     def open(self) -> str:
-        return self._listener.open(self._port)
+        return self._listener.open()
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
         return TcpIncoming(self._fitted(self._listener.accept(key, timeout_s)))
@@ -48,8 +41,8 @@ class TcpTransport:
 
     def _fitted(self, sock: socket.socket) -> socket.socket:
         with contextlib.suppress(OSError):  # the other end has gone: who uses it next is told
-            if not self._is_configured and sock.getsockname()[0] == sock.getpeername()[0]:
-                widen(sock, SAME_HOST_BUFFER_BYTES)
+            if sock.getsockname()[0] == sock.getpeername()[0]:
+                widen(sock, min(self._buffer_bytes, SAME_HOST_BUFFER_BYTES))
         return sock
 
 
@@ -91,10 +84,6 @@ class _Link(ABC):
             if moved == 0:
                 raise LinkBroken("the other end has closed the link")
             first.rest = first.rest[moved:]
-        self._drop_finished()
-
-    def done(self) -> None:
-        """Connections are not kept: one is made faster than it would be looked up."""
         self._drop_finished()
 
     def close(self) -> None:

@@ -37,7 +37,6 @@ from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.publication import Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, slices
 from orchestrrl.weights.trainer.staging import ArrayCopies, stage
-from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import EngineId, PeerId
 from planner.sync_tree.network import NetworkStation, SyncNetwork
@@ -94,7 +93,7 @@ class Host:
 
     def start(self) -> None:
         self.store = VersionStore(self.folder)
-        self.transport = TcpTransport(TransportOptions("127.0.0.1"))
+        self.transport = TcpTransport("127.0.0.1")
         self.peer = replace(self.peer, transports={"tcp": self.transport.open()})
         self.carrier = ThreadedCarrier(self.peer.id, {"tcp": self.transport}, self._tell)
 

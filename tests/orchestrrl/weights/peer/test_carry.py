@@ -15,7 +15,6 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.transports.base import TransportOptions
 from orchestrrl.weights.transports.conformance import pattern
 from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import PeerId
@@ -29,7 +28,7 @@ class Member:
 
     def __init__(self, name: str) -> None:
         self.name = PeerId(name)
-        self.transport = TcpTransport(TransportOptions("127.0.0.1"))
+        self.transport = TcpTransport("127.0.0.1")
         self.address = self.transport.open()
         self.told: list[EdgeEvent | ArrivedBytes] = []
         self._heard = threading.Condition()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.weights.transports.base import TRANSPORTS, LinkBroken, Transport, TransportOptions, make_transport
+from orchestrrl.weights.transports.base import TRANSPORTS, LinkBroken, Transport, make_transport
 from orchestrrl.weights.transports.conformance import PATIENT_S, TransportConformance, receive_all, send_all
 from orchestrrl.weights.transports.listener import GREETING, MAGIC, MOST_BYTES, MOST_STRANGERS, VERSION, parts_of
 from orchestrrl.weights.transports.tcp import TcpTransport
@@ -15,7 +15,7 @@ from orchestrrl.weights.transports.tcp import TcpTransport
 
 class TestTcp(TransportConformance):
     def make_transport(self) -> Transport:
-        return TcpTransport(TransportOptions("127.0.0.1"))
+        return TcpTransport("127.0.0.1")
 
     @pytest.mark.parametrize(
         "said",
@@ -63,17 +63,17 @@ class TestTcpWithoutRoom(TransportConformance):
     """Buffers far smaller than chunks, which move bit by bit."""
 
     def make_transport(self) -> Transport:
-        return TcpTransport(TransportOptions("127.0.0.1", {"buffer_bytes": 32768}))
+        return TcpTransport("127.0.0.1", buffer_bytes=32768)
 
 
 def test_over_ipv6() -> None:
     try:
-        there = TcpTransport(TransportOptions("::1"))
+        there = TcpTransport("::1")
         address = there.open()
     except OSError:
         pytest.skip("this host has no IPv6 loopback")
     assert address.startswith("[::1]:")
-    here = TcpTransport(TransportOptions("::1"))
+    here = TcpTransport("::1")
     with ThreadPoolExecutor(1) as threads:
         dialled = threads.submit(here.dial, address, "key", PATIENT_S)
         incoming, outgoing = there.accept("key", PATIENT_S), dialled.result(PATIENT_S)
@@ -86,13 +86,11 @@ def test_over_ipv6() -> None:
 @pytest.mark.parametrize("address", ["", "host", "host:", ":7", "host:0", "host:99999"])
 def test_an_address_that_is_none_breaks_the_link(address: str) -> None:
     with pytest.raises(LinkBroken, match="host:port"):
-        TcpTransport(TransportOptions("127.0.0.1")).dial(address, "key", 1.0)
+        TcpTransport("127.0.0.1").dial(address, "key", 1.0)
 
 
 def test_transports_are_found_by_name() -> None:
     assert {"tcp", "gloo", "nccl"} <= set(TRANSPORTS.names())
-    assert isinstance(make_transport("tcp", TransportOptions("127.0.0.1")), TcpTransport)
+    assert isinstance(make_transport("tcp", "127.0.0.1"), TcpTransport)
     with pytest.raises(Permanent, match=r"unknown transport 'pigeon'; known: .*tcp"):
-        make_transport("pigeon", TransportOptions("127.0.0.1"))
-    with pytest.raises(Permanent, match=r"unknown options colour; known: buffer_bytes, port"):
-        make_transport("tcp", TransportOptions("127.0.0.1", {"colour": "red"}))
+        make_transport("pigeon", "127.0.0.1")

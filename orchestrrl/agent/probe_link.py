@@ -75,7 +75,7 @@ class WindowReporter:
             self._traces.close()
 
     def _rung(self, doorbell: RingDoorbell) -> None:
-        while doorbell.rung() is not None:
+        while doorbell.rung():
             pass
         if not self._reports.rung():
             if self._catching_up is not None:  # all is read

@@ -37,11 +37,11 @@ def announce(writer: RingWriter, iteration: int, ranks: int) -> None:
 
 def main(rings: str, rank: int, ranks: int, progress: Path, announces: bool) -> None:
     writer = RingWriter(Path(rings), job="small")
-    writer.place(rank, ranks)
+    writer.set_rank(rank)
     group, reduce = writer.group(range(ranks), "all"), writer.op("all_reduce")
     for iteration in itertools.count():
         wait_for_turn()
-        writer.iteration(iteration)
+        writer.moment("iteration", iteration)
         if announces:
             announce(writer, iteration, ranks)
         collective = writer.begin(reduce, group, 4096)

@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list_rings
+from orchestrrl.integrations.instrument.rings import UNKNOWN, RingEvent, RingReader, list_rings
 from orchestrrl.lab.testbed.engines import start_vllm
 from planner.cost.profile import Parallelism
 from planner.model import GpuId
@@ -57,7 +57,7 @@ class Workers:
     def __init__(self, directory: Path) -> None:
         found = [RingReader(path) for path in list_rings(directory)]
         self.readers = sorted(
-            (reader for reader in found if reader.header().world_size == 2), key=lambda reader: reader.header().rank
+            (reader for reader in found if reader.header().rank != UNKNOWN), key=lambda reader: reader.header().rank
         )
         assert [reader.header().rank for reader in self.readers] == [0, 1]
 

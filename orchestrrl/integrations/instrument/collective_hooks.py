@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.device_watch import DeviceWatch
-    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, RingWriter
+    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, RingWriter
     from orchestrrl.integrations.instrument.work_watch import WorkWatch
 else:  # in the traced process, where this folder is on the path
     from device_watch import DeviceWatch
-    from rings import ASYNCHRONOUS, UNKNOWN, WAIT_ONLY, RingWriter
+    from rings import ASYNCHRONOUS, UNKNOWN, RingWriter
     from work_watch import WorkWatch
 
 
@@ -288,7 +288,7 @@ class CollectiveHooks:
         except (KeyError, RuntimeError, ValueError):
             ranks = ()  # a group of its own, which torch.distributed does not know
         if distributed.is_initialized():
-            writer.place(distributed.get_rank(), distributed.get_world_size())
+            writer.set_rank(distributed.get_rank())
         name = str(getattr(pg, "group_name", "") or "")
         reference = weakref.ref(pg, partial(self._gone, id(pg)))
         found = self._places[id(pg)] = KnownGroup(reference, writer.group(ranks, name), ranks)
@@ -319,7 +319,7 @@ class CollectiveHooks:
                 on_device = self._device_of(first)
                 watch = self._watch(on_device, writer) if on_device is not None else None
                 code = writer.op(op)
-                writer.place(owner.rank, max(self._torch.distributed.get_world_size(), len(owner.ranks)))
+                writer.set_rank(owner.rank)
             except Exception as fault:  # noqa: BLE001  # as above
                 self._warn(f"not recorded: {op}: {fault!r}")
                 return original(owner, *args, **kwargs)
@@ -381,7 +381,7 @@ class CollectiveHooks:
             except Exception as fault:  # noqa: BLE001  # as above
                 self._warn(f"not recorded: functional {op}: {fault!r}")
                 return original(*args, **kwargs)
-            sequence = writer.begin(writer.op(op), group, n_bytes, ASYNCHRONOUS | WAIT_ONLY)
+            sequence = writer.begin(writer.op(op), group, n_bytes, ASYNCHRONOUS)
             try:
                 result = original(*args, **kwargs)
             except BaseException:

@@ -3,7 +3,7 @@
 What is issued may wait in a stream for long, and what is issued without waiting is not waited for, so neither the call
 nor its return says when the network is in use. The start is an event before the operation; the end an event after it,
 or, of an asynchronous operation, that its Work says it is completed. The thread sees both late by at most two of its
-periods, which the ring's header tells as `lag_ns`; the start's time itself is then read off the device.
+periods; the start's time itself is then read off the device.
 """
 
 import threading
@@ -41,7 +41,6 @@ class DeviceWatch:
         self._stopped = False
         self._anchors: dict[int, tuple[Any, int]] = {}
         self._thread: threading.Thread | None = None
-        writer.watches(int(2 * PERIOD_S * 1e9))
 
     def run(self, call: Callable[[], Any], sequence: int, asynchronous: bool, coalescing: Any) -> Any:
         """Issue one operation to the current stream, between events."""
@@ -79,7 +78,7 @@ class DeviceWatch:
                 entry.running = True
                 self.writer.started(entry.sequence, self._begun_ns(entry))
             if entry.running and entry.is_over is not None and entry.is_over():
-                self.writer.ended(entry.sequence, self._clock_ns())
+                self.writer.end(entry.sequence)
                 with self._changed:
                     self._pending.remove(entry)
         with self._changed:

@@ -171,7 +171,7 @@ def moment(name: str) -> None:
 def iteration(number: int) -> None:
     """An iteration of the training begins."""
     if writer := _writing():
-        writer.iteration(number)
+        writer.moment("iteration", number)
 
 
 def announce(period: str, body: str | dict[str, Any]) -> None:

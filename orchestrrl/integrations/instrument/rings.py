@@ -4,14 +4,14 @@ One file per process, `<host>-<pid>-<start>.ring`, in a directory that all proce
 writer never waits for a reader and makes no system call but for the doorbell, which a reader switches on. Standard
 library only. Times are `time.monotonic_ns`, the same clock for all processes of a host; numbers are 64 bits, native.
 
-    page 0      header words (the constants below), then a JSON object that says who writes
+    page 0      header words (the constants below), then the name of the job
     slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
-                sequence + 1 | kind, flags, op, thread | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
+                sequence + 1 | kind, flags, op, 0 | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
     dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}, {"group": 77, "ranks": [0, 2], "name": "1"}
     payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
 
 Torn readings. `struct.pack_into` first fills with zeros, in an order of its own, then stores word after word, so:
-- The state in the header (how many are in flight and queued, since when, the next sequence) lies between two equal
+- The state in the header (how many are in flight and queued, the next sequence) lies between two equal
   numbers and has no word that may be 0: counts are stored plus one. A reader takes the last, the words, then the
   first; equal numbers and no 0 are one state. Where it finds none, it says that something is in flight.
 - A slot is overwritten before the header says so. What a reader has taken counts if by the header it looks at then the
@@ -38,7 +38,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,39 +55,31 @@ _PAGE_BYTES = 4096
 _SLOT_BYTES = 64
 _SPARE_SLOTS = 16
 _END_AT = 40  # in a slot
-_ABOUT_OFFSET = 512
+_JOB_AT = 512
 
 MAGIC = int.from_bytes(b"ORRLRING", "little", signed=True)
-VERSION = 2
+VERSION = 3
 
 # Header words. First what never changes, then what the writer stores, then what a reader stores.
-_MAGIC, _VERSION, _TOTAL, _CAPACITY, _SLOTS, _DICTIONARY, _DICTIONARY_BYTES, _PAYLOADS, _PAYLOAD_SLOTS = range(9)
-_PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _ABOUT_BYTES = range(10, 15)
-_STATE_BEGUN, _IN_FLIGHT, _QUEUED, _CHANGED, _HEAD, _STATE_DONE, _ITERATION, _RANK, _WORLD_SIZE = range(16, 25)
-_DICTIONARY_USED, _DICTIONARY_DROPPED, _PAYLOAD_HEAD, _LATE_ENDS, _CLOSED, _LAG = range(25, 31)
+_MAGIC, _VERSION, _CAPACITY, _PID, _PROCESS_START, _PID_NAMESPACE, _CREATED, _JOB_BYTES = range(8)
+_STATE_BEGUN, _IN_FLIGHT, _QUEUED, _HEAD, _STATE_DONE, _RANK, _DICTIONARY_USED, _CLOSED = range(16, 24)
 _ARMED = 32  # 0 or 1
 
-# What a slot's second word says: kind | flags << 8 | op << 16 | thread << 32.
+# What a slot's second word says: kind | flags << 8 | op << 16.
 COLLECTIVE, MARK = 1, 2
 ASYNCHRONOUS = 1  # issued without waiting for it
-WAIT_ONLY = 2  # its end could not be observed: it is the end of the call that waited for it
-DEVICE = 4  # runs on a device's stream: issued at first; start_ns is set anew when it starts
-QUEUED = 8  # issued to a device and not seen to start yet
-PAYLOAD = 16  # a mark whose value is the number of a payload
+PAYLOAD = 2  # a mark whose value is the number of a payload
 
 UNKNOWN = -1
 
-_RING = struct.Struct("<QQqQ")  # the datagram: pid, process start, collectives in flight, changed_ns
-_STATE = struct.Struct("@6q")
+_STATE = struct.Struct("@5q")
 _STATE_OFFSET = _STATE_BEGUN * 8
 _SLOT = struct.Struct("@8q")
 # The second word in its parts, which saves arithmetic; in this order on little-endian processors, which all are here.
 _PARTS = struct.Struct("@qBBHIqqqqqq")
 _WORD = struct.Struct("@q")
 _pack_slot, _pack_state, _pack_word = _PARTS.pack_into, _STATE.pack_into, _WORD.pack_into
-_ARMED_OFFSET = 32 * 8
-_thread = threading.get_ident
-_THREAD_BITS = 0x7FFFFFFF
+_ARMED_OFFSET = _ARMED * 8
 _MOST_OPS = 0xFFFF
 _STATE_TRIES = 100  # a writer may be killed, or the processor taken from it, in the middle
 
@@ -105,7 +97,6 @@ class RingEvent:
     end_ns: int | None
     value: int  # of p2p the peer's global rank, of `iteration` its number, UNKNOWN where there is none
     flags: int
-    thread: int  # tells threads of one process apart, no more
     payload: bytes | None = None  # of `announce`; None also where it was overwritten before it was read
 
     @property
@@ -128,26 +119,11 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class RingHeader:
-    """What a ring said at one moment. `in_flight` and `changed_ns` belong together: so many since then."""
+    """Which process writes a ring, as it was at one moment."""
 
-    pid: int
-    process_start: int  # clock ticks after boot, as /proc/PID/stat has it
-    host: str
     job: str
     rank: int  # global, UNKNOWN before torch.distributed is initialised
-    world_size: int
-    capacity: int
     created_ns: int
-    head: int  # the next sequence
-    in_flight: int  # collectives that have begun and not ended
-    queued: int  # collectives issued to a device that have not begun
-    changed_ns: int
-    iteration: int
-    late_ends: int  # ends that found their slot overwritten
-    unnamed: int  # groups and names for which the dictionary had no room
-    lag_ns: int  # `in_flight` may be late by so much: 0 but where a device is watched
-    armed: bool
-    closed: bool  # the writer has ended in good order
 
 
 def group_id(ranks: Iterable[int], name: str) -> int:
@@ -178,22 +154,17 @@ class RingWriter:
         if capacity < 2 or capacity & (capacity - 1):
             raise ValueError(f"capacity: must be a power of two of at least 2, got {capacity}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        slots = _PAGE_BYTES
-        dictionary = slots + capacity * _SLOT_BYTES
-        payloads = dictionary + DICTIONARY_BYTES
-        total = payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
+        self._dictionary_at, self._payloads_at, total = _layout(capacity)
         pid, start = os.getpid(), process_start(os.getpid()) or 0
         self.path = directory / f"{socket.gethostname()}-{pid}-{start}-{secrets.token_hex(4)}{SUFFIX}"
         self._capacity, self._mask, self._clock_ns = capacity, capacity - 1, clock_ns
-        self._slots_at, self._dictionary_at, self._payloads_at = slots, dictionary, payloads
         self._doorbell = str(directory / DOORBELL)
-        self._identity = (pid, start)
-        self._head = self._in_flight = self._queued = self._state = self._payload_head = self._changed_ns = 0
+        self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
         self._ops: dict[str, int] = {}
         self._groups: set[int] = set()
         # For what is rare. A handler of a signal may communicate while its thread is in here.
         self._lock = threading.RLock()
-        about = json.dumps({"host": socket.gethostname(), "job": job[:200]}).encode()
+        about = job[:200].encode()
         self._file = _allocate(self.path.with_suffix(".tmp"), total)
         try:
             # All pages at once: no collective waits for the first touch of one.
@@ -202,25 +173,18 @@ class RingWriter:
             constant = {
                 _MAGIC: MAGIC,
                 _VERSION: VERSION,
-                _TOTAL: total,
                 _CAPACITY: capacity,
-                _SLOTS: slots,
-                _DICTIONARY: dictionary,
-                _DICTIONARY_BYTES: DICTIONARY_BYTES,
-                _PAYLOADS: payloads,
-                _PAYLOAD_SLOTS: PAYLOAD_SLOTS,
                 _PID: pid,
                 _PROCESS_START: start,
                 _PID_NAMESPACE: _pid_namespace(),
                 _CREATED: clock_ns(),
-                _ABOUT_BYTES: len(about),
+                _JOB_BYTES: len(about),
+                _RANK: UNKNOWN,
             }
             for word, value in constant.items():
                 self._words[word] = value
-            for word in (_ITERATION, _RANK, _WORLD_SIZE):
-                self._words[word] = UNKNOWN
-            self._changed(0, 0, clock_ns())
-            self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + len(about)] = about
+            self._count(0, 0)
+            self._map[_JOB_AT : _JOB_AT + len(about)] = about
             self.path.with_suffix(".tmp").rename(self.path)
         except BaseException:
             os.close(self._file)
@@ -229,7 +193,7 @@ class RingWriter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
-            for name in ("begin", "end", "_write", "_finish", "_changed"):
+            for name in ("begin", "end", "_write", "_count"):
                 setattr(self, name, _locked(self._lock, getattr(self, name)))
 
     def op(self, name: str) -> int:
@@ -253,25 +217,14 @@ class RingWriter:
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
         """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: tracing costs this."""
-        thread, now_ns = _thread() & _THREAD_BITS, self._clock_ns()
+        now_ns = self._clock_ns()
         sequence = self._head
         self._head = number = sequence + 1
         self._in_flight = in_flight = self._in_flight + 1
         at = _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES
-        _pack_slot(self._map, at, number, COLLECTIVE, flags, op, thread, group, n_bytes, now_ns, 0, value, 0)
-        if now_ns > self._changed_ns:
-            self._changed_ns = now_ns
+        _pack_slot(self._map, at, number, COLLECTIVE, flags, op, 0, group, n_bytes, now_ns, 0, value, 0)
         self._state = state = self._state + 1
-        _pack_state(
-            self._map,
-            _STATE_OFFSET,
-            state,
-            self._in_flight + 1,
-            self._queued + 1,
-            self._changed_ns,
-            self._head + 1,
-            state,
-        )
+        _pack_state(self._map, _STATE_OFFSET, state, self._in_flight + 1, self._queued + 1, self._head + 1, state)
         if in_flight == 1 and self._map[_ARMED_OFFSET]:
             self._ring()
         return sequence
@@ -281,29 +234,16 @@ class RingWriter:
         now_ns = self._clock_ns()
         if self._head - sequence <= self._capacity:
             _pack_word(self._map, _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES + _END_AT, now_ns)
-        else:
-            self._words[_LATE_ENDS] += 1
-        if now_ns > self._changed_ns:
-            self._changed_ns = now_ns
         self._in_flight = in_flight = self._in_flight - 1
         self._state = state = self._state + 1
-        _pack_state(
-            self._map, _STATE_OFFSET, state, in_flight + 1, self._queued + 1, self._changed_ns, self._head + 1, state
-        )
+        _pack_state(self._map, _STATE_OFFSET, state, in_flight + 1, self._queued + 1, self._head + 1, state)
         if in_flight == 0 and self._map[_ARMED_OFFSET]:
             self._ring()
 
-    def flag(self, sequence: int, flags: int) -> None:
-        """Something more is known of how a collective runs."""
-        with self._lock:
-            if self._head - sequence <= self._capacity:
-                self._words[self._word(sequence) + 1] |= flags << 8
-
     def issue(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
-        """A collective is given to a device, which begins it later: `started`, then `ended` tell when."""
-        now_ns = self._clock_ns()
-        sequence = self._write(COLLECTIVE, flags | DEVICE | QUEUED, op, group, n_bytes, now_ns, 0, value)
-        self._changed(0, 1, 0)
+        """A collective is given to a device, which begins it later: `started`, then `end` tell when."""
+        sequence = self._write(COLLECTIVE, flags, op, group, n_bytes, self._clock_ns(), 0, value)
+        self._count(0, 1)
         # From here on it may begin at any moment, and is seen to only later.
         if self._queued == 1 and self._in_flight == 0 and self._words[_ARMED]:
             self._ring()
@@ -313,24 +253,17 @@ class RingWriter:
         """A device began what was issued to it."""
         with self._lock:
             if self._head - sequence <= self._capacity:
-                at = self._word(sequence)
-                self._words[at + 4] = start_ns
-                self._words[at + 1] &= ~(QUEUED << 8)
-        if self._changed(1, -1, start_ns) == 1 and self._words[_ARMED]:
+                self._words[self._slot_at(sequence) // 8 + 4] = start_ns
+        if self._count(1, -1) == 1 and self._words[_ARMED]:
             self._ring()
 
-    def ended(self, sequence: int, end_ns: int) -> None:
-        """A device ended what it had `started`."""
-        self._finish(sequence, end_ns)
-        if self._changed(-1, 0, end_ns) == 0 and self._words[_ARMED]:
-            self._ring()
-
-    def mark(self, name: str, value: int = UNKNOWN) -> int:
+    def mark(self, name: str) -> int:
         """A mark that lasts until `end_mark`."""
-        return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, value)
+        return self._write(MARK, 0, self.op(name), 0, 0, self._clock_ns(), 0, UNKNOWN)
 
     def end_mark(self, sequence: int) -> None:
-        self._finish(sequence, self._clock_ns())
+        if self._head - sequence <= self._capacity:
+            _pack_word(self._map, self._slot_at(sequence) + _END_AT, self._clock_ns())
 
     def moment(self, name: str, value: int = UNKNOWN) -> None:
         """A mark of one moment."""
@@ -349,23 +282,14 @@ class RingWriter:
             self._words[at // 8 + 1] = len(payload)
             self._map[at + 16 : at + 16 + len(payload)] = payload
             self._words[at // 8] = number + 1
-            self._payload_head = self._words[_PAYLOAD_HEAD] = number + 1
+            self._payload_head = number + 1
             now_ns = self._clock_ns()
             self._write(MARK, PAYLOAD, op, 0, len(payload), now_ns, now_ns, number)
         self._ring()  # armed or not: it is rare, and what is announced is prepared before the next pause
 
-    def iteration(self, number: int) -> None:
-        self._words[_ITERATION] = number
-        self.moment("iteration", number)
-
-    def place(self, rank: int, world_size: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Where this process stands in torch.distributed."""
         self._words[_RANK] = rank
-        self._words[_WORLD_SIZE] = world_size
-
-    def watches(self, lag_ns: int) -> None:
-        """A device is watched: what it does is seen late by at most so much."""
-        self._words[_LAG] = lag_ns
 
     def close(self) -> None:
         """The process stops writing in good order. The file stays for its reader, which removes it."""
@@ -395,48 +319,36 @@ class RingWriter:
     def _write(
         self, kind: int, flags: int, op: int, group: int, n_bytes: int, start_ns: int, end_ns: int, value: int
     ) -> int:
-        thread = _thread() & _THREAD_BITS
         sequence = self._head
         self._head = number = sequence + 1
         at = _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES
-        _pack_slot(self._map, at, number, kind, flags, op, thread, group, n_bytes, start_ns, end_ns, value, 0)
-        self._changed(0, 0, 0)
+        _pack_slot(self._map, at, number, kind, flags, op, 0, group, n_bytes, start_ns, end_ns, value, 0)
+        self._count(0, 0)
         return sequence
 
-    def _finish(self, sequence: int, end_ns: int) -> None:
-        if self._head - sequence <= self._capacity:
-            _pack_word(self._map, _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES + _END_AT, end_ns)
-        else:
-            self._words[_LATE_ENDS] += 1
-
-    def _changed(self, more_in_flight: int, more_queued: int, now_ns: int) -> int:
-        """Tell the state. Returns how many are in flight; `now_ns`: 0 where that has not changed."""
-        if now_ns > self._changed_ns:
-            self._changed_ns = now_ns
+    def _count(self, more_in_flight: int, more_queued: int) -> int:
+        """Store the state. Returns how many are in flight."""
         self._in_flight = in_flight = self._in_flight + more_in_flight
         self._queued = queued = self._queued + more_queued
         self._state = state = self._state + 1
-        _pack_state(self._map, _STATE_OFFSET, state, in_flight + 1, queued + 1, self._changed_ns, self._head + 1, state)
+        _pack_state(self._map, _STATE_OFFSET, state, in_flight + 1, queued + 1, self._head + 1, state)
         return in_flight
 
-    def _word(self, sequence: int) -> int:
-        return (_PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES) >> 3
+    def _slot_at(self, sequence: int) -> int:
+        return _PAGE_BYTES + (sequence & self._mask) * _SLOT_BYTES
 
     def _append_entry(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
         used = self._words[_DICTIONARY_USED]
-        if used + len(line) > DICTIONARY_BYTES:
-            self._words[_DICTIONARY_DROPPED] += 1
-            return
-        at = self._dictionary_at + used
-        self._map[at : at + len(line)] = line
-        self._words[_DICTIONARY_USED] = used + len(line)
+        if used + len(line) <= DICTIONARY_BYTES:  # else it stays without a name
+            at = self._dictionary_at + used
+            self._map[at : at + len(line)] = line
+            self._words[_DICTIONARY_USED] = used + len(line)
 
     def _ring(self) -> None:
         # Nobody there, or nobody who empties the socket: whoever wants to know looks into the ring itself.
         with contextlib.suppress(OSError):
-            message = _RING.pack(*self._identity, self._in_flight, self._changed_ns)
-            self._socket.sendto(message, self._doorbell)
+            self._socket.sendto(b".", self._doorbell)
 
 
 class RingReader:
@@ -451,52 +363,31 @@ class RingReader:
                 raise ValueError(f"{path}: is no ring: it has {total} bytes")
             self._map = mmap.mmap(self._file, total)
             self._words = memoryview(self._map).cast("q")
-            if (self._words[_MAGIC], self._words[_VERSION], self._words[_TOTAL]) != (MAGIC, VERSION, total):
+            self._capacity = self._words[_CAPACITY]
+            self._dictionary_at, self._payloads_at, expected = _layout(self._capacity)
+            if (self._words[_MAGIC], self._words[_VERSION], expected) != (MAGIC, VERSION, total):
                 raise ValueError(f"{path}: is no ring of version {VERSION}")
         except BaseException:
             os.close(self._file)
             raise
-        self._capacity = self._words[_CAPACITY]
         self._readable = readable(self._capacity)
-        about = json.loads(self._map[_ABOUT_OFFSET : _ABOUT_OFFSET + self._words[_ABOUT_BYTES]])
-        self._host, self._job = str(about["host"]), str(about["job"])
+        self._job = self._map[_JOB_AT : _JOB_AT + self._words[_JOB_BYTES]].decode()
         self._next = 0
         self._known_head = 0
-        self._running: dict[int, int] = {}  # sequence -> its second word; given out before they had ended
+        self._running: set[int] = set()  # given out before they had ended
         self._ops: dict[int, str] = {}
         self._groups: dict[int, ProcessGroup] = {}
         self._dictionary_read = 0  # bytes of the dictionary that are read
 
     def header(self) -> RingHeader:
-        words = self._words
-        in_flight, queued, changed_ns, head = self._state()
-        return RingHeader(
-            pid=words[_PID],
-            process_start=words[_PROCESS_START],
-            host=self._host,
-            job=self._job,
-            rank=words[_RANK],
-            world_size=words[_WORLD_SIZE],
-            capacity=self._capacity,
-            created_ns=words[_CREATED],
-            head=head,
-            in_flight=in_flight,
-            queued=queued,
-            changed_ns=changed_ns,
-            iteration=words[_ITERATION],
-            late_ends=words[_LATE_ENDS],
-            unnamed=words[_DICTIONARY_DROPPED],
-            lag_ns=words[_LAG],
-            armed=bool(words[_ARMED]),
-            closed=bool(words[_CLOSED]),
-        )
+        return RingHeader(self._job, self._words[_RANK], self._words[_CREATED])
 
     def events(self) -> tuple[list[RingEvent], int]:
         """What happened since the last call, by sequence, and how many events were overwritten before they were read.
 
         An event that runs is given out when it is first seen and once more when it has ended.
         """
-        head = self._state()[3]
+        head = self._state()[2]
         oldest = max(head - self._readable, 0)
         lost = max(oldest - self._next, 0)
         found: list[RingEvent] = []
@@ -504,14 +395,14 @@ class RingReader:
             slot = self._slot(sequence)
             if slot is None:
                 lost += 1
-                self._running.pop(sequence, None)
+                self._running.discard(sequence)
                 continue
             if slot[5]:
-                self._running.pop(sequence, None)
-            elif self._running.get(sequence) == slot[1]:
+                self._running.discard(sequence)
+            elif sequence in self._running:
                 continue
             else:
-                self._running[sequence] = slot[1]
+                self._running.add(sequence)
             found.append(self._event(sequence, slot))
         self._next = head
         return found, lost
@@ -521,15 +412,9 @@ class RingReader:
         return self._state()[0]
 
     @property
-    def queued(self) -> int:
-        """Issued to a device and not begun."""
-        return self._state()[1]
-
-    @property
     def communicates(self) -> bool:
         """Something is in flight, or issued to a device."""
-        in_flight, queued, _, _ = self._state()
-        return in_flight > 0 or queued > 0
+        return any(self._state()[:2])
 
     @property
     def groups(self) -> Mapping[int, ProcessGroup]:
@@ -541,11 +426,6 @@ class RingReader:
     def changes(self) -> int:
         """Another number once anything has happened since."""
         return self._words[_STATE_DONE]
-
-    def quiet_since_ns(self) -> int | None:
-        """Since when nothing is in flight; None while something is, or is issued to a device."""
-        in_flight, queued, changed_ns, _ = self._state()
-        return changed_ns if in_flight == queued == 0 else None
 
     def arm(self, armed: bool) -> None:
         """Whether the process rings the doorbell also when it goes quiet and when it is so no longer."""
@@ -577,44 +457,32 @@ class RingReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _state(self) -> tuple[int, int, int, int]:
-        """In flight, queued, changed_ns, head."""
+    def _state(self) -> tuple[int, int, int]:
+        """In flight, queued, head."""
         words = self._words
         for _ in range(_STATE_TRIES):
             done = words[_STATE_DONE]
-            in_flight, queued, changed_ns, head = found = tuple(words[_IN_FLIGHT:_STATE_DONE])
+            in_flight, queued, head = found = tuple(words[_IN_FLIGHT:_STATE_DONE])
             if words[_STATE_BEGUN] == done and done and all(found):
                 self._known_head = head - 1
-                return in_flight - 1, queued - 1, changed_ns, head - 1
-        return max(in_flight - 1, 1), max(queued - 1, 0), changed_ns, self._known_head
+                return in_flight - 1, queued - 1, head - 1
+        return max(in_flight - 1, 1), max(queued - 1, 0), self._known_head
 
     def _slot(self, sequence: int) -> tuple[int, ...] | None:
-        at = self._words[_SLOTS] + sequence % self._capacity * _SLOT_BYTES
-        slot = _SLOT.unpack_from(self._map, at)
-        return slot if slot[0] == sequence + 1 and 0 < self._state()[3] - sequence <= self._readable else None
+        slot = _SLOT.unpack_from(self._map, _PAGE_BYTES + sequence % self._capacity * _SLOT_BYTES)
+        return slot if slot[0] == sequence + 1 and 0 < self._state()[2] - sequence <= self._readable else None
 
     def _event(self, sequence: int, slot: tuple[int, ...]) -> RingEvent:
         _, code, group, n_bytes, start_ns, end_ns, value, _ = slot
-        kind, flags, op, thread = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFFFF, code >> 32
+        kind, flags, op = code & 0xFF, code >> 8 & 0xFF, code >> 16 & 0xFFFF
         if op not in self._ops:
             self._learn()
+        name = self._ops.get(op, f"op{op}")
         payload = self._payload(value) if flags & PAYLOAD else None
-        return RingEvent(
-            sequence,
-            kind,
-            self._ops.get(op, f"op{op}"),
-            group,
-            n_bytes,
-            start_ns,
-            end_ns or None,
-            value,
-            flags,
-            thread,
-            payload,
-        )
+        return RingEvent(sequence, kind, name, group, n_bytes, start_ns, end_ns or None, value, flags, payload)
 
     def _payload(self, number: int) -> bytes | None:
-        at = self._words[_PAYLOADS] + number % self._words[_PAYLOAD_SLOTS] * _PAYLOAD_SLOT_BYTES
+        at = self._payloads_at + number % PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
         length = self._words[at // 8 + 1]
         found = self._words[at // 8] == number + 1 and 0 <= length <= PAYLOAD_BYTES
         payload = self._map[at + 16 : at + 16 + length] if found else None
@@ -622,7 +490,7 @@ class RingReader:
 
     def _learn(self) -> None:
         used = self._words[_DICTIONARY_USED]
-        at = self._words[_DICTIONARY]
+        at = self._dictionary_at
         for line in self._map[at + self._dictionary_read : at + used].splitlines():
             entry = json.loads(line)
             if "op" in entry:
@@ -632,46 +500,39 @@ class RingReader:
         self._dictionary_read = used
 
 
-@dataclass(slots=True)
 class RingDoorbell:
-    """The socket at which the armed processes of a directory ring. One per directory: the last that opens has it."""
+    """The socket at which the armed processes of a directory ring. One per directory: the last that opens has it.
+    Raises OSError."""
 
-    directory: Path
-    _socket: socket.socket = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Raises OSError."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        made = self.directory / f"{DOORBELL}.{os.getpid()}"
+        made = directory / f"{DOORBELL}.{os.getpid()}"
         made.unlink(missing_ok=True)
         self._socket.bind(str(made))
-        made.rename(self.directory / DOORBELL)
+        made.rename(directory / DOORBELL)
 
     def fileno(self) -> int:
         """To wait for."""
         return self._socket.fileno()
 
-    def rung(self) -> "DoorbellRung | None":
-        """Who rang next, None when nobody did. Never waits."""
+    def rung(self) -> bool:
+        """Take one ring; False where there is none. Never waits. The ring in memory may have gone on since."""
         try:
-            return DoorbellRung(*_RING.unpack(self._socket.recv(256)))
-        except (BlockingIOError, struct.error):
-            return None
+            self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self) -> None:
         self._socket.close()
 
 
-@dataclass(frozen=True, slots=True)
-class DoorbellRung:
-    """One ring of the doorbell. The ring in memory may have gone on since."""
-
-    pid: int
-    process_start: int
-    in_flight: int
-    changed_ns: int
+def _layout(capacity: int) -> tuple[int, int, int]:
+    """Where the dictionary and the payloads begin, and where the file ends."""
+    payloads = _PAGE_BYTES + capacity * _SLOT_BYTES + DICTIONARY_BYTES
+    return payloads - DICTIONARY_BYTES, payloads, payloads + PAYLOAD_SLOTS * _PAYLOAD_SLOT_BYTES
 
 
 def _locked(lock: Any, call: Callable[..., Any]) -> Callable[..., Any]:

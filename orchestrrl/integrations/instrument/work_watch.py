@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
-    from orchestrrl.integrations.instrument.rings import WAIT_ONLY, RingWriter
+    from orchestrrl.integrations.instrument.rings import RingWriter
 else:  # in the traced process, where this folder is on the path
-    from rings import WAIT_ONLY, RingWriter
+    from rings import RingWriter
 
 PERIOD_S = 1e-3
 IDLE_PERIOD_S = 5e-3  # nothing wakes the thread, as that would cost each collective a system call
@@ -47,7 +47,6 @@ class WorkWatch:
         except RuntimeError:  # it has no future, as point-to-point operations of gloo have none
             key = id(work)
             self._waited[key] = weakref.ref(work, partial(self._dropped, key)), writer, sequence
-            writer.flag(sequence, WAIT_ONLY)
 
     def wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What replaces Work.wait."""

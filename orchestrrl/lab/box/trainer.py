@@ -30,7 +30,7 @@ class TestbedTrainer:
         self._group = [writer.group(ranks, "all") for writer in self._writers]
         self._reduce = [writer.op("all_reduce") for writer in self._writers]
         for rank, writer in zip(ranks, self._writers, strict=True):
-            writer.place(rank, len(ranks))
+            writer.set_rank(rank)
 
     async def run(self) -> None:
         while True:
@@ -38,7 +38,7 @@ class TestbedTrainer:
 
     async def _iterate(self) -> None:
         for writer in self._writers:
-            writer.iteration(len(self.bursts))
+            writer.moment("iteration", len(self.bursts))
         begun = [
             writer.begin(reduce, group, 1 << 20)
             for writer, reduce, group in zip(self._writers, self._reduce, self._group, strict=True)

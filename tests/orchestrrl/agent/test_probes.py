@@ -14,7 +14,7 @@ from orchestrrl.agent.probes import HostQuiet, HostTraces
 from orchestrrl.agent.window_reports import AGAIN_AFTER_S, WindowReports
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.integrations.instrument.rings import RingDoorbell, RingReader, RingWriter, list_rings
+from orchestrrl.integrations.instrument.rings import _ARMED, RingDoorbell, RingReader, RingWriter, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
 
@@ -33,7 +33,7 @@ class Host:
             RingWriter(folder, job=job, capacity=capacity, clock_ns=lambda: self.now_ns) for _ in range(ranks)
         ]
         for rank, writer in enumerate(self.writers):
-            writer.place(rank, ranks)
+            writer.set_rank(rank)
         self.traces = HostTraces(folder, lambda: self.now_s)
         self.traces.poll()
 
@@ -53,7 +53,7 @@ class Host:
 
     def iterate(self, iteration: int, quiet_s: float = QUIET_S, collectives: int = 2) -> None:
         for writer in self.writers:
-            writer.iteration(iteration)
+            writer.moment("iteration", iteration)
         for _ in range(collectives):
             flying = self.begin()
             self.passes(BUSY_S)
@@ -66,7 +66,7 @@ class Host:
             self.iterate(iteration)
             self.traces.read()
         for writer in self.writers:
-            writer.iteration(iterations)
+            writer.moment("iteration", iterations)
         flying = self.begin()
         self.passes(BUSY_S)
         self.end(flying)
@@ -145,7 +145,7 @@ def test_processes_come_and_go(host: Host) -> None:
     other = RingWriter(host.folder, job="engine", clock_ns=lambda: host.now_ns)
     assert not host.traces.poll()  # it is in no group yet
     assert host.traces.jobs() == {"": (0, 1)}
-    other.place(0, 1)
+    other.set_rank(0)
     assert host.traces.poll()
     assert host.traces.jobs() == {"": (0, 1), "engine": (0,)}
     other.close()
@@ -164,14 +164,14 @@ def test_what_is_no_ring_is_left_alone(host: Host) -> None:
 def test_only_jobs_that_are_watched_ring(tmp_path: Path) -> None:
     host = Host(tmp_path, job="watched")
     other = RingWriter(tmp_path, job="other")
-    other.place(0, 1)
+    other.set_rank(0)
     host.traces.poll()
 
     def armed() -> dict[str, bool]:
         found = {}
         for path in list_rings(tmp_path):
             with RingReader(path) as reader:
-                found[reader.header().job] = reader.header().armed
+                found[reader.header().job] = bool(reader._words[_ARMED])
         return found
 
     host.traces.arm({"watched": frozenset({Q})})
@@ -262,7 +262,7 @@ def test_ranks_that_have_come_are_told_of_before_anything_is_made_of_the_others(
     told = Told(host, need_s=0.05)
     assert told.news() == ["quiet"]
     late = RingWriter(host.folder, clock_ns=lambda: host.now_ns)
-    late.place(2, 3)
+    late.set_rank(2)
     late.end(late.begin(late.op("all_reduce")))
     assert host.traces.poll()
     told.words.report_all_again()
@@ -282,9 +282,9 @@ def test_what_is_given_to_a_device_ends_a_window_at_once(host: Host) -> None:
     doorbell = RingDoorbell(host.folder)
     writer = host.writers[0]
     writer.issue(writer.op("all_reduce"))
-    assert doorbell.rung() is not None
+    assert doorbell.rung()
     writer.issue(writer.op("all_reduce"))
-    assert doorbell.rung() is None  # nothing new
+    assert not doorbell.rung()  # nothing new
     assert told.words.rung()
     assert told.news() == ["quiet", "traffic"]
     doorbell.close()
@@ -316,7 +316,7 @@ def test_nothing_is_told_as_quiet_while_a_rank_communicates(
     told = Told(host, need_s)
     for iteration, length_s in enumerate(lengths_s):
         for writer in host.writers:
-            writer.iteration(iteration)
+            writer.moment("iteration", iteration)
         flying: dict[int, int] = {}
         for rank, writer in enumerate(host.writers):
             flying[rank] = writer.begin(writer.op("all_reduce"), 0, 8)

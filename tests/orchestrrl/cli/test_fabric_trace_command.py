@@ -19,10 +19,10 @@ class Recorded:
         self.now_ns = since_ns
         self.writers = [RingWriter(rings, job=job, capacity=256, clock_ns=lambda: self.now_ns) for _ in range(2)]
         for rank, writer in enumerate(self.writers):
-            writer.place(rank, 2)
+            writer.set_rank(rank)
         for iteration in range(iterations):
             for writer in self.writers:
-                writer.iteration(iteration)
+                writer.moment("iteration", iteration)
                 writer.moment("forward")
             flying = [each.begin(each.op("all_reduce"), each.group((0, 1), "all"), 64) for each in self.writers]
             self.now_ns += 2_000_000

@@ -11,7 +11,7 @@ TICKS = st.integers(0, 30)
 
 
 def event(kind: int, start: int, end: int) -> RingEvent:
-    return RingEvent(0, kind, "all_reduce", 0, 0, start * NANO, end * NANO, -1, 0, 0)
+    return RingEvent(0, kind, "all_reduce", 0, 0, start * NANO, end * NANO, -1, 0)
 
 
 @given(

@@ -131,10 +131,9 @@ class RestEngine:
 
 @dataclass(frozen=True, slots=True)
 class KeepVersions:
-    """Discard all versions but these; `committed` is the fleet's, to be there again after a restart."""
+    """Discard all versions but these."""
 
     versions: tuple[int, ...]
-    committed: int | None
     kind: Literal["keep"] = "keep"
 
 

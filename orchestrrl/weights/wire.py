@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
-from orchestrrl.weights.base import LocalVersion
+from orchestrrl.weights.model import Range, VersionMap
 from orchestrrl.weights.orders import CarryEdge
 from orchestrrl.weights.peer.pacing import Pacer, piece_bytes
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, PendingChunk
@@ -23,6 +24,37 @@ LONGEST_BEAT_S = 0.5
 BEATS = 4  # in the time after which silence is death
 
 Pieces = Sequence[tuple[int, int]]
+
+
+class LocalVersion(Protocol):
+    """A version on this host, whole or being filled. May be used from many threads; `peer/staged.py` has it."""
+
+    map: VersionMap
+
+    def view(self, shard: str, offset: int, size: int) -> memoryview | None:
+        """The bytes themselves, where they lie in one piece in a file; else None. To be written to where the version
+        is received."""
+        ...
+
+    def read(self, shard: str, offset: int, into: memoryview) -> None:
+        """Bytes that are there, wherever they lie."""
+        ...
+
+    def write(self, shard: str, offset: int, data: memoryview) -> None:
+        """The same the other way round; `arrived` has to be told."""
+        ...
+
+    def arrived(self, shard: str, offset: int, size: int) -> None:
+        """These are there now, by `write` or through `view`: who waits for them goes on."""
+        ...
+
+    def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
+        """Whether all of it is there, by then."""
+        ...
+
+    def missing(self) -> dict[str, tuple[Range, ...]]:
+        """By shard, in order; shards of which nothing is missing are left out."""
+        ...
 
 
 class EdgeEnded(Exception):

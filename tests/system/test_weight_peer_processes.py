@@ -114,7 +114,7 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             replaced = await daemon.ask("gen0", InstallVersion(4, ENGINE, until_s))
             assert replaced.detail.startswith("e0 loaded version 4 in"), replaced.detail
             assert replaced.loaded_sum not in ("", installed.loaded_sum)
-            kept = await daemon.ask("gen0", KeepVersions((), None))
+            kept = await daemon.ask("gen0", KeepVersions(()))
             assert kept.detail == "discarded 4"
             await daemon.until("gen0", lambda heard: not heard.peer.held)
 
@@ -186,12 +186,12 @@ async def test_orders_are_done_once_and_daemons_that_are_no_more_have_no_say(tmp
             await daemon.peer("gen0")
             opening = OpenVersion(Contents(4).map(1))
             first = await daemon.ask("gen0", opening, id="a")
-            again = await daemon.ask("gen0", KeepVersions((), None), id="a")  # delivered twice: whatever it says now
+            again = await daemon.ask("gen0", KeepVersions(()), id="a")  # delivered twice: whatever it says now
             assert again == first
             assert (peer.folder / "v1").exists()
             daemon.generation = 3
             assert (await daemon.ask("gen0", CheckVersion(1))).outcome is OrderOutcome.DONE
-            stale = await daemon.ask("gen0", KeepVersions((), None), generation=2)
+            stale = await daemon.ask("gen0", KeepVersions(()), generation=2)
             assert stale.outcome is OrderOutcome.FAILED
             assert stale.detail == "generation 2 is over: generation 3 has given orders since"
             assert (peer.folder / "v1").exists()

@@ -99,7 +99,7 @@ def mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, memoryview]:
 def content_sum(tensors: Mapping[str, StoredTensor], data: Mapping[str, memoryview]) -> str:
     """Of names, types, shapes and bytes, however they are divided into files: `ALGORITHM:HEX`. Holes are not touched:
     in memory they would be filled, and what a host is not to have may be more than it has room for."""
-    written = {file: _written(file) for file in {stored.file for stored in tensors.values()}}
+    written = {file: written_ranges(file) for file in {stored.file for stored in tensors.values()}}
 
     def one(name: str) -> str:
         return _digest(data[name], written[tensors[name].file], tensors[name].begin)
@@ -144,7 +144,7 @@ def _zeros(digest: Any, size: int) -> None:
         digest.update(ZEROS[:left])
 
 
-def _written(file: Path) -> list[tuple[int, int]]:
+def written_ranges(file: Path) -> list[tuple[int, int]]:
     """From and to of what is not a hole, in order."""
     found: list[tuple[int, int]] = []
     with file.open("rb") as opened:

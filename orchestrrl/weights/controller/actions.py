@@ -311,7 +311,7 @@ class SyncActions:
 
         def order(peer: Peer) -> KeepVersions:
             staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
-            return KeepVersions(tuple(sorted(wanted | staged)), committed)
+            return KeepVersions(tuple(sorted(wanted | staged)))
 
         await self._notify_all(order)
 
@@ -323,7 +323,7 @@ class SyncActions:
 
         def order(peer: Peer) -> KeepVersions:
             others = {*wanted, *(held.version for held in peer.held)} - {version}
-            return KeepVersions(tuple(sorted(others if committed is None else others | {committed})), committed)
+            return KeepVersions(tuple(sorted(others if committed is None else others | {committed})))
 
         await self._notify_all(order)
 

@@ -16,11 +16,10 @@ from typing import TypeVar
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights import wire
-from orchestrrl.weights.base import LocalVersion, Tell
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.pacing import piece_bytes
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
-from orchestrrl.weights.wire import EdgeEnded, WireDirection
+from orchestrrl.weights.wire import EdgeEnded, LocalVersion, WireDirection
 from planner.model import PeerId
 
 ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
@@ -78,7 +77,7 @@ class ThreadedCarrier:
         self,
         me: PeerId,
         transports: Mapping[str, Transport],
-        report: Tell,
+        report: Callable[[EdgeEvent | ArrivedBytes], None],
         now_s: Callable[[], float] = time.time,
         steady_s: Callable[[], float] = time.monotonic,
     ) -> None:

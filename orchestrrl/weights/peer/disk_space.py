@@ -70,9 +70,12 @@ def map_in(mapped: Bytes, starts: Ints, ends: Ints) -> None:
         threading.Thread(target=work, name="weights-pages", daemon=True).start()
 
 
-def no_room(folder: Path, needed: int, held: int, version: int) -> Permanent | Retryable:
-    """`held`: by other versions in the folder."""
+def no_room(folder: Path, needed: int, version: int) -> Permanent | Retryable:
+    """`folder`: of the version, beside those of others."""
     free = free_bytes(folder)
+    held = sum(map(allocated_bytes, folder.parent.glob("v[0-9]*/*.safetensors"))) - sum(
+        map(allocated_bytes, folder.glob("*.safetensors"))
+    )
     words = (
         f"no room for version {version} in {folder}: {needed / _GB:.3f} GB more are needed, {free / _GB:.3f} GB are"
         f" free, other versions hold {held / _GB:.3f} GB"

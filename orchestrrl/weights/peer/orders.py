@@ -10,7 +10,6 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import NotDone
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.base import LoadedWeights
-from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.orders import (
     BackendAct,
     CarryEdges,
@@ -28,6 +27,7 @@ from orchestrrl.weights.orders import (
     ServeEngines,
     SumShards,
 )
+from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.peer.store import MOST_BLOCK_BYTES, VersionStore
@@ -40,7 +40,12 @@ class PeerOrders:
     """`changed` is called when what the peer holds has changed."""
 
     def __init__(
-        self, store: VersionStore, carrier: Carrier, engines: PeerEngines, clock: Clock, changed: Callable[[], None]
+        self,
+        store: VersionStore,
+        carrier: ThreadedCarrier,
+        engines: PeerEngines,
+        clock: Clock,
+        changed: Callable[[], None],
     ) -> None:
         self._store = store
         self._carrier = carrier
@@ -100,8 +105,8 @@ class PeerOrders:
                 # Written down first: what it says of itself it says again after a restart.
                 await asyncio.to_thread(self._store.note_serving, engines)
                 return PeerResult(id, OrderOutcome.DONE, await self._engines.serve(engines))
-            case KeepVersions(versions, committed):
-                gone = await self._keep(versions, committed)
+            case KeepVersions(versions):
+                gone = await self._keep(versions)
                 return PeerResult(id, OrderOutcome.DONE, f"discarded {', '.join(map(str, gone)) or 'none'}")
             case BackendAct() as asked:
                 if asked.changes:  # whatever becomes of it, it has no version of this folder
@@ -115,7 +120,7 @@ class PeerOrders:
     ) -> tuple[LoadedWeights, str]:
         folder = await asyncio.to_thread(staged.install_folder)
         identity = await asyncio.to_thread(lambda: staged.identity)
-        is_other = anew or self._store.installed().get(engine) != identity
+        is_other = anew or self._store.installed.get(engine) != identity
         if is_other:  # until it is there: one that is killed in the middle has neither
             await asyncio.to_thread(self._store.note_installed, engine, "")
         known_sum = await asyncio.to_thread(staged.content_sum)
@@ -134,11 +139,11 @@ class PeerOrders:
                 await asyncio.to_thread(self._carrier.end, order.map.version)
             return await asyncio.to_thread(self._store.open, *how)
 
-    async def _keep(self, versions: tuple[int, ...], committed: int | None) -> list[int]:
+    async def _keep(self, versions: tuple[int, ...]) -> list[int]:
         async with self._turn:
             for version in self._store.versions.keys() - set(versions):
                 await asyncio.to_thread(self._carrier.end, version)
-            return await asyncio.to_thread(self._store.keep, versions, committed)
+            return await asyncio.to_thread(self._store.keep, versions)
 
     async def _version(self, version: int) -> StagedVersion:
         async with self._turn:

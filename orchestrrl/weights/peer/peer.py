@@ -18,7 +18,6 @@ from orchestrrl.rpc.channel import Established, first_of, stay_connected
 from orchestrrl.rpc.order_pieces import OrderAssembler
 from orchestrrl.rpc.pb import weights_pb2 as pb
 from orchestrrl.rpc.pb import weights_pb2_grpc
-from orchestrrl.weights.base import Carrier
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS, ArrivedBytes, EdgeEvent, PeerNews, PeerOrder, PeerResult
 from orchestrrl.weights.peer.carry import ThreadedCarrier
@@ -27,7 +26,6 @@ from orchestrrl.weights.peer.orders import PeerOrders
 from orchestrrl.weights.peer.settings import PeerSettings
 from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.transports.base import Transport, make_transport
-from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +88,9 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
         self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
-        given = {EngineId(name): url for name, url in store.serving().items()} if settings.serves else {}
+        given = store.serving if settings.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
-        self._carrier: Carrier = ThreadedCarrier(settings.id, transports, self._on_news, clock.now_s)
+        self._carrier = ThreadedCarrier(settings.id, transports, self._on_news, clock.now_s)
         orders = PeerOrders(store, self._carrier, self._engines, clock, self._poll)
         self._orders = ReceivedOrders(orders.perform, orders.not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()

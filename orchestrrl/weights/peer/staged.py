@@ -9,16 +9,21 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, folder_sum
+from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, folder_sum, written_ranges
 from orchestrrl.weights.layout import (
     ByteRun,
     Bytes,
@@ -35,11 +40,13 @@ from orchestrrl.weights.layout import (
 from orchestrrl.weights.model import MODEL_FILE, HeldVersion, Range, ShardMap, StagedPart, VersionMap
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.ranges import ByteRanges
-from orchestrrl.weights.sums import BlockSums, SumTask, blocks_of, sum_of
+
+_Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
 INSTALL_FOLDER = "install"  # has the received file alone, where parts lie beside it: engines load all that they see
+MOST_THREADS = 8  # that hash
 _MODEL = 0  # its place among a version's files
 
 
@@ -56,10 +63,25 @@ class _Shard:
     agreed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))  # [block]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """How much was hashed, for reports."""
+
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = f", {self.bytes / self.seconds / 1e9:.1f} GB/s" if self.seconds > 0 else ""
+        return f"{self.bytes / 1e9:.3f} GB in {self.seconds:.3f} s{rate}"
+
+
+_Block = tuple[_Shard, int]  # and its number
+
+
 class StagedVersion:
-    """`base.Staged`. Construction opens its files and finds what is there. Raises Retryable and Permanent where there
-    is no room or a part is not there; nothing has been written then. `at_home`: shards that engines here need, though
-    nobody sends them."""
+    """A `LocalVersion` in files. Construction opens its files and finds what is there. Raises Retryable and Permanent
+    where there is no room or a part is not there; nothing has been written then. `at_home`: shards that engines here
+    need, though nobody sends them."""
 
     def __init__(
         self,
@@ -68,7 +90,6 @@ class StagedVersion:
         parts: Sequence[StagedPart] = (),
         *,
         at_home: Collection[str] = (),
-        held_elsewhere: Callable[[], int] = lambda: 0,
     ) -> None:
         self.map = map
         self.folder = folder
@@ -76,14 +97,13 @@ class StagedVersion:
         self.disagreed = 0  # blocks that arrived and were not what their sums say
         self.found: BlockSums | None = None  # what was hashed of an earlier start
         self.at_home = tuple(sorted(at_home))
-        self._held_elsewhere = held_elsewhere
         self._tensors = {tensor.name: tensor for tensor in map.tensors}
         self._layout = lay_out(map.tensors)
         self._files: list[Bytes] = [np.zeros(0, dtype=np.uint8)]
         self._identity: dict[str, tuple[int, int]] = {}
         sources = [self._part(number, part) for number, part in enumerate(self.parts, start=1)]
         self._shards = {shard.id: self._located(shard, sources) for shard in map.shards}
-        self._summing = SumTask(map.block_bytes)
+        self._own = threading.local()  # a block of memory of each thread that hashes
         self._model_has: set[str] = set()  # shards for which it has pages
         self._content: tuple[tuple[object, ...], str] | None = None  # its sum, and of which bytes
         received = [shard for shard in self._shards.values() if not shard.in_parts or shard.map.id in self.at_home]
@@ -114,12 +134,11 @@ class StagedVersion:
                 state.present.add(offset, size)
                 state.changed.notify_all()
                 return
-        found = {block: self._summing.block(self, shard, *self._range(state, block)) for block in complete}
+        sums = [self._sum(state, block) for block in complete]
         with state.changed:
             state.present.add(offset, size)
-            for block, sum in found.items():
+            for block, sum in zip(complete, sums, strict=True):
                 self._judge(state, block, sum)
-            state.changed.notify_all()
 
     def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
         state = self._within(shard, offset, size)
@@ -149,16 +168,12 @@ class StagedVersion:
         missing = self.missing()
         if some := [name for name in chosen if name in missing]:
             raise Permanent(f"version {self.map.version}: is not here whole: {', '.join(some)}")
-        found = {name: [""] * -(-self._shards[name].map.bytes // self.map.block_bytes) for name in chosen}
-
-        def on_block(shard: str, offset: int, _: int, sum: str) -> None:
-            found[shard][offset // self.map.block_bytes] = sum
-
-        hashed = self._summing.blocks(self, [each for name in chosen for each in self._all_blocks(name)], on_block)
-        told_sums = {name: tuple(each) for name, each in found.items()}
-        for name, each in told_sums.items():
-            self._shards[name].own_sums = each
-        return told_sums, hashed
+        states = [self._shards[name] for name in chosen]
+        sums, hashed = self._in_threads(self._sum, [each for state in states for each in _blocks(state)])
+        left = iter(sums)
+        for state in states:
+            state.own_sums = tuple(islice(left, len(state.agreed)))
+        return {state.map.id: state.own_sums for state in states}, hashed
 
     def check(self) -> BlockSums:
         """Hash what is there and was not hashed since, and copy what engines need out of parts. See `missing` then."""
@@ -221,7 +236,7 @@ class StagedVersion:
     def identity(self) -> str:
         """Of the bytes: another run of a trainer may give other weights the same number."""
         shards = [(shard.slices, shard.sums) for shard in self.map.shards]
-        return f"{self.map.version}:{sum_of(memoryview(repr((self.map.tensors, shards)).encode()))}"
+        return f"{self.map.version}:{xxhash.xxh3_64_hexdigest(repr((self.map.tensors, shards)).encode())}"
 
     def is_same(self, map: VersionMap, parts: Sequence[StagedPart], at_home: Collection[str]) -> bool:
         """Whether this can go on: the same shards of the same files, sums aside."""
@@ -283,7 +298,7 @@ class StagedVersion:
         starts, ends = disk_space.pages(*(np.concatenate(column) for column in zip(*spans, strict=True)))
         needed = int((ends - starts).sum()) - (disk_space.allocated_bytes(path) if earlier else 0)
         if needed > disk_space.free_bytes(self.folder):
-            raise disk_space.no_room(self.folder, needed, self._held_elsewhere(), self.map.version)
+            raise disk_space.no_room(self.folder, needed, self.map.version)
         if path.exists() and not earlier:
             logger.warning("%s: is of another manifest and is replaced", path)
             path.unlink()
@@ -297,7 +312,7 @@ class StagedVersion:
                 path.unlink(missing_ok=True)
             if not disk_space.is_full(error):
                 raise Permanent(f"{path}: cannot be written: {error}") from error
-            raise disk_space.no_room(self.folder, needed, self._held_elsewhere(), self.map.version) from error
+            raise disk_space.no_room(self.folder, needed, self.map.version) from error
         self._files[_MODEL] = _mapped(path)
         if not earlier:
             disk_space.map_in(self._files[_MODEL], starts, ends)
@@ -308,24 +323,15 @@ class StagedVersion:
         shards = [state for state in shards if state.map.sums and not state.in_parts]
         if not self._was_there or not shards:
             return
-        first, last = _written(self.folder / MODEL_FILE)
-        wanted = []
-        for state in shards:
-            for name, offset, size in self._all_blocks(state.map.id):
-                if not state.present.covers(offset, size) and all(
-                    _is_written(run, first, last) for run in state.runs.pieces(offset, size)
-                ):
-                    wanted.append((name, offset, size))
-
-        def on_block(shard: str, offset: int, size: int, sum: str) -> None:
-            state, block = self._shards[shard], offset // self.map.block_bytes
-            if sum == state.map.sums[block]:
-                with state.changed:
-                    state.present.add(offset, size)
-                    state.agreed[block] = True
-                    state.changed.notify_all()
-
-        self.found = self._summing.blocks(self, wanted, on_block)
+        written = np.array(written_ranges(self.folder / MODEL_FILE), dtype=np.int64).reshape(-1, 2)
+        wanted = [
+            (state, block)
+            for state in shards
+            for state, block in _blocks(state)
+            if not state.present.covers(*self._range(state, block))
+            and all(_is_written(run, written) for run in state.runs.pieces(*self._range(state, block)))
+        ]
+        _, self.found = self._in_threads(self._verify, wanted)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
         """Into the file that engines load; what did not agree is left out, to be received."""
@@ -335,14 +341,11 @@ class StagedVersion:
             self._open_model(lacking)
         for state in shards:
             target = self._in_model(state.map)
-            for name, offset, size in self._all_blocks(state.map.id):
-                if not state.present.covers(offset, size):
-                    continue
-                data = self.view(name, offset, size)
-                if data is None:
-                    data = memoryview(bytearray(size))
-                    self.read(name, offset, data)
-                scatter(self._files, target.pieces(offset, size), np.frombuffer(data, dtype=np.uint8))
+            for _, block in _blocks(state):
+                offset, size = self._range(state, block)
+                if state.present.covers(offset, size):
+                    data = np.frombuffer(self._data(state, offset, size), dtype=np.uint8)
+                    scatter(self._files, target.pieces(offset, size), data)
             with state.changed:
                 state.runs, state.in_parts = target, False
 
@@ -350,33 +353,56 @@ class StagedVersion:
 
     def _hash_present(self, shards: Iterable[_Shard]) -> BlockSums:
         """What is there whole and was not hashed since it came."""
-        wanted = []
+        wanted: list[_Block] = []
         for state in shards:
             with state.changed:
                 wanted += [
-                    (name, offset, size)
-                    for block, (name, offset, size) in enumerate(self._all_blocks(state.map.id))
-                    if not state.agreed[block] and state.present.covers(offset, size)
+                    (state, block)
+                    for _, block in _blocks(state)
+                    if not state.agreed[block] and state.present.covers(*self._range(state, block))
                 ]
+        return self._in_threads(self._verify, wanted)[1]
 
-        def on_block(shard: str, offset: int, _: int, sum: str) -> None:
-            state = self._shards[shard]
-            with state.changed:
-                self._judge(state, offset // self.map.block_bytes, sum)
+    def _in_threads(
+        self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]
+    ) -> tuple[list[_Result], BlockSums]:
+        """Hashing runs outside the interpreter's lock."""
+        began_s = time.perf_counter()
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "sums") as pool:
+            done = list(pool.map(lambda block: work(*block), blocks))
+        return done, BlockSums(sum(self._range(*block)[1] for block in blocks), time.perf_counter() - began_s)
 
-        return self._summing.blocks(self, wanted, on_block)
+    def _sum(self, state: _Shard, block: int) -> str:
+        return xxhash.xxh3_64_hexdigest(self._data(state, *self._range(state, block)))
+
+    def _verify(self, state: _Shard, block: int) -> None:
+        sum = self._sum(state, block)
+        with state.changed:
+            self._judge(state, block, sum)
+
+    def _data(self, state: _Shard, offset: int, size: int) -> memoryview:
+        """At most a block; where it is scattered a copy, until the thread asks for another."""
+        if (data := self.view(state.map.id, offset, size)) is None:
+            if not hasattr(self._own, "memory"):
+                self._own.memory = np.empty(self.map.block_bytes, dtype=np.uint8).data
+            data = self._own.memory[:size]
+            self.read(state.map.id, offset, data)
+        return data
 
     def _judge(self, state: _Shard, block: int, sum: str) -> None:
-        """With its lock held."""
+        """With its lock held: what agrees with its sum is there."""
+        offset, size = self._range(state, block)
         state.agreed[block] = sum == state.map.sums[block]
-        if not state.agreed[block]:
+        if state.agreed[block]:
+            state.present.add(offset, size)
+        elif state.present.covers(offset, size):
             self.disagreed += 1
-            offset, size = self._range(state, block)
             state.present.remove(offset, size)
             logger.warning(
                 "version %d: %d bytes of shard %s at %d are not what they should be (xxh3 %s, not %s): missing again",
                 self.map.version, size, state.map.id, offset, sum, state.map.sums[block],
             )  # fmt: skip
+        state.changed.notify_all()
 
     def _completed(self, state: _Shard, offset: int, size: int) -> list[int]:
         """Blocks that are whole with these bytes, which may have been there before. With its lock held."""
@@ -392,9 +418,6 @@ class StagedVersion:
         offset = block * self.map.block_bytes
         return offset, min(self.map.block_bytes, state.map.bytes - offset)
 
-    def _all_blocks(self, name: str) -> list[tuple[str, int, int]]:
-        return [(name, *each) for each in blocks_of(self._shards[name].map.bytes, self.map.block_bytes)]
-
     def _within(self, shard: str, offset: int, size: int) -> _Shard:
         state = self._shards.get(shard)
         if state is None:
@@ -402,6 +425,10 @@ class StagedVersion:
         if offset < 0 or size < 0 or offset + size > state.map.bytes:
             raise Permanent(f"shard {shard} has {state.map.bytes} bytes, got a range of {size} at {offset}")
         return state
+
+
+def _blocks(state: _Shard) -> Iterator[_Block]:
+    return ((state, block) for block in range(len(state.agreed)))
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -426,28 +453,8 @@ def _is_laid_out(path: Path, layout: FileLayout) -> bool:
         return file.read(len(layout.header)) == layout.header
 
 
-def _is_written(run: ByteRun, first: Ints, last: Ints) -> bool:
-    """Whether none of it is in a hole; first as if it were all one, as it mostly is."""
-    end = run.start + (run.times - 1) * run.stride + run.length
-    place = int(np.searchsorted(first, run.start, side="right")) - 1
-    if place >= 0 and end <= last[place]:
-        return True
+def _is_written(run: ByteRun, written: Ints) -> bool:
+    """Whether none of it is in a hole of the file. `written`: from and to, in order."""
     starts = run.start + run.stride * np.arange(run.times, dtype=np.int64)
-    places = np.searchsorted(first, starts, side="right") - 1
-    return bool((places >= 0).all() and (starts + run.length <= last[places]).all())
-
-
-def _written(path: Path) -> tuple[Ints, Ints]:
-    """From and to of what is not a hole, in order."""
-    found: list[tuple[int, int]] = []
-    with path.open("rb") as file:
-        at, size = 0, path.stat().st_size
-        while at < size:
-            try:
-                first = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:  # ENXIO: there is no more
-                break
-            at = os.lseek(file.fileno(), first, os.SEEK_HOLE)
-            found.append((first, at))
-    pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
+    places = np.searchsorted(written[:, 0], starts, side="right") - 1
+    return bool((places >= 0).all() and (starts + run.length <= written[places, 1]).all())

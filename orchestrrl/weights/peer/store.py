@@ -1,6 +1,6 @@
 """The folder of one peer: a folder for each version that it holds, one peer at a time, and what outlives the peer.
 
-    LOCK, committed.json, installed.json, serving.json
+    LOCK, peer.json
     v7/state.json               what the version is: written before any byte of it comes
     v7/model.safetensors        received, and installed
     v7/part-RANK.safetensors    staged by a trainer's rank of this host
@@ -9,14 +9,13 @@ Whatever else lies there is a stranger's and stays.
 """
 
 import fcntl
-import json
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -33,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 STATE_FILE = "state.json"
-COMMITTED_FILE = "committed.json"
-INSTALLED_FILE = "installed.json"
-SERVING_FILE = "serving.json"
+PEER_FILE = "peer.json"
 LOCK_FILE = "LOCK"
 MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
 
@@ -48,7 +45,17 @@ class _State:
     at_home: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _PeerState:
+    """What outlives the peer beside its versions. `installed`: by engine, `StagedVersion.identity` of what it was given
+    last; `serving`: engines that the daemon told of last, and where they listen."""
+
+    installed: dict[EngineId, str] = field(default_factory=dict)
+    serving: dict[EngineId, str] = field(default_factory=dict)
+
+
 _STATE: TypeAdapter[_State] = TypeAdapter(_State)
+_PEER_STATE: TypeAdapter[_PeerState] = TypeAdapter(_PeerState)
 
 
 class VersionStore:
@@ -59,7 +66,7 @@ class VersionStore:
         self.versions: dict[int, StagedVersion] = {}
         self._changing = threading.Lock()
         self._locked = _lock(folder)
-        self.committed = self._read_committed()
+        self._state = self._read_peer_state()
         for version in self._on_disk():
             self._find(version)
 
@@ -78,7 +85,7 @@ class VersionStore:
                 folder = self.folder_of(map.version)
                 self._replace_others(folder, map)
                 folder.mkdir(mode=0o700, exist_ok=True)
-                staged = self._staged(folder, map, parts, at_home)
+                staged = StagedVersion(folder, map, parts, at_home=at_home)
             state = _State(SCHEMA, staged.map, staged.parts, staged.at_home)
             _write(staged.folder / STATE_FILE, _STATE.dump_json(state))
             self.versions[map.version] = staged
@@ -92,12 +99,10 @@ class VersionStore:
             known = ", ".join(str(each) for each in sorted(self.versions)) or "none"
             raise Permanent(f"version {version} is not held here; held: {known}") from None
 
-    def keep(self, versions: Collection[int], committed: int | None) -> list[int]:
+    def keep(self, versions: Collection[int]) -> list[int]:
         """Discard the others, and what was staged of older ones that never came to be; which. What trainers stage now
         stays: parts in their hands, be the number lower than the fleet's, and newer ones that nobody has opened."""
         with self._changing:
-            self.committed = committed
-            _write(self.folder / COMMITTED_FILE, json.dumps({"version": committed}).encode())
             newest = max(versions, default=-1)
             discarded = []
             for version in self._on_disk():
@@ -124,40 +129,31 @@ class VersionStore:
     def folder_of(self, version: int) -> Path:
         return self.folder / f"v{version}"
 
-    def installed(self) -> dict[str, str]:
-        """By engine, `StagedVersion.identity` of what it was given last."""
-        return _read_names(self.folder / INSTALLED_FILE)
+    @property
+    def installed(self) -> Mapping[EngineId, str]:
+        return self._state.installed
 
-    def note_installed(self, engine: str, identity: str) -> None:
+    @property
+    def serving(self) -> Mapping[EngineId, str]:
+        return self._state.serving
+
+    def note_installed(self, engine: EngineId, identity: str) -> None:
         """Empty: nobody knows what it has. To be there again after a restart."""
         with self._changing:
-            _write(self.folder / INSTALLED_FILE, json.dumps({**self.installed(), engine: identity}).encode())
-
-    def serving(self) -> dict[str, str]:
-        """Engines that the daemon told of last, by name, and where they listen."""
-        return _read_names(self.folder / SERVING_FILE)
+            self._note(replace(self._state, installed={**self._state.installed, engine: identity}))
 
     def note_serving(self, engines: Mapping[EngineId, str]) -> None:
         with self._changing:
-            _write(self.folder / SERVING_FILE, json.dumps(dict(sorted(engines.items()))).encode())
+            self._note(replace(self._state, serving=dict(engines)))
+
+    def _note(self, state: _PeerState) -> None:
+        _write(self.folder / PEER_FILE, _PEER_STATE.dump_json(state))
+        self._state = state
 
     def close(self) -> None:
         """Let another peer have the folder. What is held stays there."""
         self.versions.clear()
         os.close(self._locked)
-
-    def _staged(
-        self, folder: Path, map: VersionMap, parts: Sequence[StagedPart], at_home: Collection[str]
-    ) -> StagedVersion:
-        def elsewhere() -> int:
-            return sum(
-                disk_space.allocated_bytes(file)
-                for version in self._on_disk()
-                if version != map.version
-                for file in self.folder_of(version).glob("*.safetensors")
-            )
-
-        return StagedVersion(folder, map, parts, at_home=at_home, held_elsewhere=elsewhere)
 
     def _on_disk(self) -> list[int]:
         found = []
@@ -177,7 +173,7 @@ class VersionStore:
             logger.warning("%s: makes no sense and is not used: %s", folder / STATE_FILE, "; ".join(faults))
             return
         try:
-            staged = self.versions[version] = self._staged(folder, state.map, state.parts, state.at_home)
+            staged = self.versions[version] = StagedVersion(folder, state.map, state.parts, at_home=state.at_home)
         except OrchestrRLError as error:
             logger.warning("version %d: what is left of it in %s cannot be used: %s", version, folder, error)
             return
@@ -195,12 +191,11 @@ class VersionStore:
         logger.warning("%s: is of another manifest or an older schema, and is replaced", folder)
         _discard(folder, with_parts=False)
 
-    def _read_committed(self) -> int | None:
+    def _read_peer_state(self) -> _PeerState:
         try:
-            value = json.loads((self.folder / COMMITTED_FILE).read_bytes())["version"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return value if isinstance(value, int) else None
+            return _PEER_STATE.validate_json((self.folder / PEER_FILE).read_bytes())
+        except (OSError, ValidationError):
+            return _PeerState()
 
 
 def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:
@@ -263,15 +258,6 @@ def _read_state(folder: Path) -> _State | None:
     except (OSError, ValidationError):
         return None
     return state if state.schema == SCHEMA else None
-
-
-def _read_names(path: Path) -> dict[str, str]:
-    """Return the mapping in the file; an empty one where the file cannot be read."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _write(path: Path, content: bytes) -> None:

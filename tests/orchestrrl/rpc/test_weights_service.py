@@ -235,7 +235,7 @@ def every_kind() -> list[PeerOrder]:
     orders: list[Order] = [
         OpenVersion(map, (StagedPart(0, {map.tensors[0].name: (box,)}),), ("s",)), SumShards(1, ("s",)), EndEdges(1),
         CarryEdges(1, (edge,), 4096, 1.0), CheckVersion(1), InstallVersion(1, engine, 1.5, True), QueryVersion(engine),
-        KeepVersions((1,), None),
+        KeepVersions((1,)),
         ProbeWeights(engine, (1,), 1, 1.5), RestEngine(engine, True), BackendAct("p", engine, "a", 1, "{}", True, 1.5),
         ServeEngines({engine: "http://e"}),
     ]  # fmt: skip

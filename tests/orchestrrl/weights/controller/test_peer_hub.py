@@ -133,13 +133,13 @@ def test_an_order_that_is_taken_back_before_it_was_sent_is_not_sent() -> None:
     async def scene(hub: PeerHub, clock: VirtualClock) -> None:
         stream = hub.attach(peer())
         asked = asyncio.ensure_future(hub.send_order(P0, CheckVersion(1), 10.0))
-        kept = asyncio.ensure_future(hub.send_order(P0, KeepVersions((), None), 10.0))
+        kept = asyncio.ensure_future(hub.send_order(P0, KeepVersions(()), 10.0))
         await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait({asked})
         line = Line(stream)
         await clock.advance(0.1)
-        assert [each.order for each in line.orders] == [KeepVersions((), None)]
+        assert [each.order for each in line.orders] == [KeepVersions(())]
         kept.cancel()
 
     play(scene)

@@ -16,15 +16,16 @@ from weight_versions import BLOCK, HALVES, SHARDS, Contents
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
-from orchestrrl.weights.base import LocalVersion
 from orchestrrl.weights.model import MODEL_FILE, ShardMap, StagedPart
-from orchestrrl.weights.orders import CarryEdges, OpenVersion, OrderOutcome, PeerOrder
+from orchestrrl.weights.orders import OpenVersion, OrderOutcome, PeerOrder
 from orchestrrl.weights.peer import disk_space
+from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.orders import PeerOrders
 from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.staging_hold import StagingHold, nobody_stages
+from planner.model import PeerId
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_holes_are_not_filled_by_looking_for_what_is_there() -> None:
         assert found is not None
         assert found.bytes == staged.map.shards[0].bytes
         assert disk_space.allocated_bytes(folder / "v3" / MODEL_FILE) == before
-        store.keep([], None)
+        store.keep([])
         store.close()
     finally:
         for left in folder.iterdir():
@@ -311,16 +312,15 @@ def test_only_what_is_kept_stays_and_strangers_files(store: VersionStore) -> Non
     contents.stage(store.folder_of(0), 0, HALVES[0])  # never came to be
     contents.stage(store.folder_of(5), 0, HALVES[0])  # a trainer stages it now
     (store.folder / "vacation").mkdir()
-    assert store.keep([3], 3) == [0, 1, 2]
-    assert store.keep([3], 3) == [1]  # the stranger's file keeps its folder
+    assert store.keep([3]) == [0, 1, 2]
+    assert store.keep([3]) == [1]  # the stranger's file keeps its folder
     assert sorted(entry.name for entry in store.folder.iterdir()) == [
-        "LOCK", "committed.json", "v1", "v3", "v5", "vacation",
+        "LOCK", "v1", "v3", "v5", "vacation",
     ]  # fmt: skip
     assert [entry.name for entry in store.folder_of(1).iterdir()] == ["notes.txt"]
     assert sorted(store.versions) == [3]
     store.close()
     again = VersionStore(store.folder)
-    assert again.committed == 3
     assert sorted(again.versions) == [3]
     store._locked = again._locked  # closed by the fixture
 
@@ -331,11 +331,11 @@ def test_what_trainers_stage_now_stays_though_its_number_is_lower_than_the_fleet
     store.open(contents.map(7))
     hold = StagingHold(store.folder_of(3))
     part = contents.stage(store.folder_of(3), 0, HALVES[0])
-    assert store.keep([7], 7) == []
+    assert store.keep([7]) == []
     assert (store.folder_of(3) / part.file).exists()
     hold.let_go()
     hold.let_go()
-    assert store.keep([7], 7) == [3]
+    assert store.keep([7]) == [3]
     assert not store.folder_of(3).exists()
 
 
@@ -346,7 +346,7 @@ def test_of_a_version_that_is_discarded_while_it_is_staged_again_the_parts_stay(
     with nobody_stages(store.folder_of(3)) as is_left:
         assert is_left
     hold = StagingHold(store.folder_of(3))
-    assert store.keep([7], 7) == [3]
+    assert store.keep([7]) == [3]
     assert [entry.name for entry in store.folder_of(3).iterdir()] == [part.file]
     assert sorted(store.versions) == []
     hold.let_go()
@@ -358,7 +358,7 @@ def test_a_folder_is_held_or_discarded_and_never_half_of_each(store: VersionStor
 
     def discard() -> None:
         while not over.is_set():
-            store.keep([7], 7)
+            store.keep([7])
 
     peer = threading.Thread(target=discard)
     peer.start()
@@ -397,7 +397,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         store.open(contents.map(2))
     assert held > 0
     assert not list(store.folder_of(2).iterdir())
-    store.keep([], None)
+    store.keep([])
     with pytest.raises(Permanent, match=r"no room for version 2 .* other versions hold 0"):
         store.open(contents.map(2))
 
@@ -443,27 +443,22 @@ def test_a_version_that_is_discarded_gives_its_memory_back_at_once(store: Versio
         file = str(store.folder_of(1))
         assert file in Path("/proc/self/maps").read_text()
         del staged
-        store.keep([], None)
+        store.keep([])
         assert file not in Path("/proc/self/maps").read_text()
     finally:
         gc.enable()
 
 
-class Ends:
-    """In place of a carrier: which shards were open when its edges were let go of."""
+class Ends(ThreadedCarrier):
+    """It carries nothing; which shards were open when its edges were let go of."""
 
     def __init__(self, store: VersionStore) -> None:
+        super().__init__(PeerId("here"), {}, lambda _: None)
         self.store = store
         self.open: list[list[str]] = []
 
-    def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
-        raise AssertionError("nothing is carried here")
-
     def end(self, version: int, edges: Sequence[str] = ()) -> None:
         self.open.append([shard.id for shard in self.store.version(version).map.shards])
-
-    def close(self) -> None:
-        pass
 
 
 async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: VersionStore) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,19 +50,6 @@ class WeightPublisher(Protocol):
     def publish(self, version: int, model: Any) -> Any: ...
 
     def next_version(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer: the ids that were drawn and the log-probability of each. None where the engine had not a number."""
-
-    token_ids: list[int]
-    logprobs: list[float | None]
-
-    def __post_init__(self) -> None:
-        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
-            tokens, logprobs = len(self.token_ids), len(self.logprobs)
-            raise ValueError(f"a completion has tokens, and a logprob for each, got {tokens} and {logprobs}")
 
 
 class GatewayRollout:
@@ -126,8 +112,8 @@ class GatewayRollout:
         completions = run(self._complete_all(prompt_ids, parameters, name, f"{self._tag}-s{trainer.state.global_step}"))
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [completion.token_ids for completion in completions],
-            "logprobs": [completion.logprobs for completion in completions],
+            "completion_ids": [token_ids for token_ids, _ in completions],
+            "logprobs": [logprobs for _, logprobs in completions],
         }
 
     def sync_weights(self, trainer: GrpoTrainer) -> None:
@@ -171,10 +157,10 @@ class GatewayRollout:
 
     async def _complete_all(
         self, prompts: Sequence[Sequence[int]], parameters: Mapping[str, Any], name: str, step: str
-    ) -> list[Completion]:
+    ) -> list[tuple[list[int], list[float | None]]]:
         async with GatewayClient(self._gateway_url, self._engine_urls, patience=self._patience) as client:
 
-            async def complete(index: int, prompt_ids: Sequence[int]) -> Completion:
+            async def complete(index: int, prompt_ids: Sequence[int]) -> tuple[list[int], list[float | None]]:
                 group = f"{step}-{hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()[:16]}"
                 body = {**parameters, "prompt": list(prompt_ids)}
                 request_id = f"{name}-{index}"
@@ -235,13 +221,17 @@ def sampling_parameters(trainer: GrpoTrainer) -> dict[str, Any]:
     }
 
 
-def read_completion(answer: Mapping[str, Any], request_id: str) -> Completion:
-    """Raises Permanent for an answer that a trainer must not learn from."""
+def read_completion(answer: Mapping[str, Any], request_id: str) -> tuple[list[int], list[float | None]]:
+    """Return the ids that were drawn and the log-probability of each, None where the engine had not a number. Raises
+    Permanent for an answer that a trainer must not learn from."""
     try:
         (choice,) = answer["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
             raise Permanent(f"{request_id} ended with {choice['finish_reason']!r}: it was stopped, and is not complete")
-        return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if not token_ids or len(token_ids) != len(logprobs):
+            raise ValueError(f"a completion has a logprob for each token, got {len(token_ids)} and {len(logprobs)}")
+        return token_ids, logprobs
     except (KeyError, TypeError, ValueError) as fault:
         raise Permanent(
             f"{request_id}: the answer has no token ids with logprobs ({shorten(str(fault))}); the engines must know "

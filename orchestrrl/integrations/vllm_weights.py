@@ -8,9 +8,9 @@ It runs in the trainer's environment, where it needs aiohttp and pydantic.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,32 +48,31 @@ def reload_weights(
     Raises Retryable or Permanent when nothing was changed and all run on. Raises OutcomeUnknown when some may hold
     half of the weights: those stay paused, the others run on with the new ones.
     """
-    urls = [url.rstrip("/") for url in engine_urls]
-    run(_reload(urls, str(weights_path), gateway_url, policy_version, holder, lease_s, timeout_s))
+    urls, weights = [url.rstrip("/") for url in engine_urls], str(weights_path)
+
+    async def reload() -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+            if gateway_url is not None:
+                barrier = _Barrier(http, gateway_url.rstrip("/"), lease_s)
+                with _unchanged():
+                    is_closed = await barrier.close(holder)
+                if is_closed:
+                    await _reload_behind(barrier, urls, weights, policy_version)
+                    return
+            await _reload_alone(http, urls, weights)
+
+    run(reload())
 
 
-async def _reload(
-    urls: Sequence[str],
-    weights_path: str,
-    gateway_url: str | None,
-    policy_version: int | None,
-    holder: str,
-    lease_s: float,
-    timeout_s: float,
-) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
-        if gateway_url is not None:
-            pause = {"mode": "keep", "frozen": "recompute", "holder": holder, "lease_s": lease_s}
-            barrier = _Barrier(http, gateway_url.rstrip("/"), lease_s)
-            with suppress(_Unreachable):
-                await barrier.close(pause)
-                await _reload_behind(barrier, urls, weights_path, policy_version)
-                return
-        await _reload_alone(http, urls, weights_path)
-
-
-class _Unreachable(Exception):
-    """There is no gateway."""
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    """What fails in the block fails before anything has changed, and its error says so."""
+    try:
+        yield
+    except Retryable as error:
+        raise Retryable(f"no weights were changed: {error}", error.after_s) from error
+    except Permanent as error:
+        raise Permanent(f"no weights were changed: {error}") from error
 
 
 class _Barrier:
@@ -89,35 +88,33 @@ class _Barrier:
         self.ids: dict[str, list[str]] = {}  # of the engines, by URL
         self.restless: dict[str, str] = {}  # engines that did not come to rest, with why
 
-    async def close(self, asked: Mapping[str, Any]) -> None:
-        """Raises _Unreachable; Retryable and Permanent where the pause barrier says no."""
+    async def close(self, holder: str) -> bool:
+        """Return False where there is no gateway. Raises Retryable and Permanent where the pause barrier says no."""
         try:
             operator_url = await self._operator_url()
         except Retryable as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                raise _Unreachable from error
-            raise Retryable(f"no weights were changed: {error}", error.after_s) from error
-        except Permanent as error:
-            raise Permanent(f"no weights were changed: {error}") from error
+                return False
+            raise
+        asked = {"mode": "keep", "frozen": "recompute", "holder": holder, "lease_s": self._lease_s}
         try:
             await self._check(operator_url)
-            told = await _post(self.http, f"{operator_url}/orchestrrl/pause", asked)
+            told = await _call(self.http, f"{operator_url}/orchestrrl/pause", asked)
         except Retryable as error:
             if isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                raise Permanent(f"no weights were changed: {self._out_of_reach(str(error))}") from error
-            raise type(error)(f"no weights were changed: {error}", error.after_s) from error
-        except Permanent as error:
-            raise Permanent(f"no weights were changed: {error}") from error
+                raise Permanent(self._out_of_reach(str(error))) from error
+            raise
         self._lease = told["lease_id"]
         for engine in told["engines"]:
             self.ids.setdefault(engine["url"].rstrip("/"), []).append(engine["engine_id"])
             if not engine["done"]:
                 self.restless[engine["engine_id"]] = engine["detail"]
+        return True
 
     async def _check(self, operator_url: str) -> None:
         """Raises Permanent where another gateway has that address on this host: a loopback address means another server
         on each."""
-        wanted, found = self._name, (await _call(self.http, "GET", f"{operator_url}/version")).get("gateway")
+        wanted, found = self._name, (await _call(self.http, f"{operator_url}/version", method="GET")).get("gateway")
         if found != wanted:
             raise Permanent(self._out_of_reach(f"{operator_url} is gateway {found!r}, and not {wanted!r}"))
 
@@ -144,10 +141,10 @@ class _Barrier:
         await self._post("resume", asked)
 
     async def _post(self, name: str, asked: Mapping[str, Any]) -> None:
-        await _post(self.http, f"{await self._operator_url()}/orchestrrl/{name}", asked)
+        await _call(self.http, f"{await self._operator_url()}/orchestrrl/{name}", asked)
 
     async def _operator_url(self) -> str:
-        told = await _call(self.http, "GET", f"{self._url}/version")
+        told = await _call(self.http, f"{self._url}/version", method="GET")
         url, self._name = told.get("operator_url"), told.get("gateway")
         if not isinstance(url, str):
             raise Permanent(f"{self._url}/version: names no operator_url: is it a gateway of OrchestrRL?")
@@ -180,20 +177,24 @@ async def _reload_behind(barrier: _Barrier, urls: Sequence[str], weights_path: s
 
 async def _reload_alone(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: str) -> None:
     # vLLM drops all KV with it, the prefix cache included, unless told otherwise.
-    failures = await _each(urls, lambda url: _post(http, f"{url}/pause?mode=keep"))
+    failures = await _each(urls, lambda url: _call(http, f"{url}/pause?mode=keep"))
     if failures:
         # One that did not answer may be paused all the same.
-        stuck = await _each(urls, lambda url: _post(http, f"{url}/resume"))
-        raise _combined_error("no weights were changed", stuck | failures)
+        failures = await _each(urls, lambda url: _call(http, f"{url}/resume")) | failures
+        message = "; ".join(str(error) for error in failures.values())
+        with _unchanged():
+            if all(isinstance(error, Retryable) for error in failures.values()):
+                raise Retryable(message, RETRY_AFTER_S)
+            raise Permanent(message)
     torn = await _load(http, urls, weights_path)
-    stuck = await _each([url for url in urls if url not in torn], lambda url: _post(http, f"{url}/resume"))
+    stuck = await _each([url for url in urls if url not in torn], lambda url: _call(http, f"{url}/resume"))
     if torn or stuck:
         raise _torn(weights_path, torn | stuck)
 
 
 async def _load(http: aiohttp.ClientSession, urls: Sequence[str], weights_path: str) -> dict[str, OrchestrRLError]:
     order = {"method": "reload_weights", "kwargs": {"weights_path": weights_path}}
-    return await _each(urls, lambda url: _post(http, f"{url}/collective_rpc", order))
+    return await _each(urls, lambda url: _call(http, f"{url}/collective_rpc", order))
 
 
 def _torn(weights_path: str, failures: Mapping[str, OrchestrRLError]) -> OutcomeUnknown:
@@ -215,12 +216,8 @@ async def _each(urls: Sequence[str], act: Callable[[str], Coroutine[Any, Any, An
     return failures
 
 
-async def _post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return await _call(http, "POST", url, body)
-
-
 async def _call(
-    http: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None = None
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any] | None = None, method: str = "POST"
 ) -> dict[str, Any]:
     """The answer, where it is an object."""
     try:
@@ -236,13 +233,6 @@ async def _call(
     if response.status != 200:
         raise Permanent(f"{url}: {response.status}: {shorten(text, 300)}")
     return answer if isinstance(answer, dict) else {}
-
-
-def _combined_error(what: str, failures: Mapping[str, OrchestrRLError]) -> OrchestrRLError:
-    message = f"{what}: " + "; ".join(str(error) for error in failures.values())
-    if all(isinstance(error, Retryable) for error in failures.values()):
-        return Retryable(message, RETRY_AFTER_S)
-    return Permanent(message)
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:

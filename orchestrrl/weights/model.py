@@ -193,7 +193,7 @@ class Peer:
     held: tuple[HeldVersion, ...] = ()
     free_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
-    # Where engines listen that it installs into as the daemon tells it of them: HOST, HOST:PORT, or HOST:FIRST-LAST.
+    # Names of the hosts whose engines it installs into as the daemon tells it of them.
     serves: tuple[str, ...] = ()
     # Engines of several hosts that another host's peer installs into, and of which ranks are on this one.
     ranks_of: tuple[EngineId, ...] = ()

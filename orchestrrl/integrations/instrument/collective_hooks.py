@@ -23,50 +23,38 @@ else:  # in the traced process, where this folder is on the path
 
 
 class GroupMethod(NamedTuple):
-    """A method of ProcessGroup: under which name it is noted, which argument has the bytes, which the peer."""
+    """A method of ProcessGroup: as which operation it is noted, which argument has the bytes, which the peer. A torch
+    has one or more of its names."""
 
-    name: str
     op: str
     tensors_at: int | None
-    peer_at: int | None = None
+    peer_at: int | None
+    names: tuple[str, ...]
 
 
 # The bytes are those of the whole that the group works on: of an all-gather the output, of a reduce-scatter the input;
 # of gather and scatter this rank's part.
 METHODS = (
-    GroupMethod("allreduce", "all_reduce", 0),
-    GroupMethod("allreduce_coalesced", "all_reduce", 0),
-    GroupMethod("broadcast", "broadcast", 0),
-    GroupMethod("reduce", "reduce", 0),
-    GroupMethod("allgather", "all_gather", 0),
-    GroupMethod("_allgather_base", "all_gather", 0),
-    GroupMethod("all_gather_single", "all_gather", 0),
-    GroupMethod("allgather_coalesced", "all_gather", 0),
-    GroupMethod("allgather_into_tensor_coalesced", "all_gather", 0),
-    GroupMethod("all_gather_single_coalesced", "all_gather", 0),
-    GroupMethod("reduce_scatter", "reduce_scatter", 1),
-    GroupMethod("_reduce_scatter_base", "reduce_scatter", 1),
-    GroupMethod("reduce_scatter_single", "reduce_scatter", 1),
-    GroupMethod("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
-    GroupMethod("reduce_scatter_single_coalesced", "reduce_scatter", 1),
-    GroupMethod("alltoall", "all_to_all", 1),
-    GroupMethod("alltoall_base", "all_to_all", 1),
-    GroupMethod("all_to_all_single", "all_to_all", 1),
-    GroupMethod("gather", "gather", 1),
-    GroupMethod("scatter", "scatter", 0),
-    GroupMethod("barrier", "barrier", None),
-    GroupMethod("monitored_barrier", "barrier", None),
-    GroupMethod("send", "send", 0, 1),
-    GroupMethod("recv", "recv", 0, 1),
-    GroupMethod("recv_anysource", "recv", 0),
-)
-# Names of the same methods in other versions of torch: one of each set must be there.
-ALIASES = (
-    {"_allgather_base", "all_gather_single"},
-    {"_reduce_scatter_base", "reduce_scatter_single"},
-    {"alltoall_base", "all_to_all_single"},
-    {"allgather_into_tensor_coalesced", "all_gather_single_coalesced"},
-    {"reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"},
+    GroupMethod("all_reduce", 0, None, ("allreduce",)),
+    GroupMethod("all_reduce", 0, None, ("allreduce_coalesced",)),
+    GroupMethod("broadcast", 0, None, ("broadcast",)),
+    GroupMethod("reduce", 0, None, ("reduce",)),
+    GroupMethod("all_gather", 0, None, ("allgather",)),
+    GroupMethod("all_gather", 0, None, ("_allgather_base", "all_gather_single")),
+    GroupMethod("all_gather", 0, None, ("allgather_coalesced",)),
+    GroupMethod("all_gather", 0, None, ("allgather_into_tensor_coalesced", "all_gather_single_coalesced")),
+    GroupMethod("reduce_scatter", 1, None, ("reduce_scatter",)),
+    GroupMethod("reduce_scatter", 1, None, ("_reduce_scatter_base", "reduce_scatter_single")),
+    GroupMethod("reduce_scatter", 1, None, ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")),
+    GroupMethod("all_to_all", 1, None, ("alltoall",)),
+    GroupMethod("all_to_all", 1, None, ("alltoall_base", "all_to_all_single")),
+    GroupMethod("gather", 1, None, ("gather",)),
+    GroupMethod("scatter", 0, None, ("scatter",)),
+    GroupMethod("barrier", None, None, ("barrier",)),
+    GroupMethod("barrier", None, None, ("monitored_barrier",)),
+    GroupMethod("send", 0, 1, ("send",)),
+    GroupMethod("recv", 0, 1, ("recv",)),
+    GroupMethod("recv", 0, None, ("recv_anysource",)),
 )
 FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -128,15 +116,12 @@ class CollectiveHooks:
         from torch._C._distributed_c10d import ProcessGroup, Work
 
         self._torch, self._wait_itself, self._work_type = torch, Work.wait, Work
-        missing = {method.name for method in METHODS if not hasattr(ProcessGroup, method.name)}
-        for names in ALIASES:
-            if names - missing:
-                missing -= names
-        if missing:
-            self._warn(f"not recorded, as this torch has no such methods: {', '.join(sorted(missing))}")
         for method in METHODS:
-            if hasattr(ProcessGroup, method.name):
-                self._replace(ProcessGroup, method.name, partial(self._method, method))
+            there = [name for name in method.names if hasattr(ProcessGroup, name)]
+            for name in there:
+                self._replace(ProcessGroup, name, partial(self._method, method))
+            if not there:
+                self._warn(f"not recorded, as this torch has no such method: {' or '.join(method.names)}")
         for name, make in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
             if hasattr(ProcessGroup, name):
                 self._replace(ProcessGroup, name, make)
@@ -196,7 +181,7 @@ class CollectiveHooks:
 
     def _method(self, method: GroupMethod, original: Callable[..., Any]) -> Callable[..., Any]:
         """Written out: what is traced pays for each line, more than it seems as the caches are cold here."""
-        _, op, tensors_at, peer_at = method
+        op, tensors_at, peer_at, _ = method
         outer, ident = self._outer, threading.get_ident
         routes: dict[int, HookedMethod] = {}
         self._routes.append(routes)
@@ -227,7 +212,7 @@ class CollectiveHooks:
                 peer = ranks[args[peer_at]] if peer_at is not None and ranks and len(args) > peer_at else UNKNOWN
                 watch = None if on_device is None else self._watch(on_device, writer)
             except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
-                self._warn(f"not recorded: {method.name}: {fault!r}")
+                self._warn(f"not recorded: {op}: {fault!r}")
                 return original(pg, *args, **kwargs)
             if watch is not None:
                 return watch.run(

@@ -22,19 +22,16 @@ from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
-TREE = "tree"
 JOIN, SEND = "join", "send"  # steps of `vllm_transfer` that its trainer takes
 
 
-@dataclass(frozen=True, slots=True)
-class BackendCapabilities:
-    """`stages_ahead`: all bytes are at the engines' hosts before the fence, so the trainer may go on. `rolls_back`: a
-    version can be had again without the trainer: engines that took another one get it back, and those that were
-    restarted are repaired. `reads_back`: engines may say what they hold, as a sum of it."""
+TREE = "tree"
 
-    stages_ahead: bool
-    rolls_back: bool
-    reads_back: bool
+
+class TreeBackend:
+    """Trainers stage a version, peers send it on to each other, and engines load it from their host's folder. All bytes
+    are at the engines' hosts before the fence, so the trainer may go on; peers hold versions until they are told to let
+    go. The daemon plans and mends the tree itself (weights/controller/carrying.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +123,11 @@ class SenderOptions:
     own: Mapping[str, str] = field(default_factory=dict)
 
 
-class WeightBackend(Protocol):
-    """One process's. Construction opens nothing, and imports nothing but ours."""
-
-    @property
-    def capabilities(self) -> BackendCapabilities: ...
-
-
 @runtime_checkable
-class DirectBackend(WeightBackend, Protocol):
-    """The daemon has one for as long as it lives: what trainer and engines have joined may serve many versions. After
-    a sync that failed it is told so by `forget`."""
+class DirectBackend(Protocol):
+    """One process's. Construction opens nothing, and imports nothing but ours. The daemon has one for as long as it
+    lives: what trainer and engines have joined may serve many versions. After a sync that failed it is told so by
+    `forget`. No version can be had again without the trainer."""
 
     def faults(self, publication: Publication) -> list[str]:
         """With what a rank says, as `path: what is wrong`. Pure."""
@@ -216,22 +207,17 @@ BACKENDS = PlugPoint(
     "backend",
     "orchestrrl.weight_backends",
     {
-        TREE: "orchestrrl.weights.backends.tree:TreeBackend",
+        TREE: "orchestrrl.weights.backends.base:TreeBackend",
         "checkpoint_engine": "orchestrrl.weights.backends.checkpoint_engine:CheckpointEngineBackend",
         "vllm_transfer": "orchestrrl.weights.backends.vllm_transfer:VllmTransferBackend",
     },
 )
 
 
-def make_backend(name: str) -> WeightBackend:
-    """Raises Permanent for an unknown name, listing the known ones, and where what it needs is not installed."""
-    backend: WeightBackend = BACKENDS.load(name)()
-    return backend
-
-
 def make_direct(name: str) -> DirectBackend:
-    """The same; raises Permanent also for one whose bytes peers carry."""
-    backend = make_backend(name)
+    """Raises Permanent for an unknown name, listing the known ones, where what it needs is not installed, and for one
+    whose bytes peers carry."""
+    backend = BACKENDS.load(name)()
     if not isinstance(backend, DirectBackend):
         raise Permanent(f"backend {name!r} is not one that trainers send by")
     return backend

@@ -17,7 +17,6 @@ from typing import Any
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Engine, transfer_engine
 from orchestrrl.weights.backends.base import (
-    BackendCapabilities,
     DirectSync,
     EngineOutcomes,
     EnginesFailed,
@@ -37,8 +36,6 @@ CHECKPOINT = "orchestrrl-{version}"
 
 
 class CheckpointEngineBackend:
-    capabilities = BackendCapabilities(stages_ahead=False, rolls_back=False, reads_back=False)
-
     def __init__(self) -> None:
         self._workers: dict[EngineId, int] = {}  # in order of rank
         self._outcomes = EngineOutcomes()

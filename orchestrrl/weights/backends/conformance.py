@@ -14,7 +14,6 @@ from typing import Protocol
 
 import pytest
 
-from orchestrrl.weights.backends.base import BackendCapabilities
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from planner.model import EngineId
 
@@ -32,7 +31,9 @@ class BackendWorld(Protocol):
     def engines(self) -> Sequence[EngineId]: ...
 
     @property
-    def capabilities(self) -> BackendCapabilities: ...
+    def keeps_versions(self) -> bool:
+        """All bytes are at the engines' hosts before the fence, and the version from before is held there."""
+        ...
 
     def holds(self, engine: EngineId) -> int | None:
         """The version that it would answer with; None: half of one, or who knows what."""
@@ -81,7 +82,7 @@ class BackendConformance:
         _check_one_version(world, report, (1, 2))
         if step is BackendStep.VERIFY and count > 1:
             pass  # nobody can say who is right
-        elif world.capabilities.rolls_back:
+        elif world.keeps_versions:
             assert all(world.gets_requests(engine) for engine in world.engines[count:])
         elif step is not BackendStep.PREPARE and report.state is SyncState.ABORTED:
             # Whoever was touched has lost the version from before, and gets nothing.
@@ -94,7 +95,7 @@ class BackendConformance:
         world.lose_trainer(step)
         report = await world.publish(2)
         _check_one_version(world, report, (1, 2))
-        if world.capabilities.stages_ahead and step is BackendStep.INSTALL:  # it is not needed any more
+        if world.keeps_versions and step is BackendStep.INSTALL:  # it is not needed any more
             assert report.state is SyncState.DONE
         await self._goes_on(world)
 

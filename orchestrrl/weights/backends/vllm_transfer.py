@@ -22,7 +22,6 @@ from orchestrrl.engines.base import Engine, transfer_engine
 from orchestrrl.weights.backends.base import (
     JOIN,
     SEND,
-    BackendCapabilities,
     DirectSync,
     EngineOutcomes,
     EnginesFailed,
@@ -45,8 +44,6 @@ CALLS = {
 
 
 class VllmTransferBackend:
-    capabilities = BackendCapabilities(stages_ahead=False, rolls_back=False, reads_back=False)
-
     def __init__(self) -> None:
         self._joined: tuple[Any, ...] | None = None  # by whom
         self._workers: dict[EngineId, int] = {}

@@ -29,9 +29,6 @@ class PeerArguments:
         " that agents report. One peer of a host does.",
         default=False,
     )
-    engines_at: Sequence[str] = _option(
-        "The same for engines that listen there; repeat for several.", metavar="HOST[:PORT[-LAST]]", default=()
-    )
     ranks_of: Sequence[str] = _option(
         "An engine of several hosts that has ranks on this one, too, and that another host's peer installs into: both"
         " have the same --folder. Repeat for several.",

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ SOON_S = 2.0  # nothing waits longer for what can do without
 @dataclass(slots=True)
 class _Own:
     engine: Engine
-    given: bool = False  # by the daemon
+    given: bool  # by the daemon
     has: LoadedWeights | None = None
     brought: LoadedWeights | None = None  # by this process
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -48,8 +48,7 @@ class PeerEngines:
     ) -> None:
         """`given`: those that the daemon told of."""
         self._product = product
-        self._own = {name: _Own(self._connected(url)) for name, url in sorted(engines.items())}
-        self._own |= {name: self._made(url) for name, url in sorted(given.items()) if name not in engines}
+        self._own = {name: self._made(url, name not in engines) for name, url in {**given, **engines}.items()}
         self._clock = clock
         self._changed = changed
         self._backends: dict[str, DirectBackend] = {}
@@ -69,7 +68,7 @@ class PeerEngines:
         async with self._serving:
             given = {name: own for name, own in self._own.items() if own.given}
             come = {
-                name: self._made(url)
+                name: self._made(url, given=True)
                 for name, url in engines.items()
                 if name not in self._own or (name in given and given[name].engine.url != url)
             }
@@ -83,8 +82,6 @@ class PeerEngines:
     async def watch(self, interval_s: float) -> None:
         while True:
             await self.refresh()
-            # Those that tell no version; of the others all of it is known from that.
-            await self._take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
@@ -185,11 +182,8 @@ class PeerEngines:
             await own.engine.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _made(self, url: str) -> _Own:
-        return _Own(self._connected(url), given=True)
-
-    def _connected(self, url: str) -> Engine:
-        return connect(self._product, url, timeout_s=CALL_S)
+    def _made(self, url: str, given: bool) -> _Own:
+        return _Own(connect(self._product, url, timeout_s=CALL_S), given)
 
     def _close_later(self, own: _Own) -> None:
         async def close() -> None:
@@ -218,16 +212,14 @@ class PeerEngines:
 
     async def take_sums(self) -> bool:
         """Whether any would have the sum of a folder taken in a load, and says so soon."""
-        return await self._take_sums(self._own.values(), SOON_S)
 
-    async def _take_sums(self, owns: Iterable[_Own], within_s: float) -> bool:
         async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
-                async with asyncio.timeout(within_s):
+                async with asyncio.timeout(SOON_S):
                     return await weights_engine(engine).takes_sums()
             return False
 
-        return any(await asyncio.gather(*(one(own.engine) for own in owns)))
+        return any(await asyncio.gather(*(one(own.engine) for own in self._own.values())))
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""

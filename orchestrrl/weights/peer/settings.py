@@ -15,7 +15,7 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
 from orchestrrl.weights.model import EngineShare, PeerLocation, PeerRole
 from orchestrrl.weights.peer.arguments import FOLDERS, PREFERRED, PeerArguments
-from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name, parse_where
+from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name
 from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId, PeerId
 
@@ -34,7 +34,7 @@ class PeerSettings:
     place: PeerLocation
     share: EngineShare
     poll_engines_s: float
-    serves: tuple[str, ...] = ()  # where engines listen that the daemon tells it of, as Peer has it
+    serves: tuple[str, ...] = ()  # hosts of engines that the daemon tells it of, as Peer has it
     ranks_of: tuple[EngineId, ...] = ()
 
     @property
@@ -70,8 +70,6 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
         faults.append(f"--poll-engines-s: must be > 0, got {arguments.poll_engines_s:g}")
     if arguments.folder and not Path(arguments.folder).is_absolute():
         faults.append(f"--folder: must begin with /, engines and trainers are told of it, got {arguments.folder!r}")
-    for place, word in enumerate(arguments.engines_at):
-        _made(lambda word=word: parse_where(word), faults, f"--engines-at[{place}]", word)  # type: ignore[misc]
     address = _made(lambda: _address(arguments), faults)
     if address is not None and not arguments.allow_remote and (fault := remote_fault(address, "add --allow-remote")):
         faults.append(f"--host: {fault}, got {address!r}")
@@ -92,7 +90,7 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
         place=PeerLocation(arguments.gpu, arguments.pod, arguments.tor, arguments.nic_gbps),
         share=share,
         poll_engines_s=arguments.poll_engines_s,
-        serves=(*(_names_here(arguments, address) if arguments.engines_here else ()), *arguments.engines_at),
+        serves=_names_here(arguments, address) if arguments.engines_here else (),
         ranks_of=tuple(dict.fromkeys(map(EngineId, arguments.ranks_of))),
     )
 
@@ -139,7 +137,7 @@ def _engines(arguments: PeerArguments, faults: list[str]) -> dict[EngineId, str]
         else:
             found[EngineId(name)] = url
     try:
-        if arguments.engines or arguments.engines_here or arguments.engines_at:
+        if arguments.engines or arguments.engines_here:
             ENGINES.load(arguments.product)
         else:  # a host of trainers needs no engine client, nor what one imports
             ENGINES.check(arguments.product)

@@ -10,13 +10,16 @@ it needs grpcio, protobuf, pydantic, aiohttp and numpy; torch is used where tens
 """
 
 import asyncio
+import json
 import logging
+import queue
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as StillWaiting
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
@@ -24,18 +27,17 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 import numpy as np
 
 from orchestrrl.core.clock import Clock, WallClock
-from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.rpc.channel import Backoff
 from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
-from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct
+from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct, trainer_step_from
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.peer.arguments import FOLDERS
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
 from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
-from orchestrrl.weights.trainer.callback_loop import TrainerCallbackLoop
 from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
 from orchestrrl.weights.trainer.ranks import TrainerRanks
 from orchestrrl.weights.trainer.staging import ArrayCopies, PieceCopies, stage
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
+STEP_DONE, STEP_FAILED = "done", "failed"  # as the daemon knows them
 UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
 Arrays = Mapping[str, "np.ndarray[Any, Any]"] | Sequence[TensorPiece]
 
@@ -100,7 +103,6 @@ class PublishInProgress:
         self.version = version
         self.report: SyncReport | None = None  # the newest; None: the daemon has not answered yet
         self._future: Future[SyncReport] = Future()
-        self._listener: Callable[[SyncReport], None] | None = None
 
     def done(self) -> bool:
         return self._future.done()
@@ -304,29 +306,49 @@ class WeightsClient:
         else:
             sender.use(model, sender_options)
         publication = self._publication(version, sender.tensors, self._ranks.neighbours([]).run, began_s, options)
-        callback_loop = TrainerCallbackLoop(sender, self._relay)
-        handle = self._start_following(publication, callback_loop.on_report)
-        handle._future.add_done_callback(lambda _: callback_loop.on_report(None))
-        callback_loop.run()
+        reports: queue.SimpleQueue[SyncReport | None] = queue.SimpleQueue()  # None: it is over
+        handle = self._start_following(publication, reports.put)
+        handle._future.add_done_callback(lambda _: reports.put(None))
+        self._take_steps(sender, iter(reports.get, None))
         return handle.result()
 
-    def _relay(self, sync_id: str, number: int, call: str, body_json: str) -> str:
+    def _take_steps(self, sender: WeightSender, reports: Iterator[SyncReport]) -> None:
+        """Do what the daemon asks of the trainer, in this thread, since tensors may have to be gathered by all ranks at
+        once. What goes wrong in a step is told to the daemon, which may ask anew."""
+        done: set[tuple[str, int]] = set()
+        for report in reports:
+            asked = trainer_step_from(report.trainer_step_json)
+            if asked is None or (report.id, asked.number) in done:
+                continue
+            done.add((report.id, asked.number))
+            relay = partial(self._relay, report.id, asked.number)
+            became, body = STEP_DONE, {}
+            try:
+                sender.act(asked, relay)
+            except Exception as error:  # the product's own, of any kind
+                logger.warning("version %d: %s: %s", report.version, asked.step, error, exc_info=True)
+                became, body = STEP_FAILED, {"why": f"could not {asked.step}: {type(error).__name__}: {error}"}
+            try:
+                relay(became, body)
+            except OrchestrRLError as error:  # that is not asked any more, or the daemon is away: the report tells
+                logger.warning("%s", error)
+
+    def _relay(self, sync_id: str, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        request = weights_pb2.RelayToBackendRequest(
+            sync_id=sync_id, rank=self.rank, number=number, call=call, body_json=json.dumps(dict(body))
+        )
+
         async def relay() -> str:
-            request = weights_pb2.RelayToBackendRequest(
-                sync_id=sync_id, rank=self.rank, number=number, call=call, body_json=body_json
-            )
             async with ControlClient(self.address) as daemon:
                 return (await daemon.call(daemon.weights.RelayToBackend, request, RELAYED_WITHIN_S)).body_json
 
-        return asyncio.run_coroutine_threadsafe(relay(), self._running_loop()).result()
+        told: Mapping[str, Any] = json.loads(asyncio.run_coroutine_threadsafe(relay(), self._running_loop()).result())
+        return told
 
-    def _start_following(
-        self, publication: Publication, listener: Callable[[SyncReport], None] | None = None
-    ) -> PublishInProgress:
+    def _start_following(self, publication: Publication, on_report: Callable[[SyncReport], None]) -> PublishInProgress:
         handle = PublishInProgress(publication.version)
-        handle._listener = listener
-        following = asyncio.run_coroutine_threadsafe(self._follow(publication, handle), self._running_loop())
-        handle._future = following
+        following = self._follow(publication, handle, on_report)
+        handle._future = asyncio.run_coroutine_threadsafe(following, self._running_loop())
         return handle
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -353,7 +375,9 @@ class WeightsClient:
             failures += 1
             await self._clock.sleep(self._backoff.delay_s(failures, rng))
 
-    async def _follow(self, publication: Publication, handle: PublishInProgress) -> SyncReport:
+    async def _follow(
+        self, publication: Publication, handle: PublishInProgress, on_report: Callable[[SyncReport], None]
+    ) -> SyncReport:
         """Tells the daemon, again whenever it has been away, until the sync is over."""
         request = weights_pb2.PublishRequest(publication_json=PUBLICATION.dump_json(publication).decode())
         rng = random.Random(f"{publication.run} {publication.rank} {publication.version}")
@@ -365,8 +389,7 @@ class WeightsClient:
                     async for told in daemon.watch(daemon.weights.Publish, request):
                         failures = 0
                         handle.report = SYNC.from_pb(told)
-                        if handle._listener is not None:
-                            handle._listener(handle.report)
+                        on_report(handle.report)
                         if handle.report.over:
                             return self._noted(handle.report)
                 error = OutcomeUnknown(f"the daemon at {self.address} let go before version {handle.version} was over")

@@ -15,11 +15,10 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, P
 from orchestrrl.engines.base import TransferEnds
 from orchestrrl.weights.backends.base import (
     BACKENDS,
-    BackendCapabilities,
+    TREE,
     DirectBackend,
     SenderOptions,
     TrainerStep,
-    make_backend,
     make_direct,
     trainer_step_from,
 )
@@ -155,8 +154,8 @@ class TreeWorld:
         self._odd: list[Engine] = []
 
     @property
-    def capabilities(self) -> BackendCapabilities:
-        return make_backend(self.backend).capabilities
+    def keeps_versions(self) -> bool:
+        return self.backend == TREE
 
     @property
     def changed_while_open(self) -> Sequence[str]:
@@ -399,6 +398,6 @@ def test_backends_are_had_by_name() -> None:
     assert {"tree", "vllm_transfer"} <= set(BACKENDS.names())
     assert isinstance(make_direct("vllm_transfer"), DirectBackend)
     with pytest.raises(Permanent, match="tree"):
-        make_backend("carrier pigeons")
+        make_direct("carrier pigeons")
     with pytest.raises(Permanent, match="tree"):
         make_direct("tree")

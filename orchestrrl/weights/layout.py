@@ -1,16 +1,14 @@
 """Where the bytes of a version lie: the safetensors file of its tensors, and the runs of a shard in such files.
 
-A shard is boxes of tensors one behind the other, row-major. In a file a box is runs at a stride, so what is kept of a
-shard is groups of equal rows, and of each row the columns that lie in one piece; a range of bytes is found in them by
-bisection. Where several files have parts of a box, a row has a column for each of them. The format is safetensors'
-(README of huggingface/safetensors): eight bytes of length, JSON, then the tensors.
+A shard is boxes of tensors one behind the other, row-major. In a file a box is rows at a stride, and so it is in the
+shard where files have parts of it; what is kept of a shard is such runs of equal rows, never the rows. The format is
+safetensors' (README of huggingface/safetensors): eight bytes of length, JSON, then the tensors.
 """
 
 import itertools
 import json
 import math
 import struct
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import numpy.typing as npt
 from orchestrrl.integrations.instrument.checkpoint_files import read_header
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, TensorMeta
 from planner.sync_tree.parameters import Box
+from planner.sync_tree.reshard import ShardSlice
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -90,73 +89,58 @@ class ByteRun(NamedTuple):
     file: int
     start: int
     length: int
-    times: int
-    stride: int
-    period: int
+    times: int = 1
+    stride: int = 0
+    period: int = 0
+
+    def clipped(self, offset: int, end: int) -> "Iterator[ByteRun]":
+        """Of the run, what lies in [offset, end), counted from there: whole rows together, and what is cut alone."""
+        at, file, start, length, times, stride, period = self
+        first, last = max(0, (offset - at) // (period or length)), min(times, -(-(end - at) // (period or length)))
+        is_cut = at < offset or at + (times - 1) * period + length > end
+        for row in sorted({first, last - 1}) if is_cut else ():
+            row_at, row_start = at + row * period, start + row * stride
+            low, high = max(row_at, offset), min(row_at + length, end)
+            if high - low < length:
+                first, last = (first + 1, last) if row == first else (first, last - 1)
+                if low < high:
+                    yield ByteRun(low - offset, file, row_start + low - row_at, high - low)
+        if first < last:
+            row_at, row_start = at + first * period, start + first * stride
+            yield ByteRun(row_at - offset, file, row_start, length, last - first, stride, period)
 
 
 class ShardRuns:
-    """Where each byte of a shard is. Columns of one kind are arrays; nothing is kept by run."""
+    """Where each byte of a shard is: runs, in an array."""
 
-    def __init__(self, groups: Sequence["_Group"], size: int) -> None:
+    def __init__(self, runs: Sequence[ByteRun], size: int) -> None:
         self.bytes = size
-        merged = _joined(groups)
-        self._at = [group.at for group in merged]
-        self._count = np.array([group.rows for group in merged], dtype=np.int64)
-        self._period = np.array([group.period for group in merged], dtype=np.int64)
-        # [group + 1], the place of its first column in `_columns`
-        self._first = np.cumsum([0, *(len(group.columns) for group in merged)], dtype=np.int64)
-        columns = [column for group in merged for column in group.columns]
-        # [column, (file, within the row, start in the file, length, stride in the file)]
-        self._columns = np.array(columns, dtype=np.int64).reshape(-1, 5)
+        # [run, (at, file, start, length, times, stride, period)], by `at`; `_before`: where those up to one have ended
+        self._runs = np.array(_joined(sorted(runs)), dtype=np.int64).reshape(-1, 7)
+        at, _, _, length, times, _, period = self._runs.T
+        self._at, self._end = at, at + (times - 1) * period + length
+        self._before = np.maximum.accumulate(self._end)
 
     def single(self, offset: int, size: int) -> tuple[int, int] | None:
         """File and place, where the range lies in one piece."""
-        found = None
-        for run in self.pieces(offset, size):
-            if found is not None or run.times != 1:
-                return None
-            found = run.file, run.start
-        return found
+        found = list(itertools.islice(self.pieces(offset, size), 2))
+        return (found[0].file, found[0].start) if len(found) == 1 and found[0].times == 1 else None
 
     def pieces(self, offset: int, size: int) -> Iterator[ByteRun]:
         """Of a range of the shard, in no order that matters."""
-        end = offset + size
-        group = bisect_right(self._at, offset) - 1
-        while group < len(self._at) and (at := self._at[group]) < end:
-            count, period = int(self._count[group]), int(self._period[group])
-            columns = self._columns[self._first[group] : self._first[group + 1]].tolist()
-            low, high = max(offset, at) - at, min(end - at, count * period)
-            base = at - offset
-            (row, within), (last, rest) = divmod(low, period), divmod(high, period)
-            if row == last:
-                yield from _part_of_row(columns, base, row, period, within, rest)
-            else:
-                if within:
-                    yield from _part_of_row(columns, base, row, period, within, period)
-                    row += 1
-                if row < last:
-                    for file, inside, start, length, stride in columns:
-                        place = base + row * period + inside
-                        yield ByteRun(place, file, start + row * stride, length, last - row, stride, period)
-                if rest:
-                    yield from _part_of_row(columns, base, last, period, 0, rest)
-            group += 1
+        low, high = self._before.searchsorted(offset, "right"), self._at.searchsorted(offset + size)
+        for run in self._runs[low:high][self._end[low:high] > offset].tolist():
+            yield from ByteRun(*run).clipped(offset, offset + size)
 
     def spans(self, file: int) -> tuple[Ints, Ints]:
         """What a file's pages have to be there for: from and to, gaps of less than a page left in. In no order."""
-        group_of = np.repeat(np.arange(len(self._at)), np.diff(self._first))
-        chosen = self._columns[:, 0] == file
-        start, length, stride = (self._columns[chosen, place] for place in (2, 3, 4))
-        count = self._count[group_of[chosen]]
-        dense = (count == 1) | (stride - length < PAGE_BYTES)
-        starts = [start[dense]]
-        ends = [start[dense] + (count[dense] - 1) * stride[dense] + length[dense]]
-        sparse = np.stack([start, length, stride, count], axis=1)[~dense]
-        for first, size, step, times in sparse.tolist():
-            places = first + step * np.arange(times, dtype=np.int64)
-            starts.append(places)
-            ends.append(places + size)
+        runs = self._runs[self._runs[:, 1] == file]
+        _, _, start, length, times, stride, _ = runs.T
+        dense = (times == 1) | (stride - length < PAGE_BYTES)
+        starts, ends = [start[dense]], [(start + (times - 1) * stride + length)[dense]]
+        for _, _, first, size, count, step, _ in runs[~dense].tolist():
+            starts.append(first + step * np.arange(count, dtype=np.int64))
+            ends.append(starts[-1] + size)
         return np.concatenate(starts), np.concatenate(ends)
 
 
@@ -187,140 +171,75 @@ def _both_sides(files: Sequence[Bytes], run: ByteRun, wire: Bytes) -> tuple[Byte
 
 def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:
     """Raises ValueError where some of the shard is in none of the sources; the first that has a byte gives it."""
-    groups: list[_Group] = []
+    runs: list[ByteRun] = []
     for piece in shard.slices:
         tensor = tensors[piece.parameter]
-        having = [
-            (box, source.file, source.places[tensor.name])
-            for source in sources
-            if tensor.name in source.places
-            for box in (source.boxes.get(tensor.name, ()) if source.boxes is not None else (tensor.whole,))
-        ]
-        groups += _groups(tensor, piece.box, piece.offset, having)
-    return ShardRuns(groups, shard.bytes)
+        lacking = [piece.box]
+        for source in sources:
+            if lacking and tensor.name in source.places:
+                boxes = (tensor.whole,) if source.boxes is None else source.boxes.get(tensor.name, ())
+                for held in boxes:
+                    here = [box for box in (_common(lack, held) for lack in lacking) if box is not None]
+                    for box in here:
+                        runs += _runs(tensor, piece, box, source)
+                        lacking = [rest for lack in lacking for rest in _without(lack, box)]
+        if lacking:
+            raise ValueError(f"{tensor.name}: some of {piece.box} is not staged here")
+    return ShardRuns(runs, shard.bytes)
 
 
-class _Group(NamedTuple):
-    at: int  # byte of the shard
-    rows: int  # one behind the other
-    period: int  # bytes of each
-    columns: tuple[tuple[int, int, int, int, int], ...]  # file, within the row, start, length, stride
+def _common(one: Box, other: Box) -> Box | None:
+    box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return box if all(first < last for first, last in box) else None
 
 
-Having = tuple[Box, int, int]  # a box, the file that it is in, and where its tensor begins there
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Boxes of what is left, axis by axis; all of it where it has nothing of the hole."""
+    if _common(box, hole) is None:
+        yield box
+        return
+    for axis, ((first, last), (low, high)) in enumerate(zip(box, hole, strict=True)):
+        for rest in ((first, low), (high, last)):
+            if rest[0] < rest[1]:
+                yield (*box[:axis], rest, *box[axis + 1 :])
+        box = (*box[:axis], (max(first, low), min(last, high)), *box[axis + 1 :])
 
 
-def _groups(tensor: TensorMeta, box: Box, offset: int, having: Sequence[Having]) -> Iterator[_Group]:
-    for each in having:
-        if _contains(each[0], box):
-            having, cuts = [each], [[*axis] for axis in box]
-            break
-    else:
-        cuts = [
-            sorted({first, last, *(at for own, _, _ in having for at in own[axis] if first < at < last)})
-            for axis, (first, last) in enumerate(box)
-        ]
-    shape, cuts, own = _flat(tensor, cuts, [each[0] for each in having])
-    files = [(file, base) for _, file, base in having]
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    *outer, rows, columns = cuts
-    period = columns[-1] - columns[0]
-    at, holders = offset, _holders(columns, [each[-1] for each in own])
-    for corner in itertools.product(*(range(cut[0], cut[-1]) for cut in outer)):
-        before = sum(place * stride for place, stride in zip(corner, strides, strict=False))
-        for row, next_row in itertools.pairwise(rows):
-            found = []
-            for (column, next_column), numbers in zip(itertools.pairwise(columns), holders, strict=True):
-                cell = (*corner, row, column)
-                holder = next((number for number in numbers if _has(own[number], cell)), None)
-                if holder is None:
-                    raise ValueError(f"{tensor.name}: some of {box} is not staged here")
-                file, base = files[holder]
-                start = base + before + row * strides[-2] + column
-                found.append((file, column - columns[0], start, next_column - column, strides[-2]))
-            yield _Group(at, next_row - row, period, _together(found))
-            at += (next_row - row) * period
-
-
-def _holders(columns: Sequence[int], own: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """For each step from column to column who may have it, in order: of ranks that share a tensor most have none of it.
-    Rows that are whole count as columns of one."""
-    found: list[list[int]] = [[] for _ in columns[1:]]
-    for number, (first, last) in enumerate(own):
-        for step in found[bisect_left(columns, first) : bisect_left(columns, last)]:
-            step.append(number)
-    return found
-
-
-def _flat(
-    tensor: TensorMeta, cuts: list[list[int]], boxes: Sequence[Box]
-) -> tuple[list[int], list[list[int]], list[list[tuple[int, int]]]]:
-    """Axes that are whole and uncut are one with those before; the last counts bytes, and there are two at least."""
-    shape, own = list(tensor.shape) or [1], [list(box) or [(0, 1)] for box in boxes]
-    cuts = cuts or [[0, 1]]
-    for axis in range(len(shape) - 1, 0, -1):
-        if cuts[axis] == [0, length := shape[axis]]:
-            shape[axis - 1] *= length
-            cuts[axis - 1] = [at * length for at in cuts[axis - 1]]
-            for box in own:
-                box[axis - 1] = box[axis - 1][0] * length, box[axis - 1][1] * length
-                del box[axis]
-            del shape[axis], cuts[axis]
-    width = DTYPE_BYTES[tensor.dtype]
-    shape[-1] *= width
-    cuts[-1] = [at * width for at in cuts[-1]]
-    for box in own:
-        box[-1] = box[-1][0] * width, box[-1][1] * width
-    if len(shape) == 1:
-        return [1, *shape], [[0, 1], *cuts], [[(0, 1), *box] for box in own]
-    return shape, cuts, own
-
-
-def _together(columns: Sequence[tuple[int, int, int, int, int]]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Neighbours in one file are one."""
-    joined: list[tuple[int, int, int, int, int]] = []
-    for column in columns:
-        if joined and joined[-1][0] == column[0] and joined[-1][2] + joined[-1][3] == column[2]:
-            file, within, start, length, stride = joined[-1]
-            joined[-1] = file, within, start, length + column[3], stride
+def _runs(tensor: TensorMeta, piece: ShardSlice, box: Box, source: SourceFile) -> Iterator[ByteRun]:
+    """Of a box of a slice: where it is in the shard, and in a file that has it."""
+    # Of each axis: the box's beginning in the slice and in the tensor; the lengths of box, slice and tensor.
+    axes = [[0, 0, 1, 1, 1]]
+    for (first, last), (low, high), length in zip(box, piece.box, tensor.shape, strict=True):
+        if last - first == high - low == length:  # whole: one with the axis before
+            axes[-1] = [value * length for value in axes[-1]]
         else:
-            joined.append(column)
-    return tuple(joined)
+            axes.append([first - low, first, last - first, high - low, length])
+    axes[-1] = [value * DTYPE_BYTES[tensor.dtype] for value in axes[-1]]
+    *outer, rows, columns = [[0, 0, 1, 1, 1], *axes]
+    period, stride = columns[3], columns[4]
+    at, start = piece.offset + columns[0], source.places[tensor.name] + columns[1]
+    for corner in itertools.product(*(range(axis[2]) for axis in outer)):
+        in_slice = in_tensor = 0
+        for place, axis in zip((*corner, 0), (*outer, rows), strict=True):
+            in_slice, in_tensor = in_slice * axis[3] + axis[0] + place, in_tensor * axis[4] + axis[1] + place
+        run = ByteRun(at + in_slice * period, source.file, start + in_tensor * stride, columns[2])
+        yield run if rows[2] == 1 else run._replace(times=rows[2], stride=stride, period=period)
 
 
-def _joined(groups: Sequence[_Group]) -> list[_Group]:
-    """Groups of one run that are neighbours in the shard and in a file are one: small tensors make no small pieces."""
-    joined: list[_Group] = []
-    for group in groups:
+def _joined(runs: Sequence[ByteRun]) -> list[ByteRun]:
+    """Neighbours in the shard and in a file are one: small tensors make no small pieces."""
+    joined: list[ByteRun] = []
+    for run in runs:
         before = joined[-1] if joined else None
-        if before and before.rows == group.rows == len(before.columns) == len(group.columns) == 1:
-            (file, _, start, length, _), (next_file, _, next_start, next_length, _) = (
-                before.columns[0],
-                group.columns[0],
-            )
-            if file == next_file and start + length == next_start:
-                size = length + next_length
-                joined[-1] = _Group(before.at, 1, size, ((file, 0, start, size, size),))
-                continue
-        joined.append(group)
+        if (
+            before is not None
+            and before.times == run.times == 1
+            and (before.file, before.at + before.length, before.start + before.length) == (run.file, run.at, run.start)
+        ):
+            joined[-1] = before._replace(length=before.length + run.length)
+        else:
+            joined.append(run)
     return joined
-
-
-def _part_of_row(
-    columns: Sequence[Sequence[int]], base: int, row: int, period: int, first: int, last: int
-) -> Iterator[ByteRun]:
-    for file, within, start, length, stride in columns:
-        low, high = max(first, within), min(last, within + length)
-        if low < high:
-            yield ByteRun(base + row * period + low, file, start + row * stride + low - within, high - low, 1, 0, 0)
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
-
-
-def _has(box: Sequence[tuple[int, int]], cell: Sequence[int]) -> bool:
-    return all(first <= at < last for (first, last), at in zip(box, cell, strict=True))
 
 
 def _most_groups(box: Box, shape: Sequence[int]) -> int:

@@ -238,3 +238,14 @@ def test_ranges_are_as_a_set_of_bytes(steps: list[tuple[bool, int, int]]) -> Non
         assert {at for first, length in gaps for at in range(first, first + length)} == set(range(42)) - there
         assert all(a + b < c for (a, b), (c, _) in itertools.pairwise(gaps))
         assert ranges.covers(offset, size) == (set(range(offset, offset + size)) <= there)
+
+
+def test_a_run_that_has_ended_is_no_part_of_a_later_range() -> None:
+    """Of three files one has most rows of a column, and the others the rest: a range behind the second's."""
+    tensor = TensorMeta("w", "U8", (10, 10))
+    boxes = (((0, 10), (0, 4)),), (((0, 2), (4, 10)),), (((2, 10), (4, 10)),)
+    sources = [SourceFile(number, {"w": 0}, {"w": own}) for number, own in enumerate(boxes)]
+    runs = locate(shard_of([(tensor, tensor.whole)]), {"w": tensor}, sources)
+    for offset, end in itertools.combinations(range(101), 2):
+        expanded = expanded_runs(runs, offset, end - offset)
+        assert [at for _, start, length in expanded for at in range(start, start + length)] == list(range(offset, end))

@@ -92,8 +92,8 @@ class HookedMethod(NamedTuple):
 class CollectiveHooks:
     """`install` them when torch is there. Recording never raises into the program that is traced."""
 
-    def __init__(self, writer: Callable[[], RingWriter | None], warn: Callable[[str], None], *, ddp: bool) -> None:
-        self._writer, self._warn, self._ddp = writer, warn, ddp
+    def __init__(self, writer: Callable[[], RingWriter | None], warn: Callable[[str], None]) -> None:
+        self._writer, self._warn = writer, warn
         self._undo: list[tuple[Any, str, Any, bool]] = []
         self._places: dict[int, KnownGroup] = {}
         self._routes: list[dict[int, HookedMethod]] = []  # of each method, by the address of the group
@@ -129,8 +129,7 @@ class CollectiveHooks:
         if hasattr(distributed, "_broadcast_coalesced"):
             self._replace(distributed, "_broadcast_coalesced", self._broadcast_coalesced)
         self._install_functional(torch)
-        if self._ddp:
-            self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
+        self._replace(torch.nn.parallel.DistributedDataParallel, "forward", self._forward)
 
     def replace(self, owner: Any, methods: Mapping[str, str]) -> None:
         """Record methods that communicate in ways of their own, by their operation. Doing it twice is harmless.

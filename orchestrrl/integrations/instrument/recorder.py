@@ -39,12 +39,12 @@ logger = logging.getLogger("orchestrrl.recorder")
 class Recorder:
     """One per process. `stop` leaves everything as it was before."""
 
-    def __init__(self, directory: Path, job: str, capacity: int, ddp: bool) -> None:
-        self._directory, self._job, self._capacity = directory, job, capacity
+    def __init__(self, directory: Path, job: str) -> None:
+        self._directory, self._job = directory, job
         self._writer: rings.RingWriter | None = None
         self._off = False
         self._warned: set[str] = set()
-        self._hooks = CollectiveHooks(self.writer, self.warn_once, ddp=ddp)
+        self._hooks = CollectiveHooks(self.writer, self.warn_once)
         self._awaiting = _Awaiting("torch", self._torch_is_there)
 
     def install(self) -> None:
@@ -76,7 +76,7 @@ class Recorder:
             try:
                 with contextlib.suppress(OSError):
                     rings.remove_dead(self._directory, older_than_s=KEEP_DEAD_S)
-                self._writer = rings.RingWriter(self._directory, capacity=self._capacity, job=self._job)
+                self._writer = rings.RingWriter(self._directory, job=self._job)
             except OSError as fault:
                 self._off = True
                 self.warn_once(f"nothing is recorded: {self._directory}: {fault}")
@@ -103,25 +103,17 @@ _process: Any = sys.modules.setdefault("_orchestrrl_recorder", ModuleType("_orch
 _process.__dict__.setdefault("recorder", None)
 
 
-def start(
-    directory: str | os.PathLike[str] | None = None,
-    *,
-    job: str | None = None,
-    capacity: int = rings.DEFAULT_CAPACITY,
-    ddp: bool = True,
-) -> None:
-    """Record from now on; nothing where it is on already. Raises ValueError for a capacity that is no power of two.
+def start(directory: str | os.PathLike[str] | None = None, *, job: str | None = None) -> None:
+    """Record from now on; nothing where it is on already.
 
     `directory`: of the rings; else what ORCHESTRRL_RECORDER says, else `rings.DEFAULT_DIRECTORY`. `job`: a name for the
-    reader, else what ORCHESTRRL_RECORDER_JOB says. `ddp`: whether DistributedDataParallel, which reduces its gradients
-    outside of Python, is given a communication hook that computes the same at its first forward, where it has none.
+    reader, else what ORCHESTRRL_RECORDER_JOB says. DistributedDataParallel, which reduces its gradients outside of
+    Python, is given a communication hook that computes the same at its first forward, where it has none.
     """
     if _process.recorder is not None:
         return
-    if capacity < 2 or capacity & (capacity - 1):
-        raise ValueError(f"capacity: must be a power of two of at least 2, got {capacity}")
     chosen = Path(directory) if directory is not None else _configured_directory()
-    _process.recorder = Recorder(chosen, os.environ.get(JOB, "") if job is None else job, capacity, ddp)
+    _process.recorder = Recorder(chosen, os.environ.get(JOB, "") if job is None else job)
     _process.recorder.install()
 
 

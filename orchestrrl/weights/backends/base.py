@@ -22,9 +22,6 @@ from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
-JOIN, SEND = "join", "send"  # steps of `vllm_transfer` that its trainer takes
-
-
 TREE = "tree"
 
 

@@ -27,7 +27,7 @@ from orchestrrl.weights.backends.base import (
 )
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.trainer.torch_tensors import named_tensors, torch_dtype
+from orchestrrl.weights.trainer.torch_tensors import gathered, named_tensors
 from planner.model import EngineId
 
 REGISTER, UPDATE = "register", "update"  # what is asked of the trainer
@@ -170,10 +170,9 @@ class RankShares:
     def _share(self) -> dict[str, Any]:
         share = {}
         for number, (name, tensor) in enumerate(self._all.items()):
-            gather = getattr(tensor, "full_tensor", None)
-            whole = gather() if callable(gather) else tensor  # of all ranks together, also where another keeps it
+            whole = gathered(tensor, self._metas[name])  # of all ranks together, also where another keeps it
             if number % self._options.world == self._options.rank:
-                share[name] = whole.detach().to(torch_dtype(self._metas[name].dtype)).cpu().contiguous()
+                share[name] = whole.cpu()
         return share
 
 

@@ -17,9 +17,8 @@ from typing import TypeVar
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.weights import wire
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
-from orchestrrl.weights.peer.pacing import piece_bytes
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
-from orchestrrl.weights.wire import EdgeEnded, LocalVersion, WireDirection
+from orchestrrl.weights.wire import EdgeEnded, LocalVersion, WireDirection, piece_bytes
 from planner.model import PeerId
 
 ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
@@ -61,15 +60,6 @@ class _Run:
         return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
 
 
-@dataclass
-class _Progress:
-    """Of a version that is received here."""
-
-    needed_bytes: int
-    received_bytes: int
-    reported_s: float
-
-
 class ThreadedCarrier:
     """`report` is called from the edges' threads. `now_s` stamps events (Unix time); `steady_s` is for waiting."""
 
@@ -88,7 +78,7 @@ class ThreadedCarrier:
         self._steady_s = steady_s
         self._lock = threading.RLock()
         self._runs: dict[EdgeKey, _Run] = {}  # also those that are over, until their version is let go of
-        self._progress: dict[int, _Progress] = {}
+        self._told_s: dict[int, float] = {}  # when it was told last how far a version is
         self._closed = False
 
     def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
@@ -103,8 +93,7 @@ class ThreadedCarrier:
                 if (known := self._runs.get((order.version, edge.id))) is None:
                     run = _Run(order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s)
                     self._runs[run.key] = run
-                    if run.is_receiver and order.version not in self._progress:
-                        self._progress[order.version] = self._progress_of(staged)
+                    self._told_s.setdefault(order.version, self._steady_s())
                 elif known.outcome is not None:
                     told_again.append(known.outcome)
             self._begin_due(order.version)
@@ -120,7 +109,7 @@ class ThreadedCarrier:
                 del self._runs[run.key]
             links = [run.link for run in ending if run.link is not None]
             if not any(key[0] == version for key in self._runs):
-                self._progress.pop(version, None)
+                self._told_s.pop(version, None)
             self._begin_due(version)
         for link in links:
             link.close()
@@ -146,11 +135,6 @@ class ThreadedCarrier:
                 faults.append(f"{edge.id}: transport {edge.transport!r} is not open here; open: {known}")
         if faults:
             raise Permanent("edges that cannot be carried: " + "; ".join(faults))
-
-    def _progress_of(self, staged: LocalVersion) -> _Progress:
-        needed = sum(shard.bytes for shard in staged.map.shards)
-        missing = sum(size for ranges in staged.missing().values() for _, size in ranges)
-        return _Progress(needed, needed - missing, self._steady_s())
 
     def _begin_due(self, version: int) -> None:
         """Of the version's edges that are not over, those of the first wave. Under the lock."""
@@ -181,11 +165,9 @@ class ThreadedCarrier:
             run.outcome = EdgeEvent(
                 run.version, run.edge.id, state, run.is_receiver, run.moved_bytes, run.began_s, self._now_s(), detail
             )
-            is_told = not run.let_go.is_set()
-            arrived = self._arrived(run.version) if run.is_receiver else None
-        if is_told:
-            if arrived is not None:
-                self._report(arrived)
+        if not run.let_go.is_set():
+            if run.is_receiver:
+                self._tell_arrived(run)
             self._report(run.outcome)
         with self._lock:
             if not self._closed:
@@ -269,20 +251,16 @@ class ThreadedCarrier:
 
     def _moved(self, run: _Run, size: int) -> None:
         run.moved_bytes += size
-        if not run.is_receiver:
-            return
-        with self._lock:
-            if (progress := self._progress.get(run.version)) is None:
-                return
-            progress.received_bytes = min(progress.needed_bytes, progress.received_bytes + size)
-            is_due = self._steady_s() - progress.reported_s >= TOLD_EVERY_S and not run.let_go.is_set()
-            arrived = self._arrived(run.version) if is_due else None
-        if arrived is not None:
-            self._report(arrived)
+        told_s = self._told_s.get(run.version)
+        if run.is_receiver and told_s is not None and self._steady_s() - told_s >= TOLD_EVERY_S:
+            self._tell_arrived(run)
 
-    def _arrived(self, version: int) -> ArrivedBytes | None:
-        """How far the version is, under the lock; None where it has been let go of."""
-        if (progress := self._progress.get(version)) is None:
-            return None
-        progress.reported_s = self._steady_s()
-        return ArrivedBytes(version, progress.received_bytes, progress.needed_bytes)
+    def _tell_arrived(self, run: _Run) -> None:
+        """How far the version is, unless it has been let go of."""
+        with self._lock:
+            if run.version not in self._told_s or run.let_go.is_set():
+                return
+            self._told_s[run.version] = self._steady_s()
+        needed = sum(shard.bytes for shard in run.staged.map.shards)
+        missing = sum(size for ranges in run.staged.missing().values() for _, size in ranges)
+        self._report(ArrivedBytes(run.version, needed - missing, needed))

@@ -18,7 +18,7 @@ import numpy as np
 from orchestrrl.core.errors import Permanent
 from orchestrrl.weights.layout import Bytes, FileLayout, Ints, SourceFile, lay_out, locate
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, StagedPart, TensorMeta
-from orchestrrl.weights.peer.disk_space import free_bytes, is_full, pages
+from orchestrrl.weights.peer.disk_space import free_bytes, is_full, pages, take
 from orchestrrl.weights.staging_hold import StagingHold
 from orchestrrl.weights.trainer.boxes import TensorPiece, boxes_of, shape_of, slices, tensors_of
 from planner.sync_tree.reshard import ShardSlice
@@ -98,8 +98,7 @@ def _write(
         with unfinished.open("w+b") as file:
             file.truncate(layout.bytes)
             starts, ends = _pages(part, layout)
-            for first, last in zip(starts.tolist(), ends.tolist(), strict=True):
-                os.posix_fallocate(file.fileno(), first, min(last, layout.bytes) - first)
+            take(file.fileno(), starts, ends, layout.bytes)
             mapped = np.frombuffer(mmap.mmap(file.fileno(), layout.bytes), dtype=np.uint8)  # closed with its last view
             mapped[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             for piece in pieces:

@@ -235,6 +235,13 @@ def _publishable(
         raise Permanent("; ".join(faults))
 
 
+def gathered(tensor: Any, meta: TensorMeta) -> Any:
+    """The whole tensor as it is published: a collective call, where it is divided among ranks."""
+    gather = getattr(tensor, "full_tensor", None)
+    whole = gather() if callable(gather) else tensor
+    return whole.detach().to(torch_dtype(meta.dtype)).contiguous()
+
+
 def torch_dtype(ours: str) -> Any:
     import torch
 

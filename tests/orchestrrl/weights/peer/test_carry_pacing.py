@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.weights.peer.pacing import LEAST_PIECE_BYTES, PIECE_S, Pacer, piece_bytes
+from orchestrrl.weights.wire import LEAST_PIECE_BYTES, PIECE_S, Pacer, piece_bytes
 
 
 @given(

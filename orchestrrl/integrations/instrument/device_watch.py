@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.rings import RingWriter
+    from orchestrrl.integrations.instrument.work_watch import is_completed
 else:  # in the traced process, where this folder is on the path
     from rings import RingWriter
+    from work_watch import is_completed
 
 PERIOD_S = 200e-6
 ANCHOR_PERIOD_S = 10.0  # how often the device's clock is compared with the host's
@@ -56,7 +58,7 @@ class DeviceWatch:
         if coalescing is not None:
             coalescing.append(entry)
         elif asynchronous and work is not None:
-            entry.is_over = lambda: _is_completed(work)
+            entry.is_over = lambda: is_completed(work)
         else:
             entry.is_over = self._record().query
         self._add(entry)
@@ -64,7 +66,7 @@ class DeviceWatch:
 
     def follow(self, entries: list[Any], work: Any) -> None:
         """What was issued among others ends when all of them have."""
-        over = self._record().query if work is None else lambda: _is_completed(work)
+        over = self._record().query if work is None else lambda: is_completed(work)
         with self._changed:
             for entry in entries:
                 entry.is_over = over
@@ -126,10 +128,3 @@ class DeviceWatch:
         # Negative where the event was before the anchor.
         since_ns = round(float(anchor[0].elapsed_time(entry.begun)) * 1e6)
         return min(max(anchor[1] + since_ns, entry.issued_ns), now_ns)
-
-
-def _is_completed(work: Any) -> bool:
-    try:
-        return bool(work.is_completed())
-    except RuntimeError:  # it failed, which its owner hears when it waits
-        return True

@@ -44,7 +44,7 @@ class Recorder:
         self._writer: rings.RingWriter | None = None
         self._off = False
         self._warned: set[str] = set()
-        self._hooks = CollectiveHooks(self.writer, self.warn_once)
+        self.hooks = CollectiveHooks(self.writer, self.warn_once)
         self._awaiting = _Awaiting("torch", self._torch_is_there)
 
     def install(self) -> None:
@@ -53,13 +53,13 @@ class Recorder:
     def stop(self) -> None:
         self._off = True
         self._awaiting.end()
-        self._hooks.remove()
+        self.hooks.remove()
         if self._writer is not None:
             self._writer.close()
 
     def _torch_is_there(self) -> None:
         try:
-            self._hooks.install()
+            self.hooks.install()
         except Exception as fault:  # noqa: BLE001  # torch may be other than it was: the program goes on
             self.warn_once(f"not everything is recorded: {fault!r}")
 
@@ -68,7 +68,7 @@ class Recorder:
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None
-        self._hooks.forked()
+        self.hooks.forked()
 
     def writer(self) -> rings.RingWriter | None:
         """Where to write; None where nothing is recorded any more."""
@@ -86,10 +86,6 @@ class Recorder:
     def path(self) -> Path | None:
         """The ring; None where nothing has been noted yet."""
         return None if self._writer is None else self._writer.path
-
-    @property
-    def hooks(self) -> CollectiveHooks:
-        return self._hooks
 
     def warn_once(self, message: str) -> None:
         """Once, however often it happens."""

@@ -80,7 +80,7 @@ class WorkWatch:
         pending = self._pending
         for key in list(pending):
             entry = pending.get(key)
-            if entry is not None and _is_completed(entry[0]) and pending.pop(key, None) is not None:
+            if entry is not None and is_completed(entry[0]) and pending.pop(key, None) is not None:
                 entry[1].end(entry[2])
         return len(pending)
 
@@ -121,7 +121,7 @@ def _done(writer: RingWriter, sequence: int, _: Any) -> None:
     writer.end(sequence)
 
 
-def _is_completed(work: Any) -> bool:
+def is_completed(work: Any) -> bool:
     try:
         return bool(work.is_completed())
     except RuntimeError:  # it failed, which its owner hears when it waits

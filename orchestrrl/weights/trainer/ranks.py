@@ -40,9 +40,8 @@ class TrainerRanks:
             # Ranks that nothing joins stage all that they have.
             return HostRanks(self._own_run if self._world == 1 or self._is_named else "", {})
         keys = tuple(sorted(piece.key for piece in pieces))
-        if not self._all(distributed, self._known is not None and keys == self._keys):
-            told: list[Any] = [None] * self._world
-            distributed.all_gather_object(told, (self._peer, self._own_run, keys), group=self._group)
+        if not all(self._gathered(distributed, self._known is not None and keys == self._keys)):
+            told = self._gathered(distributed, (self._peer, self._own_run, keys))
             self._known, self._keys = self._read(told, keys), keys
         assert self._known is not None
         return self._known
@@ -59,9 +58,7 @@ class TrainerRanks:
                 answer = ask()
             except OrchestrRLError as error:
                 answer = error
-        told: list[Any] = [None] * self._world
-        words = str(answer) if isinstance(answer, OrchestrRLError) else answer
-        distributed.all_gather_object(told, words, group=self._group)
+        told = self._gathered(distributed, str(answer) if isinstance(answer, OrchestrRLError) else answer)
         if isinstance(answer, OrchestrRLError):
             raise answer
         if isinstance(told[0], str):
@@ -77,11 +74,11 @@ class TrainerRanks:
                     holders.setdefault(key, []).append(rank)
         return HostRanks(told[0][1], {key: tuple(ranks) for key, ranks in holders.items()})
 
-    def _all(self, distributed: Any, is_known: bool) -> bool:
-        """Whether all ranks say so."""
+    def _gathered(self, distributed: Any, own: object) -> list[Any]:
+        """What all ranks say, by rank."""
         told: list[Any] = [None] * self._world
-        distributed.all_gather_object(told, is_known, group=self._group)
-        return all(told)
+        distributed.all_gather_object(told, own, group=self._group)
+        return told
 
     def _distributed(self) -> Any:
         distributed: Any = sys.modules.get("torch.distributed")

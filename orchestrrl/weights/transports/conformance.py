@@ -65,6 +65,20 @@ class TwoPeers:
         self._links += [outgoing, accepted]
         return outgoing, accepted
 
+    def exchange(
+        self, link: tuple[OutgoingLink, IncomingLink], chunks: Sequence[bytes], *, closes: bool = False
+    ) -> None:
+        """All arrive as they were sent, in order. `closes`: the sender does, as soon as it has sent them."""
+
+        def send() -> None:
+            send_all(link[0], chunks)
+            if closes:
+                link[0].close()
+
+        sent = self.begin(send)
+        assert receive_all(link[1], [len(chunk) for chunk in chunks]) == chunks
+        sent.result(PATIENT_S)
+
     def close(self) -> None:
         for link in self._links:
             link.close()
@@ -119,11 +133,7 @@ class TransportConformance:
 
     def test_bytes_come_as_they_were_sent_in_order(self) -> None:
         sizes = [1, 8, CHUNK_BYTES, 1000, 8, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 1]
-        chunks = [pattern(size, seed) for seed, size in enumerate(sizes)]
-        outgoing, incoming = self.two.link()
-        received = self.two.begin(lambda: receive_all(incoming, sizes))
-        send_all(outgoing, chunks)
-        assert received.result(PATIENT_S) == chunks
+        self.two.exchange(self.two.link(), [pattern(size, seed) for seed, size in enumerate(sizes)])
 
     def test_two_chunks_and_a_small_one_may_be_on_their_way(self) -> None:
         chunks = [pattern(size, seed) for seed, size in enumerate((SMALL_BYTES, CHUNK_BYTES, CHUNK_BYTES))]
@@ -152,9 +162,7 @@ class TransportConformance:
         dialled = self.two.begin(lambda: self.two.sender.dial(self.two.address, "late", PATIENT_S))
         time.sleep(SHORT_S)
         incoming, outgoing = self.two.receiver.accept("late", PATIENT_S), dialled.result(PATIENT_S)
-        sent = self.two.begin(lambda: send_all(outgoing, [b"late"]))
-        assert receive_all(incoming, [4]) == [b"late"]
-        sent.result(PATIENT_S)
+        self.two.exchange((outgoing, incoming), [b"late"])
         outgoing.close()
         incoming.close()
 
@@ -172,29 +180,15 @@ class TransportConformance:
         self._exchange_one("nobody")
 
     def test_many_links_at_once_are_each_their_own(self) -> None:
-        names = [f"{number}/{'x' * number}" for number in range(6)]
-        links = {name: self.two.link(name) for name in names}
-        chunks = {name: [pattern(CHUNK_BYTES // 4, seed + 1)] * 4 for seed, name in enumerate(names)}
-        sent = [self.two.begin(partial(send_all, links[name][0], chunks[name])) for name in names]
-        sizes = [CHUNK_BYTES // 4] * 4
-        got = {name: self.two.begin(partial(receive_all, links[name][1], sizes)) for name in names}
-        for each in sent:
-            each.result(PATIENT_S)
-        for name in names:
-            assert got[name].result(PATIENT_S) == chunks[name]
+        links = [self.two.link(f"{number}/{'x' * number}") for number in range(6)]
+        chunks = [[pattern(CHUNK_BYTES // 4, number + 1)] * 4 for number in range(6)]
+        exchanges = [partial(self.two.exchange, *each) for each in zip(links, chunks, strict=True)]
+        for exchanged in [self.two.begin(each) for each in exchanges]:
+            exchanged.result(PATIENT_S)
 
     def test_what_was_sent_before_the_end_arrives(self) -> None:
-        chunk = pattern(CHUNK_BYTES)
         for number in range(5):
-            outgoing, incoming = self.two.link(str(number))
-
-            def send(outgoing: OutgoingLink = outgoing) -> None:
-                send_all(outgoing, [chunk, chunk])
-                outgoing.close()
-
-            sent = self.two.begin(send)
-            assert receive_all(incoming, [CHUNK_BYTES] * 2) == [chunk, chunk]
-            sent.result(PATIENT_S)
+            self.two.exchange(self.two.link(str(number)), [pattern(CHUNK_BYTES)] * 2, closes=True)
 
     def test_a_receiver_notices_that_the_sender_has_gone(self) -> None:
         outgoing, incoming = self.two.link()
@@ -266,9 +260,7 @@ class TransportConformance:
 
     def _exchange_one(self, key: str) -> None:
         outgoing, incoming = self.two.link(key)
-        sent = self.two.begin(lambda: send_all(outgoing, [b"word"]))
-        assert receive_all(incoming, [4]) == [b"word"]
-        sent.result(PATIENT_S)
+        self.two.exchange((outgoing, incoming), [b"word"])
         outgoing.close()
         incoming.close()
 

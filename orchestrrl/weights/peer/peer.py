@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 from pydantic import ValidationError
@@ -39,7 +40,7 @@ async def run_peer(settings: PeerSettings, clock: Clock) -> None:
     """Until cancelled. Raises Permanent where the folder or all transports cannot be had."""
     # Hashed before it attaches, though that may take a while: by what it says then that it holds it is decided what is
     # carried to it. What it did not know of yet would be carried again.
-    store = await asyncio.to_thread(VersionStore, settings.folder)
+    store = await asyncio.to_thread(VersionStore, Path(settings.peer.folder))
     transports: dict[str, Transport] = {}
     try:
         addresses = open_transports(settings, transports)
@@ -88,9 +89,9 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
         self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
-        given = store.serving if settings.serves else {}
+        given = store.serving if settings.peer.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
-        self._carrier = ThreadedCarrier(settings.id, transports, self._on_news, clock.now_s)
+        self._carrier = ThreadedCarrier(settings.peer.id, transports, self._on_news, clock.now_s)
         orders = PeerOrders(store, self._carrier, self._engines, clock, self._poll)
         self._orders = ReceivedOrders(orders.perform, orders.not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
@@ -101,7 +102,7 @@ class PeerLink:
             self._settings.daemon,
             self._converse,
             clock=self._clock,
-            name=f"peer {self._settings.id}",
+            name=f"peer {self._settings.peer.id}",
         )
         await first_of(stays, self._engines.watch(self._settings.poll_engines_s), self._watch())
 
@@ -115,19 +116,11 @@ class PeerLink:
         return replace(self._as_is(), free_bytes=self._store.free_bytes)
 
     def _as_is(self) -> Peer:
-        settings = self._settings
-        return Peer(
-            settings.id,
-            settings.role,
-            settings.host,
-            settings.place,
-            self._addresses,
-            self._engines.report,
-            settings.share,
-            self._store.held,
-            folder=str(settings.folder),
-            serves=settings.serves,
-            ranks_of=settings.ranks_of,
+        return replace(
+            self._settings.peer,
+            transports=self._addresses,
+            engines=self._engines.report,
+            held=self._store.held,
         )
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:
@@ -140,7 +133,7 @@ class PeerLink:
             self._reported = _lasting(peer)
             await call.write(self._message(peer))
             established()
-            logger.info("peer %s: attached to %s", self._settings.id, self._settings.daemon)
+            logger.info("peer %s: attached to %s", self._settings.peer.id, self._settings.daemon)
             await first_of(self._receive(call), self._outbox.write_all(lambda news: call.write(self._message(news))))
         finally:
             self._reported = None

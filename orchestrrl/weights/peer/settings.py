@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import EngineShare, PeerLocation, PeerRole
+from orchestrrl.weights.model import EngineShare, Peer, PeerLocation, PeerRole
 from orchestrrl.weights.peer.arguments import FOLDERS, PREFERRED, PeerArguments
 from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name
 from orchestrrl.weights.transports.base import TRANSPORTS
@@ -24,26 +24,13 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    id: PeerId
+    peer: Peer  # as it introduces itself, before it has transports, engines and versions
     daemon: str
-    folder: Path
     address: str  # that other peers reach this host at
     engines: Mapping[EngineId, str]  # where each listens
     product: str
     transports: tuple[str, ...]
-    place: PeerLocation
-    share: EngineShare
     poll_engines_s: float
-    serves: tuple[str, ...] = ()  # hosts of engines that the daemon tells it of, as Peer has it
-    ranks_of: tuple[EngineId, ...] = ()
-
-    @property
-    def role(self) -> PeerRole:
-        return PeerRole.ENGINE if self.engines or self.serves or self.ranks_of else PeerRole.TRAINER
-
-    @property
-    def host(self) -> str:
-        return socket.gethostname()
 
 
 def settings_of(arguments: PeerArguments) -> PeerSettings:
@@ -79,19 +66,21 @@ def settings_of(arguments: PeerArguments) -> PeerSettings:
             faults.append(f"--ranks-of[{place}]: {what}, got {name!r}")
     if faults or share is None or address is None:
         raise ProblemFaults(faults)
-    return PeerSettings(
-        id=PeerId(arguments.id),
-        daemon=arguments.daemon,
-        folder=Path(arguments.folder or f"{FOLDERS}{arguments.id}"),
-        address=address,
-        engines=engines,
-        product=arguments.product,
-        transports=tuple(dict.fromkeys(arguments.transports)) or PREFERRED,
-        place=PeerLocation(arguments.gpu, arguments.pod, arguments.tor, arguments.nic_gbps),
+    serves = _names_here(arguments, address) if arguments.engines_here else ()
+    peer = Peer(
+        PeerId(arguments.id),
+        PeerRole.ENGINE if engines or serves or arguments.ranks_of else PeerRole.TRAINER,
+        socket.gethostname(),
+        PeerLocation(arguments.gpu, arguments.pod, arguments.tor, arguments.nic_gbps),
+        transports={},
         share=share,
-        poll_engines_s=arguments.poll_engines_s,
-        serves=_names_here(arguments, address) if arguments.engines_here else (),
+        folder=arguments.folder or f"{FOLDERS}{arguments.id}",
+        serves=serves,
         ranks_of=tuple(dict.fromkeys(map(EngineId, arguments.ranks_of))),
+    )
+    transports = tuple(dict.fromkeys(arguments.transports)) or PREFERRED
+    return PeerSettings(
+        peer, arguments.daemon, address, engines, arguments.product, transports, arguments.poll_engines_s
     )
 
 

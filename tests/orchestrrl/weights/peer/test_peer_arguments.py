@@ -41,8 +41,8 @@ def test_a_host_with_other_ranks_of_an_engine() -> None:
     settings = settings_of(
         PeerArguments("gen1", "unix:/run/daemon", ranks_of=["e0", "e0"], tp=16, tp_ranks=ranks, folder="/weights")
     )
-    assert (settings.role, settings.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
-    assert settings.share == EngineShare(16, ranks)
+    assert (settings.peer.role, settings.peer.ranks_of, settings.engines) == (PeerRole.ENGINE, ("e0",), {})
+    assert settings.peer.share == EngineShare(16, ranks)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7"])

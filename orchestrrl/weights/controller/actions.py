@@ -86,42 +86,11 @@ class SyncActions:
 
     # --- who is there
 
-    def attached(self) -> dict[PeerId, Peer]:
-        return {id: state.peer for id, state in self.hub.peers.items() if state.attached}
-
-    def peer_of(self, engine: EngineId) -> Peer | None:
-        """The attached one that installs into it."""
-        return self.hub.with_engine(engine)
-
-    def hosts_of(self, engine: EngineId) -> list[PeerId]:
-        """All whose bytes it needs: the one that installs into it, and those of its other hosts, attached or not."""
-        own = self.peer_of(engine)
-        others = [id for id, state in sorted(self.hub.peers.items()) if engine in state.peer.ranks_of]
-        return [*([] if own is None else [own.id]), *others]
-
-    def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
-        """Return the engines that need what these peers hold, ranks of engines of several hosts included."""
-        known = [self.hub.peers[peer].peer for peer in peers if peer in self.hub.peers]
-        return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
-
-    def why_not_whole(self, engine: EngineId) -> str:
-        """Why an engine of several hosts would not get all of a version; empty: it would."""
-        own, attached = self.peer_of(engine), self.attached()
-        for id in self.hosts_of(engine) if own is not None else ():
-            if id not in attached:
-                return f"peer {id}, of another of its hosts, is not attached"
-            if own is not None and attached[id].folder != own.folder:
-                folders = f"{own.id} has {own.folder}, {id} has {attached[id].folder}"
-                return (
-                    f"its ranks are all told of one folder: start its hosts' peers with the same --folder ({folders})"
-                )
-        return ""
-
     def awaited(self) -> list[EngineId]:
         """Engines that are away for a moment: their peer has just gone, or the daemon has just been started again, and
         they had the fleet's weights before (while it has none: all)."""
         now_s, patience_s, known = self.clock.now_s(), self.settings.patience_s, self.engines()
-        attached = {each.engine for peer in self.attached().values() for each in peer.engines}
+        attached = {each.engine for peer in self.hub.attached().values() for each in peer.engines}
         gone = [
             state.peer
             for state in self.hub.peers.values()
@@ -143,7 +112,7 @@ class SyncActions:
             self.stale.dispel(engine, self.stale.of(engine))
         if engine in self.stale:
             return None
-        peer = self.peer_of(engine)
+        peer = self.hub.peer_of(engine)
         return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
 
     def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
@@ -152,7 +121,7 @@ class SyncActions:
         return [
             engine
             for engine in engines
-            if self.installed(engine) != version and (self.peer_of(engine) is not None or engine in self.stale)
+            if self.installed(engine) != version and (self.hub.peer_of(engine) is not None or engine in self.stale)
         ]
 
     def gone(self, engine: EngineId) -> bool:
@@ -204,18 +173,18 @@ class SyncActions:
         try:
             result = await self.hub.send_order(peer, order, within_s, self.settings.patience_s)
         except OrchestrRLError as error:
-            without = self.engines_of([peer]) if engine is None else [engine]
+            without = self.hub.engines_of([peer]) if engine is None else [engine]
             raise SyncFailed("peer_lost", str(error), without) from error
         if result.outcome is OrderOutcome.DONE:
             return result
         words = f"{result.outcome} {result.detail}".rstrip()
         if engine is None:
-            raise SyncFailed(code, f"peer {peer}: {order.kind}: {words}", self.engines_of([peer]))
+            raise SyncFailed(code, f"peer {peer}: {order.kind}: {words}", self.hub.engines_of([peer]))
         raise SyncFailed(code, f"{engine}: {words}", [engine], unchanged=result.outcome is OrderOutcome.FAILED)
 
     async def send_order(self, engine: EngineId, order: Order, within_s: float, code: str) -> PeerResult:
         """Order the peer of an engine. Raises SyncFailed, which names the engine alone."""
-        peer = self.peer_of(engine)
+        peer = self.hub.peer_of(engine)
         if peer is None:
             raise SyncFailed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
         return await self.done(peer.id, order, within_s, code, engine)
@@ -236,7 +205,7 @@ class SyncActions:
         does not answer nobody knows; where its peer does not, its last word is taken to hold."""
 
         async def one(engine: EngineId) -> None:
-            peer, doubt = self.peer_of(engine), self.stale.of(engine)
+            peer, doubt = self.hub.peer_of(engine), self.stale.of(engine)
             if peer is None:
                 return
             try:
@@ -332,7 +301,7 @@ class SyncActions:
             if why := await self.hub.try_order(peer.id, order(peer), ANSWER_S):
                 logger.warning("peer %s: %s", peer.id, why)
 
-        await each_done(one(peer) for peer in self.attached().values())
+        await each_done(one(peer) for peer in self.hub.attached().values())
 
 
 def results_by_engine(why: Mapping[EngineId, str]) -> str:

@@ -202,6 +202,6 @@ async def attached_again(acts: SyncActions, engines: Collection[EngineId]) -> No
 
     def attached() -> bool:
         is_manned = acts.fence.is_manned() or acts.fence.state.lease is None
-        return is_manned and all(acts.peer_of(engine) is not None for engine in engines)
+        return is_manned and all(acts.hub.peer_of(engine) is not None for engine in engines)
 
     await acts.wait_until(attached, acts.settings.patience_s)

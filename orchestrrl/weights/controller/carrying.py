@@ -176,7 +176,7 @@ class Carrying:
         gone = [peer for peer in lacking if self._gone_s(peer) >= patience_s]
         if gone:
             words = f"{few(gone, between=', ')} did not come back within {patience_s:g} s"
-            raise SyncFailed("peer_lost", words, acts.engines_of(gone))
+            raise SyncFailed("peer_lost", words, acts.hub.engines_of(gone))
         if now_s - self._moved_s < patience_s + acts.settings.stall_s:
             return
         away = sorted(peer for peer in self._opens if not self._is_attached(peer))
@@ -190,7 +190,7 @@ class Carrying:
         """Other edges for what nobody is bringing."""
         progress, acts = self.progress, self._acts
         known = {*self._opens, *self._holders}
-        peers = {id: peer for id, peer in acts.attached().items() if id in known}
+        peers = {id: peer for id, peer in acts.hub.attached().items() if id in known}
         feeds = [
             RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
             for edge in progress.not_done

@@ -193,7 +193,7 @@ class WeightSync:
             fleet.version,
             latest[0] if latest else None,
             tuple(EngineStatus(e, EngineSync.QUARANTINED, why) for e, why in sorted(fleet.quarantined.items())),
-            tuple(_stands(state) for state in self._hub.peers.values()),
+            tuple(_stands(state) for _, state in sorted(self._hub.peers.items())),
         )
 
     def abort(self, sync_id: str, reason: str) -> SyncReport:

@@ -109,7 +109,7 @@ class DirectTransfer:
 
     async def at(self, engine: EngineId, act: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         acts, changes = self._acts, self._changes
-        peer = acts.peer_of(engine)
+        peer = acts.hub.peer_of(engine)
         if peer is None:
             raise Permanent(f"no peer of {engine} is attached")
         within_s = max(0.0, self._until_s - acts.clock.now_s())

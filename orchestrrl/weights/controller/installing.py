@@ -90,7 +90,7 @@ class Installing:
         there: dict[EngineId, PeerId] = {}
         left_out = dict(attempt.without)
         for engine, now in sorted(acts.engines().items()):
-            peer = acts.peer_of(engine)
+            peer = acts.hub.peer_of(engine)
             if engine in attempt.targets:
                 there[engine] = attempt.targets[engine]
             elif (
@@ -149,26 +149,26 @@ class Installing:
         there then. One of these that fails is left out of the next attempt."""
         if self._direct is not None:  # peers carry nothing
             return set()
-        idle = [id for id, peer in self._acts.attached().items() if peer.serves and not peer.engines]
-        hosts = {id for engine in attempt.targets for id in self._acts.hosts_of(engine)}
+        idle = [id for id, peer in self._acts.hub.attached().items() if peer.serves and not peer.engines]
+        hosts = {id for engine in attempt.targets for id in self._acts.hub.hosts_of(engine)}
         return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
 
     def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
-        return not self._acts.why_not_whole(engine) and set(self._acts.hosts_of(engine)) <= set(prepared)
+        return not self._acts.hub.why_not_whole(engine) and set(self._acts.hub.hosts_of(engine)) <= set(prepared)
 
     def _targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
         """Engines that are to have it before it counts; the others are quarantined then."""
         targets: dict[EngineId, PeerId] = {}
         left: dict[EngineId, str] = dict(attempt.without)
         for engine, now in sorted(self._acts.engines().items()):
-            peer = self._acts.peer_of(engine)
+            peer = self._acts.hub.peer_of(engine)
             if engine in left:
                 continue
             if peer is None:
                 left[engine] = self._acts.why_not_served(engine)
             elif not now.healthy:
                 left[engine] = "is not healthy"
-            elif why := "" if self._direct is not None else self._acts.why_not_whole(engine):
+            elif why := "" if self._direct is not None else self._acts.hub.why_not_whole(engine):
                 left[engine] = why
             else:
                 targets[engine] = peer.id
@@ -245,7 +245,7 @@ class Installing:
     ) -> VerifiedEngines:
         configuration = {engine: now.configuration for engine, now in self._acts.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
-        peers = {engine: self._acts.peer_of(engine) for engine in results}
+        peers = {engine: self._acts.hub.peer_of(engine) for engine in results}
         # Ranks of one layout on several hosts are given a part each.
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,28 +84,6 @@ class PeerStream:
             self._hub.ended(self)
 
 
-@dataclass(slots=True)
-class _Known:
-    state: PeerState
-    stream: PeerStream | None = None
-
-
-class _Peers(Mapping[PeerId, PeerState]):
-    """What is known of each, by id. It is looked at for each of thousands of peers, so nothing is copied."""
-
-    def __init__(self, known: Mapping[PeerId, _Known]) -> None:
-        self._known = known
-
-    def __getitem__(self, peer: PeerId) -> PeerState:
-        return self._known[peer].state
-
-    def __iter__(self) -> Iterator[PeerId]:
-        return iter(sorted(self._known))
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-
 class PeerHub:
     """All peers of one daemon. `generation` is its journal's; a peer is waited for `patience_s` when it has gone."""
 
@@ -116,36 +94,53 @@ class PeerHub:
         self._patience_s = patience_s
         self._numbers = itertools.count(1)
         self._open: OpenOrders[PeerId, PeerOrder, PeerResult] = OpenOrders()
-        self._known: dict[PeerId, _Known] = {}
-        self._peers = _Peers(self._known)
-        self._by_engine: dict[EngineId, PeerId] | None = None  # who is attached; None: to be found again
+        self.peers: dict[PeerId, PeerState] = {}  # every peer that ever attached
+        self._streams: dict[PeerId, PeerStream] = {}  # of those that are attached
+        self._by_engine: dict[EngineId, Peer] | None = None  # attached peers; None: to be found again
         self._listeners: list[Listener] = []
 
-    @property
-    def peers(self) -> Mapping[PeerId, PeerState]:
-        """Every peer that ever attached, by id; as of now, whenever it is looked at."""
-        return self._peers
+    def attached(self) -> dict[PeerId, Peer]:
+        return {id: state.peer for id, state in self.peers.items() if state.attached}
 
-    def with_engine(self, engine: EngineId) -> Peer | None:
-        """The attached one that installs into it."""
+    def peer_of(self, engine: EngineId) -> Peer | None:
+        """Return the attached peer that installs into an engine."""
         if self._by_engine is None:
-            self._by_engine = {
-                each.engine: id
-                for id in sorted(self._known, reverse=True)
-                if self._known[id].state.attached
-                for each in self._known[id].state.peer.engines
-            }
-        id = self._by_engine.get(engine)
-        return None if id is None else self._known[id].state.peer
+            attached = sorted(self.attached().items(), reverse=True)
+            self._by_engine = {each.engine: peer for _, peer in attached for each in peer.engines}
+        return self._by_engine.get(engine)
+
+    def hosts_of(self, engine: EngineId) -> list[PeerId]:
+        """Return the peers whose bytes an engine needs: the one that installs into it, and those of its other hosts,
+        attached or not."""
+        own = self.peer_of(engine)
+        others = [id for id, state in sorted(self.peers.items()) if engine in state.peer.ranks_of]
+        return [*([] if own is None else [own.id]), *others]
+
+    def engines_of(self, peers: Iterable[PeerId]) -> list[EngineId]:
+        """Return the engines that need what these peers hold, ranks of engines of several hosts included."""
+        known = [self.peers[peer].peer for peer in peers if peer in self.peers]
+        return [engine for peer in known for engine in (*(each.engine for each in peer.engines), *peer.ranks_of)]
+
+    def why_not_whole(self, engine: EngineId) -> str:
+        """Return why an engine of several hosts would not get all of a version; empty where it would."""
+        own, attached = self.peer_of(engine), self.attached()
+        for id in self.hosts_of(engine) if own is not None else ():
+            if id not in attached:
+                return f"peer {id}, of another of its hosts, is not attached"
+            if own is not None and attached[id].folder != own.folder:
+                folders = f"{own.id} has {own.folder}, {id} has {attached[id].folder}"
+                return (
+                    f"its ranks are all told of one folder: start its hosts' peers with the same --folder ({folders})"
+                )
+        return ""
 
     def now_s(self) -> float:
         return self._clock.now_s()
 
     def ours_s(self, peer: PeerId, theirs_s: float) -> float:
-        """A time by the clock of the peer's host, by ours; where it is not attached, or has not said the time: as it
-        is."""
-        known = self._known.get(peer)
-        return theirs_s if known is None or known.stream is None else theirs_s - known.stream.ahead_s
+        """Return a time of the peer's clock in ours; unchanged where the peer is not attached or has sent no time."""
+        stream = self._streams.get(peer)
+        return theirs_s if stream is None else theirs_s - stream.ahead_s
 
     def listen(self, listener: Listener) -> None:
         """It is called with what peers tell, but for results, and when they come and go."""
@@ -157,30 +152,27 @@ class PeerHub:
             raise ProblemFaults(faults)
         self._make_room(peer.id)
         peer = self._without_others(peer)
-        state = PeerState(peer, attached=True, last_report_s=self._clock.now_s())
-        known = self._known.setdefault(peer.id, _Known(state))
-        if known.stream is not None:
-            known.stream.waiting.end()
-        known.state = state
-        known.stream = PeerStream(self, peer.id, self._open.to(peer.id))
+        self.peers[peer.id] = PeerState(peer, attached=True, last_report_s=self._clock.now_s())
+        if peer.id in self._streams:
+            self._streams[peer.id].waiting.end()
+        stream = self._streams[peer.id] = PeerStream(self, peer.id, self._open.to(peer.id))
         self._make_way(peer)
         self._notify(peer.id, peer)
-        return known.stream
+        return stream
 
     async def send_order(
         self, peer: PeerId, order: Order, within_s: float, patience_s: float | None = None
     ) -> PeerResult:
         """The peer's answer. Raises Retryable when the order has not been given, because the peer has gone and did not
         come back in time; OutcomeUnknown when it was given and there is no answer."""
-        known = self._known.get(peer)
-        if known is None:
+        if peer not in self.peers:
             raise Retryable(f"peer {peer} is not attached", REATTACH_S)
         id = f"w{self._generation}-{next(self._numbers)}"
         result: asyncio.Future[PeerResult] = asyncio.get_running_loop().create_future()
         asked = _Asked(peer, PeerOrder(id, self._generation, order), self._clock.now_s() + within_s, result)
         self._open.add(asked)
-        if known.stream is not None:
-            known.stream.waiting.put(asked)
+        if peer in self._streams:
+            self._streams[peer].waiting.put(asked)
         patience_s = self._patience_s if patience_s is None else patience_s
         watch = asyncio.ensure_future(self._until_hopeless(asked, within_s, patience_s))
         try:
@@ -205,15 +197,13 @@ class PeerHub:
 
     def close(self) -> None:
         """End every stream, so that peers notice at once and attach to the next daemon."""
-        for known in self._known.values():
-            if known.stream is not None:
-                known.stream.waiting.end()
+        for stream in self._streams.values():
+            stream.waiting.end()
 
     # --- called by streams
 
     def on_news(self, peer: PeerId, news: PeerNews) -> None:
-        known = self._known[peer]
-        known.state = replace(known.state, last_report_s=self._clock.now_s())
+        state = self.peers[peer] = replace(self.peers[peer], last_report_s=self._clock.now_s())
         if isinstance(news, PeerResult):
             if asked := self._open.find(peer, news.id):
                 self._open.close(asked, news)
@@ -223,16 +213,16 @@ class PeerHub:
                 logger.error("peer %s says of itself what cannot be: %s", peer, "; ".join(faults))
                 return
             news = self._without_others(news)
-            known.state = replace(known.state, peer=news)
+            self.peers[peer] = replace(state, peer=news)
             self._make_way(news)
         self._notify(peer, news)
 
     def ended(self, stream: PeerStream) -> None:
-        known = self._known[stream.peer]
-        if known.stream is stream:
-            known.stream = None
-            known.state = PeerState(known.state.peer, attached=False, last_report_s=self._clock.now_s())
-            self._notify(stream.peer, None)
+        id = stream.peer
+        if self._streams.get(id) is stream:
+            del self._streams[id]
+            self.peers[id] = PeerState(self.peers[id].peer, attached=False, last_report_s=self._clock.now_s())
+            self._notify(id, None)
 
     # --- inside
 
@@ -240,7 +230,7 @@ class PeerHub:
         """Returns when no answer is to be expected any more, with why."""
         by_s = asked.over_s
         while True:
-            state, now_s = self._known[asked.destination].state, self._clock.now_s()
+            state, now_s = self.peers[asked.destination], self._clock.now_s()
             gone_until_s = state.last_report_s + patience_s
             if now_s >= by_s:
                 return f"has not answered within {within_s:g} s"
@@ -263,22 +253,24 @@ class PeerHub:
         for place, engine in enumerate(peer.ranks_of):
             if any(engine == each.engine for each in peer.engines):
                 faults.append(f"ranks_of[{place}]: is this peer's own engine, got {engine!r}")
-        for place, each in enumerate(peer.engines):
-            for other, known in self._known.items():
-                mine = {engine.engine for engine in known.state.peer.engines if not engine.given}
-                if other != peer.id and known.state.attached and each.engine in mine and not each.given:
-                    faults.append(f"engines[{place}].engine: is peer {other}'s already, got {each.engine!r}")
+        others = ((id, its) for id, its in self.attached().items() if id != peer.id and peer.engines)
+        taken = {engine.engine: id for id, its in others for engine in its.engines if not engine.given}
+        faults += [
+            f"engines[{place}].engine: is peer {taken[each.engine]}'s already, got {each.engine!r}"
+            for place, each in enumerate(peer.engines)
+            if not each.given and each.engine in taken
+        ]
         return faults
 
     def _make_room(self, peer: PeerId) -> None:
         """Forget peers that have been away for long, if this is one too many."""
-        if peer in self._known or len(self._known) < self._most_peers:
+        if peer in self.peers or len(self.peers) < self._most_peers:
             return
         gone_s = self._clock.now_s() - FORGET_AFTER_S
-        for id, known in list(self._known.items()):
-            if not known.state.attached and not self._open.to(id) and known.state.last_report_s < gone_s:
-                del self._known[id]
-        if len(self._known) >= self._most_peers:
+        for id, state in list(self.peers.items()):
+            if not state.attached and not self._open.to(id) and state.last_report_s < gone_s:
+                del self.peers[id]
+        if len(self.peers) >= self._most_peers:
             limit = f"at most {self._most_peers} peers can be known at a time (limits.nodes)"
             raise LimitReached(f"id: {limit}, got {shorten(peer)} as one more")
 
@@ -286,12 +278,8 @@ class PeerHub:
         """An engine that it was once told of may be another's by now: it is told so soon."""
         if not any(each.given for each in peer.engines):
             return peer
-        taken = {
-            each.engine
-            for other, known in self._known.items()
-            if other != peer.id and known.state.attached
-            for each in known.state.peer.engines
-        }
+        attached = self.attached()
+        taken = {each.engine for other in attached if other != peer.id for each in attached[other].engines}
         left = tuple(each for each in peer.engines if not (each.given and each.engine in taken))
         if left == peer.engines:
             return peer
@@ -301,16 +289,14 @@ class PeerHub:
     def _make_way(self, peer: Peer) -> None:
         """Engines that it was started with are no other's, who was only told of them."""
         own = {each.engine for each in peer.engines if not each.given}
-        for other, known in self._known.items() if own else ():
-            before = known.state.peer
-            if not before.serves:
-                continue
+        for other, state in self.peers.items() if own else ():
+            before = state.peer
             left = tuple(each for each in before.engines if not (each.given and each.engine in own))
             if other != peer.id and left != before.engines:
                 lost = set(before.engines) - set(left)
                 logger.warning("peer %s names engines that peer %s was told of: %s", peer.id, other, _named(lost))
-                known.state = replace(known.state, peer=replace(before, engines=left))
-                self._notify(other, known.state.peer if known.state.attached else None)
+                self.peers[other] = replace(state, peer=replace(before, engines=left))
+                self._notify(other, self.peers[other].peer if state.attached else None)
 
     def _notify(self, peer: PeerId, news: Heard) -> None:
         if news is None or isinstance(news, Peer):

@@ -82,8 +82,8 @@ class Preparation:
         """What ranks have staged is at their peers."""
         acts = self._acts
         peers = {each.peer for each in self._publications}
-        if not await acts.wait_until(lambda: peers <= acts.attached().keys(), acts.settings.patience_s):
-            away = sorted(peers - acts.attached().keys())
+        if not await acts.wait_until(lambda: peers <= acts.hub.attached().keys(), acts.settings.patience_s):
+            away = sorted(peers - acts.hub.attached().keys())
             raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
     async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
@@ -98,7 +98,7 @@ class Preparation:
             else:
                 found[peer] = PeerHolding(self._opened[peer], result.missing)
 
-        there = self._acts.attached()
+        there = self._acts.hub.attached()
         await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
         return found
 
@@ -106,7 +106,7 @@ class Preparation:
         self, receivers: Collection[PeerId], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
     ) -> PlannedSync:
         wanted = {*receivers, *(each.peer for each in self._publications)}
-        peers: list[Peer] = [peer for id, peer in self._acts.attached().items() if id in wanted]
+        peers: list[Peer] = [peer for id, peer in self._acts.hub.attached().items() if id in wanted]
         version, settings = self._record.report.version, self._acts.settings
         self._plans += 1
         number = self._plans

@@ -56,7 +56,7 @@ class EngineRepairs:
         committed, told = acts.book.fleet.committed, acts.fence.state.versions
         wanting = []
         for engine, now in sorted(acts.engines().items()):
-            peer = acts.peer_of(engine)
+            peer = acts.hub.peer_of(engine)
             if peer is not None and acts.installed(engine) != committed.version:
                 self._lost(engine, f"has {_weights_text(acts.installed(engine))}")
                 if now.healthy and committed.is_kept:
@@ -82,17 +82,17 @@ class EngineRepairs:
     async def one(self, engine: EngineId) -> bool:
         """Whether it has the fleet's version now."""
         acts, committed = self._acts, self._acts.book.fleet.committed
-        peer = acts.peer_of(engine)
+        peer = acts.hub.peer_of(engine)
         if committed is None or peer is None:
             return False
         try:
             acts.book.repairs(committed.sync, engine)
             tried = self._tried.get(engine)
             await acts.rest(engine, at_rest=True, drain_s=DRAIN_S, ends=tried is not None and tried.times >= DRAINS)
-            if why := acts.why_not_whole(engine):
+            if why := acts.hub.why_not_whole(engine):
                 raise SyncFailed("peer_lost", f"{engine}: {why}", [engine], unchanged=True)
-            for host in acts.hosts_of(engine):
-                await self._bytes(acts.attached()[host], committed)
+            for host in acts.hub.hosts_of(engine):
+                await self._bytes(acts.hub.attached()[host], committed)
             if acts.notice_others():
                 await acts.rest(engine, at_rest=False)
                 return False
@@ -189,7 +189,7 @@ class EngineRepairs:
             raise SyncFailed(
                 "bytes_lost", "what the version is made of is not known any more: it waits for the next one"
             )
-        peers = list(acts.attached().values())
+        peers = list(acts.hub.attached().values())
         network = acts.circuits.network()
         who = {each.id: h for each in peers for h in each.held if h.version == committed.version}
         who[peer.id] = held or HeldVersion(committed.version, ())

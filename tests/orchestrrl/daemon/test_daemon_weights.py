@@ -631,7 +631,7 @@ def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: P
     async def scene(harness: Harness) -> None:
         harness.kill()
         await harness.back()
-        harness.daemon.hub._known.pop(PeerId("t"))  # type: ignore[union-attr]
+        harness.daemon.hub.peers.pop(PeerId("t"))  # type: ignore[union-attr]
         with pytest.raises(Retryable, match="peer: is not attached"):
             harness.publish(1)
         harness.peer("t").attach()

@@ -119,14 +119,13 @@ def test_the_peer_of_an_engine_is_whoever_is_attached_with_it() -> None:
         own = tuple(EngineAt(EngineId(e), f"http://{e}") for e in engines)
         return Peer(PeerId(id), PeerRole.ENGINE, "h", PeerLocation(), {"tcp": "h:1"}, own)
 
-    assert hub.with_engine(EngineId("e0")) is None
+    assert hub.peer_of(EngineId("e0")) is None
     first = hub.attach(peer("p0", "e0"))
-    assert hub.with_engine(EngineId("e0")) == peer("p0", "e0")
+    assert hub.peer_of(EngineId("e0")) == peer("p0", "e0")
     first.on_news(peer("p0", "e0", "e1"))
-    assert hub.with_engine(EngineId("e1")) == peer("p0", "e0", "e1")
+    assert hub.peer_of(EngineId("e1")) == peer("p0", "e0", "e1")
     first.end()
-    assert hub.with_engine(EngineId("e0")) is None
+    assert hub.peer_of(EngineId("e0")) is None
     hub.attach(peer("p1", "e0"))
-    assert hub.with_engine(EngineId("e0")) == peer("p1", "e0")
+    assert hub.peer_of(EngineId("e0")) == peer("p1", "e0")
     assert list(hub.peers) == ["p0", "p1"]
-    assert (len(hub.peers), "p2" in hub.peers) == (2, False)

@@ -14,9 +14,10 @@ from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
 from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
-from orchestrrl.weights.controller.controller import EngineNow, WeightSync
+from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
+from orchestrrl.weights.controller.state import EngineNow
 from planner.model import EngineHealth, EngineId
 
 

@@ -1,7 +1,8 @@
-"""What one trainer rank tells the daemon of a version that it has staged. A value and its JSON."""
+"""What trainer ranks publish of a version that they have staged: a value and its JSON, and what goes together. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -71,3 +72,65 @@ class Publication:
 
 
 PUBLICATION: TypeAdapter[Publication] = TypeAdapter(Publication)
+
+
+@dataclass(slots=True)
+class PublicationSet:
+    """What ranks have published of one version so far."""
+
+    version: int
+    run: str
+    world: int
+    by_s: float  # when the last is to have come
+    by_rank: dict[int, Publication] = field(default_factory=dict)
+    tensors: dict[str, tuple[TensorMeta, int]] = field(default_factory=dict)  # and the rank that published it first
+
+    def add(self, publication: Publication) -> None:
+        """Add a publication without faults."""
+        self.by_rank[publication.rank] = publication
+        for tensor in publication.tensors:
+            self.tensors.setdefault(tensor.name, (tensor, publication.rank))
+
+    def faults(self, publication: Publication) -> list[str]:
+        """Return what is wrong with a publication by itself, and beside those of other ranks. These agree among
+        themselves, so it is compared with one of them: there may be thousands."""
+        faults = [] if publication.tensors else ["tensors: must not be empty, got []"]
+        names: set[str] = set()
+        for place, tensor in enumerate(publication.tensors):
+            if tensor.name in names:
+                faults.append(f"tensors[{place}].name: is there twice, got {tensor.name!r}")
+            names.add(tensor.name)
+        if publication.expected and not publication.probe:
+            faults.append("probe: must be told where expected is, got []")
+        other = next((each for each in self.by_rank.values() if each.rank != publication.rank), None)
+        for name in ("world", "install", "backend", "probe", "expected", "options") if other is not None else ():
+            one, two = getattr(other, name), getattr(publication, name)
+            if one != two:
+                faults.append(f"{name}: rank {other.rank if other else 0} has said {one!r}, got {two!r}")
+        for place, tensor in enumerate(publication.tensors):
+            before, rank = self.tensors.get(tensor.name, (tensor, publication.rank))
+            if before != tensor and rank != publication.rank:
+                faults.append(
+                    f"tensors[{place}]: {tensor.name} is {before.dtype} {before.shape} of rank {rank},"
+                    f" got {tensor.dtype} {tensor.shape}"
+                )
+        return faults
+
+    @property
+    def complete(self) -> bool:
+        return len(self.by_rank) == self.world
+
+    @property
+    def publications(self) -> tuple[Publication, ...]:
+        return tuple(self.by_rank[rank] for rank in sorted(self.by_rank))
+
+
+def fingerprints(publications: Iterable[Publication]) -> tuple[str, ...]:
+    """Return one fingerprint for each rank, of what it published and by which start of the trainer, sorted."""
+    return tuple(sorted(map(fingerprint, publications)))
+
+
+def fingerprint(publication: Publication) -> str:
+    """Return the rank and a digest of its publication, which do not depend on when it was staged."""
+    timeless = replace(publication, began_s=0.0, offload_s=0.0, gather_s=0.0)
+    return f"{publication.rank}:{hashlib.sha256(PUBLICATION.dump_json(timeless)).hexdigest()[:32]}"

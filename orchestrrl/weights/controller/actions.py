@@ -9,11 +9,12 @@ from typing import Any
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
-from orchestrrl.core.offload import Offload, inline
+from orchestrrl.core.offload import Offload
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import HOLDER, LOOK_S, WORDS, EngineNow, FleetWeights, WeightBook
 from orchestrrl.weights.model import Peer
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # for orders that take no time
 LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
-NO_PEER = "no peer that installs into it is attached"
 
 
 class SyncFailed(OrchestrRLError):
@@ -74,17 +74,16 @@ class SyncActions:
     circuits: SyncCircuits
     book: WeightBook
     pause_registry: PauseRegistry
-    engines: Callable[[], Mapping[EngineId, EngineNow]]
-    wanted: Callable[[], Collection[int]] = tuple  # versions that are on their way, which peers have to keep
+    serving: PeerAssignments
+    stale: StaleVersions
+    deploying: Callable[[], bool]  # engines are being started or stopped by order
+    offload: Offload
     rested: set[EngineId] = field(default_factory=set)  # that peers have brought to rest
-    deploying: Callable[[], bool] = lambda: False  # engines are being started or stopped by order
-    settled: Callable[[], bool] = lambda: True  # peers that are told which engines to serve have them
-    why_not_served: Callable[[EngineId], str] = lambda _: NO_PEER
-    seen: set[EngineId] = field(default_factory=set)  # every engine that this daemon has known
-    stale: StaleVersions = field(default_factory=StaleVersions)
-    offload: Offload = inline
 
     # --- who is there
+
+    def engines(self) -> Mapping[EngineId, EngineNow]:
+        return self.serving.engines()
 
     def awaited(self) -> list[EngineId]:
         """Engines that are away for a moment: their peer has just gone, or the daemon has just been started again, and
@@ -126,7 +125,7 @@ class SyncActions:
 
     def gone(self, engine: EngineId) -> bool:
         """It was one of the fleet's, and was stopped, or removed: by order, so nothing of it is lost."""
-        return engine in self.seen and engine not in self.engines()
+        return engine not in self.engines() and engine in self.serving.seen
 
     def all_gone(self, engines: Collection[EngineId]) -> bool:
         return bool(engines) and all(self.gone(engine) for engine in engines)
@@ -186,7 +185,7 @@ class SyncActions:
         """Order the peer of an engine. Raises SyncFailed, which names the engine alone."""
         peer = self.hub.peer_of(engine)
         if peer is None:
-            raise SyncFailed("peer_lost", f"{engine}: {self.why_not_served(engine)}", [engine])
+            raise SyncFailed("peer_lost", f"{engine}: {self.serving.why_not(engine)}", [engine])
         return await self.done(peer.id, order, within_s, code, engine)
 
     async def install(
@@ -276,7 +275,7 @@ class SyncActions:
         committed = self.book.fleet.version
         if committed is None:
             return
-        wanted = {committed, *self.wanted()}
+        wanted = {committed, *self._on_their_way()}
 
         def order(peer: Peer) -> KeepVersions:
             staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
@@ -286,7 +285,7 @@ class SyncActions:
 
     async def discard(self, version: int) -> None:
         """It came to nothing: peers have room for the next one. Not where the same number is on its way again."""
-        committed, wanted = self.book.fleet.version, self.wanted()
+        committed, wanted = self.book.fleet.version, self._on_their_way()
         if version == committed or sum(each == version for each in wanted) > 1:
             return
 
@@ -295,6 +294,9 @@ class SyncActions:
             return KeepVersions(tuple(sorted(others if committed is None else others | {committed})))
 
         await self._notify_all(order)
+
+    def _on_their_way(self) -> list[int]:
+        return [record.report.version for record in self.book.open.values()]
 
     async def _notify_all(self, order: Callable[[Peer], Order]) -> None:
         async def one(peer: Peer) -> None:

@@ -1,11 +1,13 @@
-"""Bring a version's bytes to all who need them: peers are given the plan's edges, and others for those that break.
+"""Bring a version's bytes to all peers that need them: circuits, a plan, checksums, and the plan's edges as orders.
 
-A peer that goes away is waited for; whoever had bytes to come from it gets them from another at once.
+An edge that breaks is replaced by others. A peer that goes away is waited for; peers that were to get bytes from it get
+them from another one at once.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -14,11 +16,11 @@ from typing import Any, Literal
 from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed, each_done
-from orchestrrl.weights.controller.edges import common_transport
+from orchestrrl.weights.controller.circuits import BroughtUp
 from orchestrrl.weights.controller.peer_hub import Heard
-from orchestrrl.weights.controller.planning import PlannedSync
+from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, common_transport, plan_sync
 from orchestrrl.weights.controller.progress import SyncProgress
-from orchestrrl.weights.controller.reports import SyncPhase
+from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
 from orchestrrl.weights.model import HeldVersion, Peer, VersionMap
 from orchestrrl.weights.orders import (
@@ -33,34 +35,153 @@ from orchestrrl.weights.orders import (
     PeerResult,
     SumShards,
 )
+from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
 from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
 from planner.sync_tree.network import SyncNetwork
 
 logger = logging.getLogger(__name__)
 
-TURN_S = 0.5  # how often it is looked whether somebody has been gone, or nothing has come, for too long
+TURN_S = 0.5  # how often it is looked whether a peer has been gone, or nothing has come, for too long
 CHECKS = 4  # of all bytes, before it is believed that they cannot be had sound
-SUMS_WITHIN_S = 600.0  # to read all bytes once
+READ_WITHIN_S = 600.0  # to read all bytes once
 
 
-async def sums(acts: SyncActions, planned: PlannedSync) -> VersionMap:
-    """The version's map with the sums of all shards, by those who hold them. Raises Failed."""
-    by_peer: dict[PeerId, list[str]] = {}
-    for shard, peer in sorted(planned.summed_by.items()):
-        by_peer.setdefault(peer, []).append(shard)
+class TreeTransfer:
+    """Brings the bytes of one published version to peers, attempt by attempt. `still`: the trainer sends nothing else
+    meanwhile. `is_up`: circuits may be there, by an earlier daemon."""
 
-    async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-        await acts.done(peer, planned.opens[peer], SUMS_WITHIN_S, "trainer_lost")
-        order = SumShards(planned.version, tuple(shards))
-        return (await acts.done(peer, order, SUMS_WITHIN_S, "trainer_lost")).sums
+    def __init__(
+        self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], *, still: bool, is_up: bool
+    ) -> None:
+        self.carrying: Carrying | None = None
+        self._acts = acts
+        self._record = record
+        self._publications = publications
+        self._still = still
+        self._plans = 0
+        self._opened: dict[PeerId, VersionMap] = {}  # with this version, by an earlier attempt
+        self._is_up = is_up  # circuits, or on their way
+        self._tearing: asyncio.Task[None] | None = None
 
-    found: dict[str, tuple[str, ...]] = {}
-    for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
-        found.update(told)
-    if lacking := sorted(set(planned.summed_by) - set(found)):
-        raise SyncFailed("corrupt", f"nobody told the sums of {few(lacking, between=', ')}")
-    return summed(planned.map, found)
+    async def prepare(self, receivers: Collection[PeerId]) -> VersionMap:
+        """Return the version's map with all sums, once every receiver has all bytes. Raises SyncFailed."""
+        record, acts = self._record, self._acts
+        record.state(SyncState.PLANNING)
+        await self._trainers_there()
+        have = await self._have(receivers)
+        wanted = {*receivers, *(each.peer for each in self._publications)}
+        peers = [peer for id, peer in acts.hub.attached().items() if id in wanted]
+        planned = await self._plan(peers, acts.circuits.network(), have)
+        self._is_up = True
+        brought: BroughtUp
+        map: VersionMap
+        brought, map = await each_done([self._bring_up(planned), self._sums(planned)])
+        if brought.notes:  # it is not as the plan had it
+            planned = await self._plan(peers, brought.network, have)
+        record.put(
+            bytes=planned.bytes,
+            estimate_s=planned.estimate_s,
+            lower_bound_s=planned.lower_bound_s,
+            naive_s=planned.naive_s,
+            waves=planned.waves,
+            edges=len(planned.edges),
+            carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
+        )
+        self._opened = {peer: opened.map for peer, opened in planned.opens.items()}
+        record.state(SyncState.CARRYING)
+        self.carrying = Carrying(acts, record, planned, map, brought.network)
+        try:
+            await self.carrying.run()
+        finally:
+            self.carrying = None
+        return map
+
+    async def _trainers_there(self) -> None:
+        """Wait for the peers that have what ranks have staged."""
+        hub, peers = self._acts.hub, {each.peer for each in self._publications}
+        if not await self._acts.wait_until(lambda: peers <= hub.attached().keys(), self._acts.settings.patience_s):
+            away = sorted(peers - hub.attached().keys())
+            raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
+
+    async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
+        """Return what came in an earlier attempt."""
+        found: dict[PeerId, PeerHolding] = {}
+
+        async def of(peer: PeerId) -> None:
+            try:
+                result = await self._acts.done(
+                    peer, CheckVersion(self._record.report.version), READ_WITHIN_S, "corrupt"
+                )
+            except SyncFailed as failure:
+                self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
+            else:
+                found[peer] = PeerHolding(self._opened[peer], result.missing)
+
+        there = self._acts.hub.attached()
+        await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
+        return found
+
+    async def _plan(
+        self, peers: Sequence[Peer], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
+    ) -> PlannedSync:
+        self._plans += 1
+        version, settings, number = self._record.report.version, self._acts.settings, self._plans
+        with self._record.phase(SyncPhase.PLAN):
+            try:
+                planned: PlannedSync = await self._acts.offload(
+                    lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
+                )
+            except ValueError as error:
+                raise SyncFailed("unreachable", str(error)) from error
+        return planned.named(self._record.id)
+
+    async def _bring_up(self, planned: PlannedSync) -> BroughtUp:
+        record = self._record
+        with contextlib.ExitStack() as lasting:
+
+            def on_phase(phase: SyncPhase) -> None:
+                lasting.close()
+                lasting.enter_context(record.phase(phase))
+
+            brought = await self._acts.circuits.bring_up(record.id, planned, on_phase, still=self._still)
+        record.note(*brought.notes)
+        return brought
+
+    async def _sums(self, planned: PlannedSync) -> VersionMap:
+        """Return the version's map with the sums of all shards, by those who hold them."""
+        by_peer: dict[PeerId, list[str]] = {}
+        for shard, peer in sorted(planned.summed_by.items()):
+            by_peer.setdefault(peer, []).append(shard)
+
+        async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+            await self._acts.done(peer, planned.opens[peer], READ_WITHIN_S, "trainer_lost")
+            order = SumShards(planned.version, tuple(shards))
+            return (await self._acts.done(peer, order, READ_WITHIN_S, "trainer_lost")).sums
+
+        found: dict[str, tuple[str, ...]] = {}
+        with self._record.phase(SyncPhase.SUMS):
+            for told in await each_done(of(peer, shards) for peer, shards in by_peer.items()):
+                found.update(told)
+        if lacking := sorted(set(planned.summed_by) - set(found)):
+            raise SyncFailed("corrupt", f"no peer has sent the sums of {few(lacking, between=', ')}")
+        return summed(planned.map, found)
+
+    async def tear_down(self) -> None:
+        """Give circuits back where they were asked for. It goes on where this is cancelled, and is then waited for by
+        the next call."""
+        if self._is_up:
+            self._is_up = False
+            self._tearing = asyncio.ensure_future(self._tear_down())
+        if self._tearing is not None:
+            await asyncio.shield(self._tearing)
+
+    async def _tear_down(self) -> None:
+        with self._record.phase(SyncPhase.TEAR_DOWN):
+            try:
+                self._record.note(*await self._acts.circuits.tear_down(self._record.id))
+            except OrchestrRLError as error:
+                self._record.note(f"circuits stay as they are: {error}")
 
 
 def summed(map: VersionMap, sums: Mapping[str, tuple[str, ...]]) -> VersionMap:
@@ -86,7 +207,7 @@ class Carrying:
         self._record = record
         self._planned = planned
         self._map = map
-        self._network = network
+        self.network = network
         sums_of = {shard.id: shard.sums for shard in map.shards}
         self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
         self._woken = asyncio.Event()
@@ -137,7 +258,7 @@ class Carrying:
 
     async def _open(self, peer: PeerId) -> None:
         code = "trainer_lost" if self._opens[peer].parts else "peer_lost"
-        await self._acts.done(peer, self._opens[peer], SUMS_WITHIN_S, code)
+        await self._acts.done(peer, self._opens[peer], READ_WITHIN_S, code)
 
     async def _until_all_is_there(self) -> None:
         while True:
@@ -160,7 +281,7 @@ class Carrying:
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
-                return await self._acts.done(peer, CheckVersion(self._planned.version), SUMS_WITHIN_S, "corrupt")
+                return await self._acts.done(peer, CheckVersion(self._planned.version), READ_WITHIN_S, "corrupt")
 
             receivers = self.progress.receivers
             results = await each_done(of(peer) for peer in receivers)
@@ -223,7 +344,7 @@ class Carrying:
         return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
 
     def _pod(self, peer: PeerId) -> str:
-        station = self._network.stations.get(peer)
+        station = self.network.stations.get(peer)
         return "" if station is None else station.pod
 
     def _edge_of(self, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:

@@ -1,20 +1,22 @@
 """One version of the weights for the fleet: what trainers publish is brought to every engine, or to none.
 
-This keeps the order: one version at a time, a newer one instead of one that has not begun to be installed, repairs in
-between. A version's way is run.py's; what a daemon before has left, and who lags behind, is seen to first and
-last. It acts in both modes: whoever publishes wants it done; an operator's pause of syncs is what holds it.
+This collects what the ranks of a trainer publish until a version is complete, and keeps the order: one version at a
+time, a newer one instead of one that has not begun to be installed, repairs in between. The steps of a version are in
+run.py. Syncs that an earlier daemon left open are brought to their end first. All of this happens in both modes of the
+daemon, as publishing is an order; an operator's pause of syncs stops it.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache
 from typing import Any
 
 from orchestrrl.core.clock import Clock, stop, until_set
 from orchestrrl.core.config.weights import WeightSettings
-from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
+from orchestrrl.core.delivery import REATTACH_S
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, few
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operation_journal import OpenIntent
@@ -22,10 +24,10 @@ from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend, make_direct
 from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.carrying import Carrying
 from orchestrrl.weights.controller.circuits import SyncCircuits
 from orchestrrl.weights.controller.fence import FleetFence
-from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
-from orchestrrl.weights.controller.publications import PublicationCollector, PublicationSet, fingerprint, fingerprints
+from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
 from orchestrrl.weights.controller.repair import EngineRepairs
 from orchestrrl.weights.controller.reports import (
     EngineStatus,
@@ -42,11 +44,9 @@ from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, EngineNow, SyncRecord, WeightBook
 from orchestrrl.weights.model import Peer
-from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.publication import NOT_ATTACHED, Publication, PublicationSet, fingerprint
 from planner.model import EngineId, PeerId
 from planner.sync_tree.nic_share import LeftForMoves, left_for_moves
-
-__all__ = ["EngineNow", "WeightSync"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,37 +77,15 @@ class WeightSync:
         """`deploying`: engines are being started or stopped by order. `stale` are engines that have lost what they
         had."""
         self.book = WeightBook(journal, clock)
-        seen: set[EngineId] = set()
-
-        def there() -> Mapping[EngineId, EngineNow]:
-            now = engines()
-            seen.update(now)
-            return now
-
-        self._serving = PeerAssignments(hub, clock, settings.patience_s, there)
+        self._serving = PeerAssignments(hub, clock, settings.patience_s, engines)
         self._acts = SyncActions(
-            hub,
-            clock,
-            settings,
-            fence,
-            circuits,
-            self.book,
-            pause_registry,
-            there,
-            self._wanted,
-            deploying=deploying,
-            settled=lambda: self._serving.settled,
-            why_not_served=self._serving.why_not,
-            seen=seen,
-            stale=stale,
-            offload=offload,
+            hub, clock, settings, fence, circuits, self.book, pause_registry, self._serving, stale, deploying, offload
         )
         self._hub = hub
         self._clock = clock
         self._settings = settings
-        self._collector = PublicationCollector(self.book, hub, clock, settings, self._complete, self._record)
-        self.report, self.history = self._collector.report, self._collector.history
-        self.follow = self._collector.follow
+        self._numbers = itertools.count(1)
+        self._collecting: tuple[PublicationSet, SyncRecord] | None = None  # a version that some ranks have published
         self._next: SyncRun | None = None
         self._running: SyncRun | None = None
         self._repairs = EngineRepairs(self._acts)
@@ -118,27 +96,39 @@ class WeightSync:
         self._news = asyncio.Event()
         hub.listen(self._on_news)
 
-    # --- told by trainers
+    # --- called by trainers
 
     def publish(self, publication: Publication) -> str:
-        """The sync's id; the same again is answered again. Raises ProblemFaults; Permanent where the version is
+        """Return the sync's id; the same again is answered again. Raises ProblemFaults; Permanent where the version is
         another's, or the fleet's already; Retryable while the rank's peer has not attached yet."""
         version = publication.version
         backend = self._backend(publication)
         committed = self.book.fleet.committed
         for run in filter(None, (self._next, self._running)):
             if run.sync_record.report.version == version and not run.sync_record.report.over:
-                if fingerprint(publication) in run.fingerprints:  # as it was told, wherever it is installed
+                if fingerprint(publication) in run.fingerprints:
                     return run.sync_record.id
                 raise Permanent(f"version {version} is on its way with other content, as {run.sync_record.id}")
         if committed is not None and committed.version == version:
             if fingerprint(publication) in committed.fingerprints:
                 return committed.sync
             raise Permanent(f"version {version} is the fleet's, with other content: publish under another number")
-        return self._collector.take(publication, backend)
+        collection, record = self._collection(publication)
+        if faults := self._faults(collection, publication, backend):
+            raise ProblemFaults(faults)
+        if backend is None and publication.peer not in self._hub.peers:  # of a daemon that has just come back
+            raise Retryable(f"{NOT_ATTACHED}, got {publication.peer!r}", REATTACH_S)
+        if record is None:
+            record = self._begin(collection, publication)
+        collection.add(publication)
+        record.put(published=tuple(sorted(collection.by_rank)))
+        if collection.complete:
+            self._collecting = None
+            self._complete(collection, record, backend)
+        return record.id
 
     def _backend(self, publication: Publication) -> DirectBackend | None:
-        """None: the tree, or one that nobody knows, which is told with what else is wrong. Raises ProblemFaults."""
+        """None: the tree, or an unknown one, which is a fault among others. Raises ProblemFaults."""
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
@@ -146,33 +136,84 @@ class WeightSync:
         except Permanent as error:
             raise ProblemFaults([f"backend: {error}"]) from error
 
-    def _record(self) -> SyncRecord | None:
-        return None if self._running is None else self._running.sync_record
+    def _faults(self, collection: PublicationSet, publication: Publication, backend: DirectBackend | None) -> list[str]:
+        faults = collection.faults(publication)
+        if publication.backend not in BACKENDS:
+            faults.append(f"backend: must be one of {', '.join(BACKENDS.names())}, got {publication.backend!r}")
+        if backend is not None:
+            faults += backend.faults(publication)
+        before = collection.by_rank.get(publication.rank)
+        if before is not None and fingerprint(before) != fingerprint(publication):
+            faults.append(f"rank: {publication.rank} has said otherwise of version {publication.version} before")
+        return faults
 
-    def _complete(self, collection: PublicationSet, record: SyncRecord) -> None:
-        words = collection.publications
+    def _collection(self, publication: Publication) -> tuple[PublicationSet, SyncRecord | None]:
+        """Return the set that a publication belongs to, and its record; a new one has none yet."""
+        if self._collecting is not None:
+            collection, record = self._collecting
+            if (collection.version, collection.run) == (publication.version, publication.run):
+                return collection, record
+        by_s = self._clock.now_s() + self._settings.publish_within_s
+        return PublicationSet(publication.version, publication.run, publication.world, by_s), None
+
+    def _begin(self, collection: PublicationSet, publication: Publication) -> SyncRecord:
+        id = f"s{self.book.log.generation}-{next(self._numbers)}"
+        record = self.book.began(
+            SyncReport(
+                id,
+                publication.version,
+                SyncState.PUBLISHING,
+                self._clock.now_s(),
+                backend=publication.backend,
+                world=publication.world,
+            )
+        )
+        if self._collecting is not None:
+            why = f"{self._collecting[1].report.version} was not complete when {publication.version} came"
+            self._drop(self._collecting[1], SyncState.SUPERSEDED, "superseded", why)
+        record.begins(SyncPhase.PUBLISH)
+        self._collecting = (collection, record)
+        return record
+
+    def _complete(self, collection: PublicationSet, record: SyncRecord, backend: DirectBackend | None) -> None:
+        publications = collection.publications
         record.ends(SyncPhase.PUBLISH)
-        slowest = max(words, key=lambda word: word.offload_s + word.gather_s)
+        slowest = max(publications, key=lambda each: each.offload_s + each.gather_s)
         if slowest.began_s:
             elapsed_s = slowest.offload_s + slowest.gather_s
             # Its host's clock is known about: all was there when it said so.
-            began_s = min(self._acts.hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - elapsed_s)
+            began_s = min(self._hub.ours_s(slowest.peer, slowest.began_s), self._clock.now_s() - elapsed_s)
             before = (
                 PhaseTime(SyncPhase.OFFLOAD, began_s, began_s + slowest.offload_s),
                 PhaseTime(SyncPhase.GATHER, began_s + slowest.offload_s, began_s + elapsed_s),
             )
             record.put(phases=(*before, *record.report.phases))
-        if not words[0].install:
-            words = tuple(replace(word, install=self._settings.install.value) for word in words)
         why = f"version {collection.version} was published"
         if self._next is not None:
-            self._collector.drop(self._next.sync_record, SyncState.SUPERSEDED, "superseded", why)
-        named = fingerprints(collection.publications)
-        self._next = SyncRun(self._acts, record, words, named, self._backend(words[0]))
+            self._drop(self._next.sync_record, SyncState.SUPERSEDED, "superseded", why)
+        self._next = SyncRun(self._acts, record, publications, backend)
         record.state(SyncState.PLANNING)
         if self._running is not None and self._running.sync_record.report.state in MAY_BE_REPLACED:
             self._running.call_off(SyncState.SUPERSEDED, "superseded", why)
         self._news.set()
+
+    def _expire_ranks(self) -> None:
+        """End a version of which not all ranks have published in time."""
+        if self._collecting is None or self._clock.now_s() < self._collecting[0].by_s:
+            return
+        collection, record = self._collecting
+        missing = [str(rank) for rank in range(collection.world) if rank not in collection.by_rank]
+        why = f"ranks {few(missing, 32, ', ')} said nothing within {self._settings.publish_within_s:g} s"
+        self._drop(record, SyncState.ABORTED, "trainer_lost", why)
+
+    def _drop(self, record: SyncRecord, state: SyncState, code: str, why: str) -> None:
+        """End a version that has touched nothing yet."""
+        if self._next is not None and self._next.sync_record is record:
+            self._next = None
+        if self._collecting is not None and self._collecting[1] is record:
+            self._collecting = None
+        record.over(state, code, why)
+        self.book.ended(record)
 
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
@@ -184,7 +225,7 @@ class WeightSync:
             raise Permanent(f"weight sync {sync_id} asks nothing of a trainer")
         return await run.direct.relayed(rank, number, call, body)
 
-    # --- asked by operators
+    # --- called by operators and trainers
 
     def status(self) -> WeightsStatus:
         fleet = self.book.fleet
@@ -193,27 +234,53 @@ class WeightSync:
             fleet.version,
             latest[0] if latest else None,
             tuple(EngineStatus(e, EngineSync.QUARANTINED, why) for e, why in sorted(fleet.quarantined.items())),
-            tuple(_stands(state) for _, state in sorted(self._hub.peers.items())),
+            tuple(_peer_status(state.peer, state.attached) for _, state in sorted(self._hub.peers.items())),
         )
 
+    def report(self, sync_id: str = "", version: int | None = None) -> SyncReport:
+        """Return the newest report with this id and version; of neither: the one under way, else the last. Raises
+        Permanent where there is none."""
+        for report in self.history(0):
+            if (not sync_id or report.id == sync_id) and (version is None or report.version == version):
+                return report
+        what = f" {sync_id}" if sync_id else f" of version {version}" if version is not None else ""
+        raise Permanent(f"there is no weight sync{what}")
+
+    def history(self, limit: int) -> list[SyncReport]:
+        """Return reports, the one under way first, then newest first; 0: all that are remembered."""
+        running = [self._running.sync_record.report] if self._running is not None else []
+        waiting = [record.report for record in reversed(self.book.open.values())]
+        reports = {report.id: report for report in (*running, *waiting, *reversed(self.book.over))}
+        return list(reports.values())[: limit or None]
+
+    async def follow(self, sync_id: str) -> AsyncIterator[SyncReport]:
+        """Yield the report as it is and whenever it changes, until it is over. Raises Permanent."""
+        record = self.book.open.get(sync_id)
+        if record is None:
+            yield self.report(sync_id)
+            return
+        async for report in record.follow():
+            yield report
+
     def abort(self, sync_id: str, reason: str) -> SyncReport:
-        """Empty: the one under way. It may take a moment until it is over. Raises Permanent where it is over or
-        committed."""
+        """Call off a sync, or where the id is empty the one under way. It may take a moment until it is over. Raises
+        Permanent where it is over or committed."""
         report = self.report(sync_id)
-        why = reason or "an operator has called it off"
-        record = self._collector.records.get(report.id)
-        if report.over or record is None:
+        outcome = (SyncState.ABORTED, "operator", reason or "an operator has called it off")
+        record = self.book.open.get(report.id)
+        if record is None:
             raise Permanent(f"weight sync {report.id} is over: {report.state}")
         if self._running is not None and self._running.sync_record is record:
-            self._running.call_off(SyncState.ABORTED, "operator", why)
-        elif self._next is not None and self._next.sync_record is record:
-            self._next = None
-            self._collector.drop(record, SyncState.ABORTED, "operator", why)
-        elif self._collector.collecting is record:
-            self._collector.abandon(SyncState.ABORTED, "operator", why)
+            self._running.call_off(*outcome)
+        elif record in self._not_begun():
+            self._drop(record, *outcome)
         else:
             raise Permanent(f"weight sync {report.id} was left open by the daemon before, which is being seen to")
         return record.report
+
+    def _not_begun(self) -> list[SyncRecord]:
+        waiting = [] if self._next is None else [self._next.sync_record]
+        return waiting if self._collecting is None else [*waiting, self._collecting[1]]
 
     def install_now(self, sync_id: str, reason: str) -> SyncReport:
         """Raises Permanent where nothing is prepared."""
@@ -248,21 +315,16 @@ class WeightSync:
                 )
             return version, without
         self._acts.notice_others()
-        committed = self.book.fleet.committed
-        if told is not None:
-            if committed is not None and committed.version == told:
+        committed, newest = self.book.fleet.committed, fence.state.newest
+        if committed is not None:
+            # Where the barrier was told another version since ours, that one stands.
+            is_news = newest is None or (newest != committed.version and committed.sync in self.book.open)
+            if told == committed.version or (told is None and is_news):
                 await self._acts.refresh(committed.has)
-                return told, self._without(committed)
+                return committed.version, self._without(committed)
+        if told is not None:
             self._not_on_its_way(told)
-            return told, ()
-        if committed is None or fence.state.newest == committed.version:
-            return None, ()
-        record = self._collector.records.get(committed.sync)
-        # Where it was told of before, somebody has told another version since.
-        if fence.state.newest is None or (record is not None and not record.report.over):
-            await self._acts.refresh(committed.has)
-            return committed.version, self._without(committed)
-        return None, ()
+        return told, ()
 
     def restarted(self) -> list[EngineId]:
         """Engines of which nobody knows what they have, since they were started anew."""
@@ -273,8 +335,8 @@ class WeightSync:
         return tuple(sorted(engine for engine in self._acts.engines() if engine not in has))
 
     def _not_on_its_way(self, version: int) -> None:
-        for record in self._collector.records.values():
-            if record.report.version == version and not record.report.over:
+        for record in self.book.open.values():
+            if record.report.version == version:
                 raise Retryable(
                     f"version {version} is on its way to engines, as {record.id} ({record.report.state}): they have not"
                     " got it yet; ask again, or resume without a version",
@@ -284,20 +346,18 @@ class WeightSync:
     @property
     def left_for_moves(self) -> LeftForMoves:
         """Of engine hosts' NICs, what is left for moves of KV."""
-        run = self._running
-        if run is None or run.carrying is None or run.preparation.network is None:
+        carrying = self._carrying
+        if carrying is None:
             return LeftForMoves()
         peers = [id for id, state in self._hub.peers.items() if state.peer.engines]
-        running = ((edge.src, edge.dst, edge.rate_gbps) for edge in run.carrying.progress.live)
-        return left_for_moves(running, run.preparation.network.stations, peers)
+        running = ((edge.src, edge.dst, edge.rate_gbps) for edge in carrying.progress.live)
+        return left_for_moves(running, carrying.network.stations, peers)
 
     # --- run
 
     def recover(self) -> None:
         """Take up what the daemon before has left."""
         self._left = self.book.recover()
-        for left in self._left:
-            self._collector.records[left.id] = SyncRecord(left.intent, self._clock)
         committed, state = self.book.fleet.committed, self._acts.fence.state
         if committed is not None and state.newest is not None:
             for engine in committed.has:
@@ -334,10 +394,7 @@ class WeightSync:
 
     def _half_done(self) -> list[OpenIntent[SyncReport]]:
         """Nobody carries it out any more, and it is not over."""
-        waiting = [self._next.sync_record] if self._next is not None else []
-        waiting += [self._collector.collecting] if self._collector.collecting is not None else []
-        ids = {record.id for record in self._collector.records.values() if not record.report.over}
-        ids -= {record.id for record in waiting}
+        ids = self.book.open.keys() - {record.id for record in self._not_begun()}
         try:
             return [left for left in self.book.left_open() if left.id in ids]
         except OrchestrRLError as error:  # the pause barrier's lease keeps requests from engines until it can be read
@@ -350,7 +407,7 @@ class WeightSync:
             del self._left[0]
         while True:
             self._news.clear()
-            self._collector.expire_ranks()
+            self._expire_ranks()
             if self._next is not None:
                 self._running, self._next = self._next, None
                 try:
@@ -369,7 +426,7 @@ class WeightSync:
 
     async def _settle(self, left: OpenIntent[SyncReport]) -> None:
         """Bring it to its end: finished where it is committed, undone where it is not."""
-        record = self._collector.records[left.id]
+        record = self.book.open[left.id]
         code, why = self._why_left
         record.note("the daemon was restarted" if code == "restarted" else "a defect of ours ended it")
         await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
@@ -396,9 +453,13 @@ class WeightSync:
             await task
         return True
 
+    @property
+    def _carrying(self) -> Carrying | None:
+        """The version's bytes that are on their way."""
+        return None if self._running is None else self._running.tree.carrying
+
     def _on_news(self, peer: PeerId, news: Heard) -> None:
-        carrying = self._running.carrying if self._running is not None else None
-        for each in (carrying, self._repairs.carrying):
+        for each in (self._carrying, self._repairs.carrying):
             if each is not None:
                 each.on_news(peer, news)
         if isinstance(news, Peer):
@@ -409,18 +470,13 @@ class WeightSync:
         if news is None or isinstance(news, Peer):
             self._news.set()
 
-    def _wanted(self) -> list[int]:
-        runs = [run.sync_record.report.version for run in (self._running, self._next) if run is not None]
-        return runs + ([] if self._collector.collecting is None else [self._collector.collecting.report.version])
 
-
-def _stands(state: PeerState) -> PeerStatus:
-    peer = state.peer
+def _peer_status(peer: Peer, is_attached: bool) -> PeerStatus:
     return PeerStatus(
         peer.id,
         peer.role,
         peer.host,
-        state.attached,
+        is_attached,
         tuple(each.engine for each in peer.engines),
         tuple(held.version for held in peer.held if held.complete),
         peer.place.pod,

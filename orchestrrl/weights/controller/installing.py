@@ -78,7 +78,7 @@ class Installing:
     async def choose(self, attempt: SyncAttempt) -> None:
         """Set the attempt's targets and receivers. Raises SyncFailed where no engine can have the version."""
         await self._engines_there(attempt)
-        await self._acts.wait_until(self._acts.settled, SETTLED_WITHIN_S)
+        await self._acts.wait_until(self._acts.serving.is_settled, SETTLED_WITHIN_S)
         attempt.targets = self._targets(attempt)
         attempt.receivers = self._receivers(attempt)
 
@@ -165,7 +165,7 @@ class Installing:
             if engine in left:
                 continue
             if peer is None:
-                left[engine] = self._acts.why_not_served(engine)
+                left[engine] = self._acts.serving.why_not(engine)
             elif not now.healthy:
                 left[engine] = "is not healthy"
             elif why := "" if self._direct is not None else self._acts.hub.why_not_whole(engine):

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.weights.controller.edges import edges_of
 from orchestrrl.weights.model import (
     DTYPE_BYTES,
     EngineShare,
@@ -299,8 +298,27 @@ def _planned(
     settings: WeightSettings,
     attempt: int,
 ) -> PlannedSync:
+    """Plan the flows of segments; each flow is an edge with an id, a transport and a rate."""
     plan = plan_flows(segments, network, settings)
-    edges, planned_s = edges_of(plan.flows, known, network, settings, attempt)
+    ways = _transports({(flow.src, flow.dst) for flow in plan.flows}, known, settings)
+    is_held_back = settings.rate_share < 1 or bool(network.boundary_circuits or network.tor_circuits)
+    is_held_back |= network.pairs is not None
+    edges = tuple(
+        CarryEdge(
+            id=f"{attempt}.{number}",
+            shard=flow.shard,
+            offset=flow.offset,
+            bytes=flow.bytes,
+            src=flow.src,
+            dst=flow.dst,
+            transport=ways[flow.src, flow.dst],
+            address=known[flow.dst].transports[ways[flow.src, flow.dst]],
+            wave=flow.wave,
+            phase=flow.phase,
+            rate_gbps=flow.rate_gbps if is_held_back else 0.0,
+        )
+        for number, flow in enumerate(plan.flows)
+    )
     return PlannedSync(
         version=whole.version,
         map=whole,
@@ -308,12 +326,36 @@ def _planned(
         opens=opens,
         summed_by=summed_by(segments),
         edges=edges,
-        planned_s=planned_s,
+        planned_s={edge.id: flow.seconds for edge, flow in zip(edges, plan.flows, strict=True)},
         estimate_s=plan.estimate_s,
         lower_bound_s=plan.lower_bound_s,
         naive_s=plan.naive_s,
         waves=plan.waves,
     )
+
+
+def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:
+    """Return the first transport by the settings' order that both peers have."""
+    return next((name for name in settings.transports if name in one.transports and name in other.transports), None)
+
+
+def _transports(
+    pairs: Iterable[tuple[PeerId, PeerId]], known: Mapping[PeerId, Peer], settings: WeightSettings
+) -> dict[tuple[PeerId, PeerId], str]:
+    found: dict[tuple[PeerId, PeerId], str] = {}
+    faults = []
+    for src, dst in sorted(pairs):
+        if transport := common_transport(settings, known[src], known[dst]):
+            found[src, dst] = transport
+        else:
+            faults.append(
+                f"peers.{dst}.transports: has none of {', '.join(settings.transports)} in common with {src},"
+                f" got {', '.join(sorted(known[dst].transports)) or 'none'} and"
+                f" {', '.join(sorted(known[src].transports)) or 'none'}"
+            )
+    if faults:
+        raise ProblemFaults(faults)
+    return found
 
 
 def _staged_alone(

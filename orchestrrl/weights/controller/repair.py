@@ -202,8 +202,8 @@ class EngineRepairs:
             planned = await acts.offload(plan)
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
-        planned = planned.named(f"r{acts.book.generation}.{number}")
-        id = f"repair-{acts.book.generation}-{number}"
+        planned = planned.named(f"r{acts.book.log.generation}.{number}")
+        id = f"repair-{acts.book.log.generation}-{number}"
         report = SyncReport(id, committed.version, SyncState.CARRYING, acts.clock.now_s())
         self.carrying = Carrying(acts, SyncRecord(report, acts.clock), planned, map, network, who)
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from orchestrrl.core.config.weights import InstallWhen
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.operation import Description, OperationFailure, OperationRun, OperationState, Stage, StepEntry
@@ -19,13 +20,12 @@ from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
 from orchestrrl.weights.controller.barrier_release import attached_again, go_back, resume_new
-from orchestrrl.weights.controller.carrying import Carrying
+from orchestrrl.weights.controller.carrying import TreeTransfer
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
-from orchestrrl.weights.controller.preparing import Preparation
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.controller.state import HOLDER, LOOK_S, CommittedVersion, SyncRecord, sync_body
-from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.publication import Publication, fingerprints
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -83,21 +83,19 @@ class SyncRun(Description[SyncStep]):
         acts: SyncActions,
         record: SyncRecord,
         publications: Sequence[Publication] = (),
-        fingerprints: tuple[str, ...] = (),
         backend: DirectBackend | None = None,
         left: tuple[SyncState, str, str] | None = None,
     ) -> None:
         self.sync_record = record
         self.publications = publications
-        self.fingerprints = fingerprints
-        self.carrying: Carrying | None = None
-        self.preparation = Preparation(acts, record, publications, is_up=left is not None)
+        self.fingerprints = fingerprints(publications)
+        self._at_once = any((each.install or acts.settings.install) == InstallWhen.AT_ONCE for each in publications)
+        self.tree = TreeTransfer(acts, record, publications, still=self._at_once, is_up=left is not None)
         self.direct = None if backend is None else DirectTransfer(acts, record, publications, backend)  # None: the tree
         self._acts = acts
         self._is_left = left is not None
         self._stop = left  # what it ends in, where it is not committed
         self._may_install = asyncio.Event()  # without waiting for the next pause
-        self._at_once = any(each.install == "at_once" for each in publications)
         self._borrowed: BorrowedPause | None = None
         self._waits_for_barrier = False
         self._committed = False
@@ -192,14 +190,14 @@ class SyncRun(Description[SyncStep]):
             case SyncStepKind.RESUME:
                 await self._reporting_defects(self._resume())
             case SyncStepKind.TEAR_DOWN:
-                await self.preparation.tear_down()
+                await self.tree.tear_down()
             case SyncStepKind.KEEP:
                 await self._acts.keep()
         return ""
 
     async def undo(self, step: SyncStep) -> str:
         if step.kind is SyncStepKind.TEAR_DOWN:
-            await self.preparation.tear_down()
+            await self.tree.tear_down()
         else:
             await self._reporting_defects(self._restore())
         return ""
@@ -265,19 +263,11 @@ class SyncRun(Description[SyncStep]):
 
     async def _prepare(self) -> None:
         """Do all that can be done before the fence."""
-        record, acts, attempt = self.sync_record, self._acts, self._attempt
+        record, attempt = self.sync_record, self._attempt
         if self.direct is not None:
             attempt.map = await self.direct.prepare(list(attempt.targets))
         else:
-            planned, map = await self.preparation.plan(attempt.receivers)
-            record.state(SyncState.CARRYING)
-            assert self.preparation.network is not None
-            self.carrying = Carrying(acts, record, planned, map, self.preparation.network)
-            try:
-                await self.carrying.run()
-            finally:
-                self.carrying = None
-            attempt.map = map
+            attempt.map = await self.tree.prepare(attempt.receivers)
         for engine in attempt.targets:
             record.engine(engine, EngineSync.PREPARED)
 
@@ -321,7 +311,7 @@ class SyncRun(Description[SyncStep]):
             elif acts.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
                 record.put(detail="waits: engines are being started or stopped")
                 until_s = acts.clock.now_s() + settings.fence_within_s
-            elif not acts.settled() and acts.clock.now_s() < until_s:
+            elif not acts.serving.is_settled() and acts.clock.now_s() < until_s:
                 record.put(detail="waits: peers are being told of engines that have come")
             else:
                 break
@@ -491,7 +481,7 @@ class SyncRun(Description[SyncStep]):
                 await self._acts.discard(record.report.version)
             state, code, detail = self._stop or (SyncState.ABORTED, self._failed.code, self._failed.detail)
             record.over(state, code, detail)
-        book.ended(record.report)
+        book.ended(record)
 
     def _give_back(self) -> None:
         """Let the borrowed barrier's holder open it."""

@@ -104,7 +104,8 @@ class PeerAssignments:
         self._hub = hub
         self._clock = clock
         self._patience_s = patience_s
-        self._engines = engines
+        self._known_engines = engines
+        self.seen: set[EngineId] = set()  # every engine that this daemon has known
         self._began_s = clock.now_s()
         self._now = AssignedEngines({})
         self._ambiguous: Mapping[EngineId, tuple[PeerId, ...]] = {}
@@ -141,9 +142,13 @@ class PeerAssignments:
         """Why no peer installs into it, and what to do about that."""
         return self._now.unserved.get(engine, "no peer that installs into it is attached")
 
-    @property
-    def settled(self) -> bool:
-        """Attached peers have all engines that they are to serve."""
+    def engines(self) -> Mapping[EngineId, EngineNow]:
+        engines = self._known_engines()
+        self.seen.update(engines)
+        return engines
+
+    def is_settled(self) -> bool:
+        """Return whether attached peers have all engines that they are to serve."""
         peers, self._now = self._hub.peers, self._served(self._clock.now_s())
         for id, engines in self._now.wanted.items():
             has = {each.engine: each.url for each in peers[id].peer.engines if each.given}
@@ -155,7 +160,7 @@ class PeerAssignments:
 
     def _served(self, now_s: float) -> AssignedEngines:
         keep_unknown = now_s - self._began_s < UNKNOWN_FOR_S
-        return served(self._engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
+        return served(self.engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
 
     async def _send(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
         try:

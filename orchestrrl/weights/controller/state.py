@@ -217,15 +217,11 @@ class WeightBook:
         self._clock = clock
         self.log = OperationJournal(journal, clock, WEIGHT_SYNCS)
         self.fleet = FleetWeights()
+        self.open: dict[str, SyncRecord] = {}  # syncs that are not over, by id, oldest first
         self.over: deque[SyncReport] = deque(maxlen=REMEMBERED)
         self.map: VersionMap | None = None  # of the committed version, with sums
         self.recovered_s: float | None = None  # when it took up what a daemon before had left; None: nothing
         self.was_reported = False  # the pause barrier has had the committed version as the fleet's newest
-        self.changed: Callable[[], None] = lambda: None
-
-    @property
-    def generation(self) -> int:
-        return self._journal.generation
 
     def recover(self) -> list[OpenIntent[SyncReport]]:
         """Read what the daemon before has left; return the syncs that it did not end."""
@@ -237,6 +233,7 @@ class WeightBook:
                 self.over.append(report)
         self.map = self._read_map()
         left = self.left_open()
+        self.open = {each.id: SyncRecord(each.intent, self._clock) for each in left}
         if left or self.fleet.committed is not None:
             self.recovered_s = self._clock.now_s()
         return left
@@ -249,15 +246,19 @@ class WeightBook:
         """Return whether it is an entry of the operation, which repairs of engines are not, and can be read."""
         return entry.body.get("step") != REPAIR and self._journal.interpret(entry, _checked_step) is not None
 
-    def began(self, report: SyncReport) -> None:
+    def began(self, report: SyncReport) -> SyncRecord:
         self.log.begin(report.id, sync_body(report))
+        record = self.open[report.id] = SyncRecord(report, self._clock)
+        return record
 
     def repairs(self, sync_id: str, engine: EngineId) -> None:
         """Write down that an engine is about to be given the committed version."""
         self.log.step(sync_id, {"step": REPAIR, "engines": [engine]})
 
-    def ended(self, report: SyncReport) -> None:
+    def ended(self, record: SyncRecord) -> None:
+        report = record.report
         self.over.append(report)  # it has, though that may not be written down
+        self.open.pop(record.id, None)
         try:
             self.log.end(report.id, sync_body(report))
         except OrchestrRLError as error:
@@ -280,7 +281,6 @@ class WeightBook:
         body = {"fleet": _FLEET.dump_python(fleet, mode="json")}
         self._journal.append(self._clock.now_s(), EntryKind.WEIGHTS, "", body)
         self.fleet = fleet
-        self.changed()
 
     # --- the map, which may be large: one for each of its blocks has a sum
 

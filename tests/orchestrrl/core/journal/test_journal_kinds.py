@@ -454,7 +454,7 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     assert (entry.body["step"], entry.body["attempt"], entry.body["state"]) == ("install", 2, step.state)
     assert entry.body["engines"] == sorted(set(engines))
     assert again.fleet == WeightFleet(committed, spoilt)
-    again.ended(report)
+    again.ended(SyncRecord(report, shelf.clock))
     last = WeightBook(shelf.again(), shelf.clock)
     assert last.recover() == []
     assert list(last.over) == [report]

@@ -451,7 +451,7 @@ def test_what_no_way_leads_to_is_not_tried_again(tmp_path: Path, monkeypatch: py
 
     async def scene(harness: Harness) -> None:
         await first(harness)
-        monkeypatch.setattr("orchestrrl.weights.controller.preparing.plan_sync", no_way)
+        monkeypatch.setattr("orchestrrl.weights.controller.carrying.plan_sync", no_way)
         report = await harness.report(harness.publish(2))
         assert (report.state, report.code, report.attempt) == (SyncState.ABORTED, "unreachable", 1)
         assert report.detail == "p1: has no transport that the trainer's peer has"

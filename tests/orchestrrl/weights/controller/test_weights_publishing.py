@@ -5,12 +5,11 @@ from pathlib import Path
 
 from weights_harness import Harness, played
 
-from orchestrrl.weights.controller.publications import PublicationSet
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import (
     TensorMeta,
 )
-from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.publication import Publication, PublicationSet
 from planner.model import PeerId
 
 WEIGHT = TensorMeta("a.weight", "BF16", (8, 4))
@@ -24,7 +23,7 @@ def test_a_rank_is_held_against_what_others_have_said() -> None:
     collection = PublicationSet(3, "", 4, 100.0)
     for word in (_word(0), _word(1, WEIGHT, TensorMeta("b", "F32", (2,)))):
         assert collection.faults(word) == []
-        collection.take(word)
+        collection.add(word)
     assert collection.faults(_word(1)) == []  # its own word may be another now; whether it may is told elsewhere
     other = replace(_word(2, replace(WEIGHT, shape=(8, 5)), TensorMeta("b", "BF16", (2,))), probe=(1,), world=5)
     assert collection.faults(other) == [

@@ -16,13 +16,14 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fleet.pause_lease import PauseLease, PauseState
-from orchestrrl.weights.controller import preparing
+from orchestrrl.weights.controller import carrying
 from orchestrrl.weights.controller.circuits import PacketNetwork
-from orchestrrl.weights.controller.controller import EngineNow, WeightSync
+from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
 from orchestrrl.weights.controller.progress import Ranges, without
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.stale_versions import StaleVersions
+from orchestrrl.weights.controller.state import EngineNow
 from orchestrrl.weights.model import (
     EngineAt,
     HeldVersion,
@@ -734,7 +735,7 @@ def _remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
     return planned
 
 
-preparing.plan_sync = _remembered(preparing.plan_sync)
+carrying.plan_sync = _remembered(carrying.plan_sync)
 
 
 def played(folder: Path, scene: Callable[[Harness], Any], **settings: Any) -> Any:

@@ -72,8 +72,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
     "weights": (
         "orchestrrl/weights/controller/controller.py",
         "orchestrrl/weights/controller/run.py",
-        "orchestrrl/weights/controller/fence.py",
-        "orchestrrl/weights/controller/barrier_release.py",
+        "orchestrrl/weights/controller/carrying.py",
         "orchestrrl/weights/controller/installing.py",
     ),
     "plan barrier": ("planner/admission.py",),

@@ -9,15 +9,16 @@ appendix E of the paper: circuits of both phases come up before the broadcast, a
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from orchestrrl.core.config.weights import NetworkSettings
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.weights.controller.circuits import BroughtUp, OnPhase, PacketNetwork, Peers, SyncCircuits, named_station
+from orchestrrl.weights.controller.actions import BroughtUp, OnPhase, SyncCircuits
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import Peer, PeerRole
@@ -45,6 +46,32 @@ LOOKED_BACK = 64  # periods
 # For a pause of training: nobody is held up by it, and a trainer that announces supersedes it.
 TRAINING_WITHIN_S = 600.0
 ROUNDING = 1 + 1e-6
+Peers = Callable[[], Mapping[PeerId, Peer]]
+
+
+class PacketNetwork:
+    """Without an optical fabric: `weights.network` of the configuration, and where peers say they are."""
+
+    def __init__(self, settings: NetworkSettings, peers: Peers) -> None:
+        self._settings = settings
+        self._peers = peers
+
+    def network(self) -> SyncNetwork:
+        settings = self._settings
+        return SyncNetwork(
+            settings.link_gbps,
+            {id: named_station(peer, settings.nic_gbps) for id, peer in self._peers().items()},
+            {pod.id: pod.boundary_circuits for pod in settings.pods},
+            {tor.id: tor.circuits for tor in settings.tors},
+        )
+
+    async def bring_up(
+        self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
+    ) -> BroughtUp:
+        return BroughtUp(self.network())
+
+    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
+        return ()
 
 
 class CircuitsForSyncs:
@@ -241,6 +268,10 @@ def station_of(peer: Peer, site: Site) -> NetworkStation:
         return named_station(peer, site.nic_gbps)
     gpu = GpuId(place.gpu)
     return NetworkStation(site.server_of[gpu].pod, site.tor_of(gpu), place.nic_gbps or site.nic_gbps)
+
+
+def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
+    return NetworkStation(peer.place.pod, peer.place.tor, peer.place.nic_gbps or nic_gbps)
 
 
 def intent_of(

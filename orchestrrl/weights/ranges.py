@@ -1,14 +1,25 @@
 """Which bytes are there: disjoint ranges in order, joined where they touch. Not for several threads at once."""
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 
 from orchestrrl.weights.model import Range
 
 
 class ByteRanges:
-    def __init__(self) -> None:
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._first: list[int] = []
         self._last: list[int] = []  # behind each
+        for offset, size in ranges:
+            self.add(offset, size)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._first
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple((first, last - first) for first, last in zip(self._first, self._last, strict=True))
 
     def add(self, offset: int, size: int) -> None:
         first, last = offset, offset + size

@@ -4,16 +4,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import OrchestrRLError, cut, few
 from orchestrrl.core.offload import Offload
+from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry
-from orchestrrl.weights.controller.circuits import SyncCircuits
-from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import PeerHub
+from orchestrrl.weights.controller.planning import PlannedSync
+from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.controller.serving import PeerAssignments
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import HOLDER, LOOK_S, WORDS, EngineNow, FleetWeights, WeightBook
@@ -30,11 +31,92 @@ from orchestrrl.weights.orders import (
     RestEngine,
 )
 from planner.model import EngineId, PeerId
+from planner.sync_tree.network import SyncNetwork
 
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # for orders that take no time
 LOOK_WITHIN_S = 15.0  # longer than peers wait for an engine
+
+
+OnPhase = Callable[[SyncPhase], None]
+
+
+class ClosedLease(Protocol):
+    """The lease by which the fleet is paused. Its text names the holder."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def holder(self) -> str: ...
+    @property
+    def frozen(self) -> FrozenRequests: ...
+
+
+class FleetVersions(Protocol):
+    """Whether the fleet is paused, and which weights its engines have; see fleet/pause_lease.py."""
+
+    @property
+    def lease(self) -> ClosedLease | None: ...
+    @property
+    def versions(self) -> Mapping[EngineId, int]: ...
+    @property
+    def newest(self) -> int | None: ...
+    @property
+    def left_out(self) -> Collection[EngineId]: ...
+
+
+class FleetFence(Protocol):
+    """The pause barrier as a weight sync uses it: no request runs from `pause` to `resume`. Errors are those of
+    fleet/pause_barrier.py."""
+
+    @property
+    def state(self) -> FleetVersions: ...
+
+    def is_manned(self) -> bool:
+        """Return whether a gateway is attached, which brings engines to rest. If none is, peers do."""
+        ...
+
+    async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
+        """Return the lease's id, once all is at rest. `empty`: engines have no requests then."""
+        ...
+
+    async def renew(self, lease: str, lease_s: float) -> None: ...
+
+    async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None: ...
+
+    def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None: ...
+
+    def forget(self, engines: Collection[EngineId], why: str) -> None:
+        """Treat what engines have as unknown: no requests go there, where the fleet's version is known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtUp:
+    """The network as it really is. `notes`: what of the circuits is not as the plan had it, and why; where there are
+    none, the plan holds as it was made."""
+
+    network: SyncNetwork
+    notes: tuple[str, ...] = ()
+
+
+class SyncCircuits(Protocol):
+    """The network of weight syncs, and circuits for one of them; see daemon/weight_circuits.py."""
+
+    def network(self) -> SyncNetwork:
+        """Return the network that a sync could have."""
+        ...
+
+    async def bring_up(
+        self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
+    ) -> BroughtUp:
+        """`still`: the trainer sends nothing until this is over."""
+        ...
+
+    async def tear_down(self, sync_id: str) -> tuple[str, ...]:
+        """Return notes on what became of the circuits."""
+        ...
 
 
 class SyncFailed(OrchestrRLError):

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, few
-from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed, each_done
-from orchestrrl.weights.controller.circuits import BroughtUp
+from orchestrrl.weights.controller.actions import ANSWER_S, BroughtUp, SyncActions, SyncFailed, each_done
 from orchestrrl.weights.controller.peer_hub import Heard
 from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, common_transport, plan_sync
 from orchestrrl.weights.controller.progress import SyncProgress

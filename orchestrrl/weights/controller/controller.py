@@ -23,10 +23,8 @@ from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.core.operations import FrozenRequests
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.weights.backends.base import BACKENDS, TREE, DirectBackend, make_direct
-from orchestrrl.weights.controller.actions import SyncActions
+from orchestrrl.weights.controller.actions import FleetFence, SyncActions, SyncCircuits
 from orchestrrl.weights.controller.carrying import Carrying
-from orchestrrl.weights.controller.circuits import SyncCircuits
-from orchestrrl.weights.controller.fence import FleetFence
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub
 from orchestrrl.weights.controller.repair import EngineRepairs
 from orchestrrl.weights.controller.reports import (

@@ -1,20 +1,27 @@
-"""Choose the engines that take part in a version, attempt by attempt; install it behind a closed barrier, and verify it
-by the sums of what they were given and by their answers to a probe."""
+"""What one version does to engines: choose those that take part, install behind a closed barrier, verify, and let
+requests go on, by the new version or by the one from before.
+
+Resuming and going back are done again, from any point, by a daemon that finds them half done. What is reported of an
+engine is what is in it; an engine of which that is not certain gets no requests until it is repaired.
+"""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrrl.core.errors import OutcomeUnknown
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done, results_by_engine
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import SyncRecord
+from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, FleetWeights, SyncRecord
 from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId, PeerId
+
+logger = logging.getLogger(__name__)
 
 SETTLED_WITHIN_S = 5.0  # for peers to be told which engines there are
 
@@ -29,34 +36,25 @@ class BorrowedPause:
     outcome: asyncio.Future[tuple[int | None, tuple[EngineId, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedEngines:
-    """Engines that have a version, verified. `answers`: to the prompt, by configuration."""
-
-    engines: Sequence[EngineId]
-    prompt: tuple[int, ...]  # empty: engines were not asked
-    answers: Mapping[str, tuple[int, ...]]
-
-
 @dataclass(slots=True)
 class SyncAttempt:
-    """What one attempt to bring a version has come to. `without`: engines that are left out, and why."""
+    """What one attempt to bring a version has come to."""
 
-    without: Mapping[EngineId, str] = field(default_factory=dict)
-    failed: Collection[EngineId] = ()  # of these, those that failed in an attempt before
-    targets: Mapping[EngineId, PeerId] = field(default_factory=dict)  # engines that are to have it, and their peers
+    failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out: failed in an attempt before
+    targets: Collection[EngineId] = ()  # engines that are to have it
     receivers: Collection[PeerId] = ()
     map: VersionMap | None = None  # with all sums, once every receiver has all bytes
     lease: str = ""  # the pause barrier's; empty: another holder's, or peers keep engines still
     changed: set[EngineId] = field(default_factory=set)
     untouched: set[EngineId] = field(default_factory=set)  # of the changed ones: they are as they were after all
     reported: dict[EngineId, int] = field(default_factory=dict)  # what the pause barrier forgot of the changed ones
-    verified: VerifiedEngines | None = None
+    verified: Sequence[EngineId] = ()
+    prompt: tuple[int, ...] = ()  # that the verified engines were asked; empty: none was
+    answers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # theirs, by configuration
 
 
 class Installing:
-    """Chooses the engines of one publication, installs it into them and verifies it. `direct`: the trainer sends by
-    itself."""
+    """Brings one version from the hosts of engines into the engines. `direct`: the trainer sends it itself."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], direct: DirectTransfer | None
@@ -69,49 +67,79 @@ class Installing:
 
     @property
     def prompt(self) -> tuple[tuple[int, ...], int]:
-        """What engines are asked, and for how many tokens; nothing: they are not."""
+        """The prompt of the probe and its number of tokens; an empty prompt: engines are not probed."""
         told, probe = self._publications[0], self._acts.settings.probe
         if told.probe:
             return told.probe, len(told.expected) or (probe.max_tokens if probe is not None else 8)
         return (probe.prompt_ids, probe.max_tokens) if probe is not None else ((), 0)
 
+    # --- choose
+
     async def choose(self, attempt: SyncAttempt) -> None:
-        """Set the attempt's targets and receivers. Raises SyncFailed where no engine can have the version."""
-        await self._engines_there(attempt)
-        await self._acts.wait_until(self._acts.serving.is_settled, SETTLED_WITHIN_S)
-        attempt.targets = self._targets(attempt)
-        attempt.receivers = self._receivers(attempt)
+        """Set the attempt's targets and receivers; other engines are quarantined when the version is committed. Raises
+        SyncFailed where no engine can have it."""
+        acts, record = self._acts, self._record
+
+        def away() -> str:
+            engines = [engine for engine in acts.awaited() if engine not in attempt.failed]
+            return f"{', '.join(engines)} may come back" if engines else ""
+
+        await record.wait_while(away)
+        await acts.wait_until(acts.serving.is_settled, SETTLED_WITHIN_S)
+        targets: list[EngineId] = []
+        left = dict(attempt.failed)
+        for engine, now in sorted(acts.engines().items()):
+            if engine in left:
+                continue
+            if acts.hub.peer_of(engine) is None:
+                left[engine] = acts.serving.why_not(engine)
+            elif not now.healthy:
+                left[engine] = "is not healthy"
+            elif why := "" if self._direct is not None else acts.hub.why_not_whole(engine):
+                left[engine] = why
+            else:
+                targets.append(engine)
+                record.engine(engine, EngineSync.WAITING)
+        for engine, why in left.items():
+            record.engine(engine, EngineSync.QUARANTINED, why)
+        if not targets:
+            words = results_by_engine(left) or "there are none"
+            raise SyncFailed("no_engines", f"no engine can have it: {words}", again=False)
+        attempt.targets = targets
+        if self._direct is None:  # else peers carry nothing
+            # Hosts where engines may be started find the fleet's weights there then. One of these that fails is left
+            # out of the next attempt.
+            idle = [id for id, peer in acts.hub.attached().items() if peer.serves and not peer.engines]
+            hosts = {id for engine in targets for id in acts.hub.hosts_of(engine)}
+            attempt.receivers = {*hosts, *(idle if record.report.attempt == 1 else [])}
 
     def update(self, attempt: SyncAttempt) -> None:
         """Drop engines that have left the fleet by order, and add those that have come and whose peers have the bytes.
 
         Raises SyncFailed where no engine is left."""
-        acts = self._acts
-        there: dict[EngineId, PeerId] = {}
-        left_out = dict(attempt.without)
-        for engine, now in sorted(acts.engines().items()):
-            peer = acts.hub.peer_of(engine)
-            if engine in attempt.targets:
-                there[engine] = attempt.targets[engine]
-            elif (
-                engine not in attempt.failed
-                and peer is not None
-                and self._has_bytes(engine, attempt.receivers)
-                and now.healthy
-            ):
-                there[engine] = peer.id
-                left_out.pop(engine, None)
-                self._record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
-        gone = [engine for engine in attempt.targets if engine not in there]
-        if gone:
+        hub, there = self._acts.hub, self._acts.engines()
+        come = [
+            engine
+            for engine, now in sorted(there.items())
+            if engine not in attempt.targets
+            and engine not in attempt.failed
+            and now.healthy
+            and hub.peer_of(engine) is not None
+            and not hub.why_not_whole(engine)
+            and set(hub.hosts_of(engine)) <= set(attempt.receivers)
+        ]
+        for engine in come:
+            self._record.engine(engine, EngineSync.PREPARED, "came while the version was on its way")
+        if gone := [engine for engine in attempt.targets if engine not in there]:
             self._record.without_engines(gone)
             self._record.note(f"{', '.join(sorted(gone))} left the fleet while the version was on its way")
-        attempt.without = left_out
-        attempt.targets = there
-        if not there:
+        attempt.targets = [engine for engine in [*attempt.targets, *come] if engine in there]
+        if not attempt.targets:
             raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
 
-    async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> VerifiedEngines:
+    # --- install and verify
+
+    async def install(self, attempt: SyncAttempt, borrowed: BorrowedPause | None) -> None:
         """Install the version into the attempt's targets, and verify it. From the first moment on they may have it."""
         record, acts = self._record, self._acts
         record.state(SyncState.INSTALLING)
@@ -123,97 +151,47 @@ class Installing:
         with record.phase(SyncPhase.INSTALL):
             if not attempt.lease and borrowed is None:
                 await each_done(acts.rest(engine, at_rest=True) for engine in engines)
+            until_s = borrowed.until_s if borrowed is not None else None
             if self._direct is not None:
-                results = await self._sent(self._direct, attempt, borrowed)
+                results = await self._sent(self._direct, attempt, until_s)
             else:
-                results = await self._loaded(engines, attempt, borrowed)
+                results = await self._loaded(attempt, until_s)
             if not results:
                 raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         record.state(SyncState.VERIFYING)
         with record.phase(SyncPhase.VERIFY):
-            return await self._verified(results, borrowed)
+            await self._verify(attempt, results, may_probe=borrowed is None or borrowed.may_probe)
 
-    # --- choosing
-
-    async def _engines_there(self, attempt: SyncAttempt) -> None:
-        """Wait for engines that are away for a moment."""
-
-        def away() -> str:
-            engines = [engine for engine in self._acts.awaited() if engine not in attempt.without]
-            return f"{', '.join(engines)} may come back" if engines else ""
-
-        await self._record.wait_while(away)
-
-    def _receivers(self, attempt: SyncAttempt) -> set[PeerId]:
-        """Return the peers of engines, and those of hosts where engines may be started, which find the fleet's weights
-        there then. One of these that fails is left out of the next attempt."""
-        if self._direct is not None:  # peers carry nothing
-            return set()
-        idle = [id for id, peer in self._acts.hub.attached().items() if peer.serves and not peer.engines]
-        hosts = {id for engine in attempt.targets for id in self._acts.hub.hosts_of(engine)}
-        return {*hosts, *(idle if self._record.report.attempt == 1 else [])}
-
-    def _has_bytes(self, engine: EngineId, prepared: Collection[PeerId]) -> bool:
-        return not self._acts.hub.why_not_whole(engine) and set(self._acts.hub.hosts_of(engine)) <= set(prepared)
-
-    def _targets(self, attempt: SyncAttempt) -> dict[EngineId, PeerId]:
-        """Engines that are to have it before it counts; the others are quarantined then."""
-        targets: dict[EngineId, PeerId] = {}
-        left: dict[EngineId, str] = dict(attempt.without)
-        for engine, now in sorted(self._acts.engines().items()):
-            peer = self._acts.hub.peer_of(engine)
-            if engine in left:
-                continue
-            if peer is None:
-                left[engine] = self._acts.serving.why_not(engine)
-            elif not now.healthy:
-                left[engine] = "is not healthy"
-            elif why := "" if self._direct is not None else self._acts.hub.why_not_whole(engine):
-                left[engine] = why
-            else:
-                targets[engine] = peer.id
-                self._record.engine(engine, EngineSync.WAITING)
-        for engine, why in left.items():
-            self._record.engine(engine, EngineSync.QUARANTINED, why)
-        attempt.without = left
-        if not targets:
-            words = results_by_engine(left) or "there are none"
-            raise SyncFailed("no_engines", f"no engine can have it: {words}", again=False)
-        return targets
-
-    # --- installing
-
-    def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
-        """Without engines that have left it by order."""
-        gone = [engine for engine in failed if self._acts.gone(engine)]
-        self._record.without_engines(gone)
-        return {engine: why for engine, why in failed.items() if engine not in gone}
-
-    async def _loaded(
-        self, engines: Sequence[EngineId], attempt: SyncAttempt, borrowed: BorrowedPause | None
-    ) -> dict[EngineId, PeerResult]:
-        """From their hosts' folders. All are waited for: each that fails is left out next time."""
+    async def _loaded(self, attempt: SyncAttempt, until_s: float | None) -> dict[EngineId, PeerResult]:
+        """Have engines load it from their hosts' folders. All are waited for: each that fails is left out next time."""
+        acts, record = self._acts, self._record
         results: dict[EngineId, PeerResult] = {}
 
         async def one(engine: EngineId) -> None:
+            began_s = acts.clock.now_s()
+            # Where no version is the fleet's, engines may have been given other weights since, in another way.
+            anew = acts.book.fleet.committed is None and engine not in self._given
             try:
-                results[engine] = await self._one(engine, borrowed)
+                results[engine] = await acts.install(engine, record.report.version, until_s, anew=anew)
             except SyncFailed as failure:
+                record.engine(engine, EngineSync.WAITING, failure.detail)
                 if failure.unchanged and engine not in self._given:
                     attempt.untouched.add(engine)
                 raise
+            self._given.add(engine)
+            record.engine(engine, EngineSync.INSTALLED, install_s=acts.clock.now_s() - began_s)
 
-        failed = await self._acts.try_each(engines, one)
-        if failed := self._of_the_fleet(failed):
+        if failed := self._of_the_fleet(await acts.try_each(attempt.targets, one)):
             raise SyncFailed("install_failed", results_by_engine(failed), failed)
         return results
 
     async def _sent(
-        self, direct: DirectTransfer, attempt: SyncAttempt, borrowed: BorrowedPause | None
+        self, direct: DirectTransfer, attempt: SyncAttempt, until_s: float | None
     ) -> dict[EngineId, PeerResult]:
-        """By the trainer. Where it fails for all, nobody is left out next time: it may be the trainer's fault."""
+        """Have the trainer send it. Where that fails for all, no engine is left out next time: it may be the trainer's
+        fault."""
         record, began_s = self._record, self._acts.clock.now_s()
-        results, failed = await direct.install(borrowed.until_s if borrowed is not None else None)
+        results, failed = await direct.install(until_s)
         for engine in results:
             record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
         if failed:
@@ -226,40 +204,24 @@ class Installing:
             record.note("engines were asked nothing: name a probe, there are no sums on this backend")
         return results
 
-    async def _one(self, engine: EngineId, borrowed: BorrowedPause | None) -> PeerResult:
-        record, began_s = self._record, self._acts.clock.now_s()
-        until_s = borrowed.until_s if borrowed is not None else None
-        # Where no version is the fleet's nobody knows what engines were given by another way since they were named.
-        anew = self._acts.book.fleet.committed is None and engine not in self._given
-        try:
-            result = await self._acts.install(engine, record.report.version, until_s, anew=anew)
-        except SyncFailed as failure:
-            record.engine(engine, EngineSync.WAITING, failure.detail)
-            raise
-        self._given.add(engine)
-        record.engine(engine, EngineSync.INSTALLED, install_s=self._acts.clock.now_s() - began_s)
-        return result
-
-    async def _verified(
-        self, results: Mapping[EngineId, PeerResult], borrowed: BorrowedPause | None
-    ) -> VerifiedEngines:
-        configuration = {engine: now.configuration for engine, now in self._acts.engines().items()}
+    async def _verify(self, attempt: SyncAttempt, results: Mapping[EngineId, PeerResult], *, may_probe: bool) -> None:
+        acts = self._acts
+        configuration = {engine: now.configuration for engine, now in acts.engines().items()}
         sums = {engine: result.loaded_sum for engine, result in results.items() if result.loaded_sum}
-        peers = {engine: self._acts.hub.peer_of(engine) for engine in results}
+        peers = {engine: acts.hub.peer_of(engine) for engine in results}
         # Ranks of one layout on several hosts are given a part each.
         share = {engine: None if peer is None else peer.share for engine, peer in peers.items()}
         odd = odd_ones(sums, lambda e: (configuration.get(e), share[e], results[e].is_read_back))
         if odd:
             raise SyncFailed("verify_failed", results_by_engine(odd), odd)
         prompt, max_tokens = self.prompt
-        may_probe = borrowed is None or borrowed.may_probe
         answers: dict[EngineId, tuple[int, ...]] = {}
         if prompt and may_probe:
 
             async def probe(engine: EngineId) -> None:
-                answers[engine] = await self._acts.probe(engine, prompt, max_tokens)
+                answers[engine] = await acts.probe(engine, prompt, max_tokens)
 
-            if failed := self._of_the_fleet(await self._acts.try_each(results, probe)):
+            if failed := self._of_the_fleet(await acts.try_each(results, probe)):
                 raise SyncFailed("verify_failed", results_by_engine(failed), failed)
             expected = self._publications[0].expected
             if expected:
@@ -270,12 +232,173 @@ class Installing:
                 raise SyncFailed("probe_differs", results_by_engine(odd), odd)
         for engine in results:
             self._record.engine(engine, EngineSync.VERIFIED)
-        by_configuration = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
-        return VerifiedEngines(sorted(results), prompt if answers else (), by_configuration)
+        attempt.verified = sorted(results)
+        attempt.prompt = prompt if answers else ()
+        attempt.answers = {configuration[e]: tokens for e, tokens in answers.items() if e in configuration}
+
+    def _of_the_fleet(self, failed: Mapping[EngineId, str]) -> dict[EngineId, str]:
+        """Return those that failed, without engines that have left the fleet by order."""
+        gone = [engine for engine in failed if self._acts.gone(engine)]
+        self._record.without_engines(gone)
+        return {engine: why for engine, why in failed.items() if engine not in gone}
+
+    # --- resume, by the new version
+
+    async def resume(self) -> None:
+        """The version is committed: let requests go on by it, where it is."""
+        acts, record, committed = self._acts, self._record, self._acts.book.fleet.committed
+        assert committed is not None
+        known = acts.engines()
+        await acts.refresh(engine for engine in committed.has if engine in known)
+        for engine in acts.lacking(committed.version, committed.has):
+            committed = committed.lost(engine, "was restarted")
+        acts.book.amend(committed)
+        has = [engine for engine in committed.has if engine in known]
+        without = sorted(set(known) - set(has))
+        with record.phase(SyncPhase.RESUME):
+            lease = acts.own_lease(record.id)
+            if not lease or not await self._open(lease, committed.version, without, f"version {committed.version}"):
+                # Another holder closed it, and will open it, or it is open: by then it is known who has what.
+                if without:
+                    acts.fence.forget(without, "have not got the fleet's weights")
+                if has:
+                    acts.fence.set_version(has, committed.version, "brought by a weight sync")
+                await self._let_run(has)
+            elif left_resting := acts.rested.intersection(has):  # by a repair that was cut short
+                await acts.try_each(left_resting, lambda engine: acts.rest(engine, at_rest=False))
+        for engine in sorted(known):
+            if engine in has:
+                record.engine(engine, EngineSync.SERVES)
+            else:
+                record.engine(engine, EngineSync.QUARANTINED, committed.quarantined.get(engine, "was not there"))
+
+    # --- go back, to the version from before
+
+    async def go_back(self, attempt: SyncAttempt) -> None:
+        """The version is not committed: give engines that may have it, or half of it, what the fleet has. Where no peer
+        keeps the fleet's version, they wait for the next one."""
+        acts, record = self._acts, self._record
+        gone = [engine for engine in attempt.changed if acts.gone(engine)]
+        changed = sorted(attempt.changed.difference(gone))
+        acts.fence.forget(gone, "left the fleet")
+        record.without_engines(gone)
+        await acts.let_go(record.report.version)
+        lease = acts.own_lease(record.id)
+        if not changed:
+            if lease:
+                await acts.refresh(self._known_to_barrier())
+                await self._open(lease, None, sorted(acts.book.fleet.quarantined), "nothing was changed")
+            return
+        if not acts.is_closed:
+            lease = await self._close_again(changed)
+        acts.notice_others()
+        committed = acts.book.fleet.committed
+        # As they were is not as they should be, of those that were changed by an attempt before.
+        untouched = attempt.untouched.difference(acts.book.fleet.quarantined)
+        touched = [engine for engine in changed if engine not in untouched]
+        if committed is not None:
+            bad = await self._bring_back(committed, touched)
+        else:
+            why = "the weights from before cannot be brought back: it waits for the next version"
+            bad = dict.fromkeys(touched, why)
+        await acts.refresh({*self._known_to_barrier(), *(engine for engine in changed if engine not in bad)})
+        if committed is not None:
+            for engine in acts.lacking(committed.version, changed):
+                bad.setdefault(engine, "was restarted since it got the weights from before")
+        self._write_down(changed, bad)
+        for engine in changed:
+            state = EngineSync.QUARANTINED if engine in bad else EngineSync.ROLLED_BACK
+            record.engine(engine, state, bad.get(engine, ""))
+        good = [engine for engine in changed if engine not in bad and engine in acts.engines()]
+        if acts.book.fleet.committed is not None:
+            self._report_committed(acts.book.fleet.committed, good, bad)
+        else:
+            self._report_as_before({e: v for e, v in attempt.reported.items() if e in good and e in untouched})
+        without = sorted(engine for engine in acts.book.fleet.quarantined if engine in acts.engines())
+        if not lease or not await self._open(lease, None, without, "engines have the weights from before"):
+            await self._let_run(good)
+
+    def _known_to_barrier(self) -> set[EngineId]:
+        """Engines that get requests by what the pause barrier knows of them: one may have been started anew unseen."""
+        return set(self._acts.engines()).intersection(self._acts.fence.state.versions)
+
+    async def _close_again(self, changed: Collection[EngineId]) -> str:
+        """Close the barrier once more where the lease has ended meanwhile; return the new lease. Where the barrier does
+        not close, return an empty one and have peers bring these engines to rest."""
+        acts, settings = self._acts, self._acts.settings
+        acts.fence.forget(changed, "were being changed when the pause barrier opened")
+        if acts.fence.is_manned():
+            try:
+                return await acts.fence.pause(
+                    HOLDER + self._record.id, empty=False, lease_s=settings.lease_s, deadline_s=settings.fence_within_s
+                )
+            except OrchestrRLError as error:
+                self._record.note(f"the pause barrier could not be closed again: {error}")
+        await acts.try_each(changed, lambda engine: acts.rest(engine, at_rest=True))
+        return ""
+
+    async def _bring_back(self, committed: CommittedVersion, engines: Collection[EngineId]) -> dict[EngineId, str]:
+        """Install the fleet's version; return the engines that do not have it after that, and why."""
+        acts = self._acts
+        if committed.is_kept:
+            return await acts.try_each(engines, lambda engine: acts.install(engine, committed.version))
+        lost = f"backend {committed.backend} keeps no copy of version {committed.version}: it waits for the next one"
+        return {engine: lost for engine in engines if acts.installed(engine) != committed.version}
+
+    def _write_down(self, changed: Collection[EngineId], bad: Mapping[EngineId, str]) -> None:
+        """Write down what became of the changed engines, before the pause barrier is told."""
+        book, committed = self._acts.book, self._acts.book.fleet.committed
+        if committed is None:
+            book.stands(FleetWeights(None, {**book.fleet.spoilt, **bad}))
+            return
+        for engine in changed:
+            committed = committed.lost(engine, bad[engine]) if engine in bad else committed.repaired(engine)
+        book.amend(committed)
+
+    def _report_committed(
+        self, committed: CommittedVersion, good: Collection[EngineId], bad: Collection[EngineId]
+    ) -> None:
+        """Report the version of all engines that serve: a lease that has ended by itself has left nothing known."""
+        acts, known, state = self._acts, self._acts.engines(), self._acts.fence.state
+        if bad:
+            acts.fence.forget(bad, "did not get the weights from before again")
+        still = [engine for engine in committed.has if acts.installed(engine) == committed.version]
+        unknown = {e for e in (*good, *still) if e in known and state.versions.get(e) != committed.version}
+        if unknown := unknown.difference(bad):
+            acts.fence.set_version(sorted(unknown), committed.version, "have the weights from before")
+
+    def _report_as_before(self, reported: Mapping[EngineId, int]) -> None:
+        """Report again what came in another way, and has not been changed."""
+        acts = self._acts
+        unknown = {e: v for e, v in reported.items() if e not in acts.fence.state.versions and e not in acts.stale}
+        for version in sorted(set(unknown.values())):
+            engines = sorted(engine for engine in unknown if unknown[engine] == version)
+            acts.fence.set_version(engines, version, "have what they had before")
+
+    # --- the barrier
+
+    async def _open(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> bool:
+        """Open the barrier; return False where the lease has ended before."""
+        acts = self._acts
+        restarted = [] if version is None else [engine for engine in acts.engines() if engine in acts.stale]
+        try:
+            await acts.fence.resume(lease, version, sorted({*without, *restarted}), reason)
+        except Permanent as error:
+            logger.error("the pause barrier was not opened by its lease: %s", error)
+            return False
+        return True
+
+    async def _let_run(self, engines: Collection[EngineId]) -> None:
+        """Have peers let engines run where the barrier is open: without a gateway, peers keep engines still."""
+        acts = self._acts
+        if not acts.is_closed:
+            failed = await acts.try_each(engines, lambda engine: acts.rest(engine, at_rest=False))
+            for engine, detail in failed.items():
+                logger.warning("%s was not told to run again: %s", engine, detail)
 
 
 def odd_ones(said: Mapping[EngineId, object], group: Callable[[EngineId], object]) -> dict[EngineId, str]:
-    """In each group, those that say something else than most; where there is no majority: all of it. Pure."""
+    """Return in each group those that say something else than most; where there is no majority: all of it. Pure."""
     groups: dict[object, list[EngineId]] = {}
     for engine in sorted(said):
         groups.setdefault(group(engine), []).append(engine)

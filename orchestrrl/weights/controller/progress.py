@@ -8,33 +8,8 @@ from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import EdgeTime
 from orchestrrl.weights.model import HeldVersion, Range
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent
+from orchestrrl.weights.ranges import ByteRanges
 from planner.model import PeerId
-
-Ranges = dict[str, list[Range]]  # by shard, in order
-
-
-def without(ranges: Iterable[Range], offset: int, size: int) -> list[Range]:
-    """What is left of them, in order."""
-    end, left = offset + size, []
-    for first, length in sorted(ranges):
-        last = first + length
-        if first < min(last, offset):
-            left.append((first, min(last, offset) - first))
-        if max(first, end) < last:
-            left.append((max(first, end), last - max(first, end)))
-    return left
-
-
-def together(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes, each once."""
-    found: list[Range] = []
-    for first, length in sorted(each for each in ranges if each[1] > 0):
-        if found and found[-1][0] + found[-1][1] >= first:
-            begin = found[-1][0]
-            found[-1] = (begin, max(found[-1][1], first + length - begin))
-        else:
-            found.append((first, length))
-    return found
 
 
 @dataclass(slots=True)
@@ -58,7 +33,7 @@ class SyncProgress:
         self.version = planned.version
         self.runs: dict[str, _Run] = {}
         self.mended = 0
-        self.missing: dict[PeerId, Ranges] = {}
+        self.missing: dict[PeerId, dict[str, ByteRanges]] = {}  # by receiver and shard
         self._shards = {peer: tuple(s.id for s in opened.map.shards) for peer, opened in planned.opens.items()}
         self._holders = holders
         self._blamed: dict[PeerId, set[PeerId]] = {}
@@ -158,17 +133,17 @@ class SyncProgress:
                     self._blamed.setdefault(peer, set()).add(edge.src)
 
     def lacks(self, peer: PeerId) -> bool:
-        return any(self.missing.get(peer, {}).values())
+        return not all(lacking.is_empty for lacking in self.missing.get(peer, {}).values())
 
     def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
         """Missing, and no edge that lasts brings it."""
         found = {}
-        for shard, ranges in self.missing.get(peer, {}).items():
-            left = ranges
-            for edge in self._into.get((peer, shard), {}).values() if ranges else ():
-                left = without(left, edge.offset, edge.bytes)
-            if left:
-                found[shard] = tuple(left)
+        for shard, lacking in self.missing.get(peer, {}).items():
+            left = ByteRanges(lacking.ranges)
+            for edge in self._into.get((peer, shard), {}).values() if not lacking.is_empty else ():
+                left.remove(edge.offset, edge.bytes)
+            if not left.is_empty:
+                found[shard] = left.ranges
         return found
 
     def blamed(self, peer: PeerId) -> frozenset[PeerId]:
@@ -178,7 +153,7 @@ class SyncProgress:
         """Of each shard that it has or is to have."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
-            return {shard: tuple(own.get(shard, ())) for shard in self._shards[peer]}
+            return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}
         held = self._holders.get(peer)
         return {} if held is None else {shard: tuple(held.missing.get(shard, ())) for shard in held.shards}
 
@@ -206,14 +181,15 @@ class SyncProgress:
     def _arrived(self, edge: CarryEdge, size: int) -> None:
         own = self.missing.get(edge.dst, {})
         if edge.shard in own:
-            own[edge.shard] = without(own[edge.shard], edge.offset, size)
-            if not own[edge.shard] and not self.lacks(edge.dst):
+            own[edge.shard].remove(edge.offset, size)
+            if not self.lacks(edge.dst):
                 self.lacking_peers.discard(edge.dst)
 
     def _lacks(self, peer: PeerId, shard: str, ranges: Iterable[Range]) -> None:
-        own = self.missing.setdefault(peer, {})
-        own[shard] = together([*own.get(shard, []), *ranges])
-        if own[shard]:
+        own = self.missing.setdefault(peer, {}).setdefault(shard, ByteRanges())
+        for offset, size in ranges:
+            own.add(offset, size)
+        if not own.is_empty:
             self.lacking_peers.add(peer)
             self.doubtful.add(peer)
 

@@ -7,7 +7,7 @@ journalling them and resuming after a restart is core/operation.py.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -19,7 +19,6 @@ from orchestrrl.core.operation import Description, OperationFailure, OperationRu
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
-from orchestrrl.weights.controller.barrier_release import attached_again, go_back, resume_new
 from orchestrrl.weights.controller.carrying import TreeTransfer
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
@@ -184,11 +183,11 @@ class SyncRun(Description[SyncStep]):
             case SyncStepKind.FENCE:
                 await self._close_barrier()
             case SyncStepKind.INSTALL:
-                self._attempt.verified = await self._installing.install(self._attempt, self._borrowed)
+                await self._installing.install(self._attempt, self._borrowed)
             case SyncStepKind.COMMIT:
                 self._commit()
             case SyncStepKind.RESUME:
-                await self._reporting_defects(self._resume())
+                await self._resume()
             case SyncStepKind.TEAR_DOWN:
                 await self.tree.tear_down()
             case SyncStepKind.KEEP:
@@ -199,7 +198,7 @@ class SyncRun(Description[SyncStep]):
         if step.kind is SyncStepKind.TEAR_DOWN:
             await self.tree.tear_down()
         else:
-            await self._reporting_defects(self._restore())
+            await self._restore()
         return ""
 
     async def observe(self) -> None:
@@ -208,7 +207,7 @@ class SyncRun(Description[SyncStep]):
         if self._committed or self._is_restored or not self._is_left:
             return
         if changed or self._acts.own_lease(self.id):
-            await attached_again(self._acts, changed)
+            await self._attached_again(changed)
 
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[SyncStep], ...]:
         assert self._operation.failure is not None
@@ -242,7 +241,7 @@ class SyncRun(Description[SyncStep]):
         """Begin again without the engines that failed; where none is left, with all."""
         acts, record, failed, before = self._acts, self.sync_record, self._failed, self._attempt
         assert failed is not None
-        without = {engine: why for engine, why in before.without.items() if engine in before.failed}
+        without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
             without |= failed.without
         by_order = acts.all_gone(failed.without)  # that engines leave the fleet is no failure of it
@@ -251,7 +250,7 @@ class SyncRun(Description[SyncStep]):
             return False
         if not by_order:
             record.put(attempt=record.report.attempt + 1)
-        self._attempt = SyncAttempt(without, frozenset(without))
+        self._attempt = SyncAttempt(without)
         self._is_restored = False
         return True
 
@@ -348,12 +347,11 @@ class SyncRun(Description[SyncStep]):
 
     def _commit(self) -> None:
         record, acts, attempt = self.sync_record, self._acts, self._attempt
-        assert attempt.verified is not None
         assert attempt.map is not None
         if self._stop is not None:
             raise SyncFailed(self._stop[1], self._stop[2], again=False)
         self._check_closed()
-        has = [engine for engine in attempt.verified.engines if not acts.gone(engine)]
+        has = [engine for engine in attempt.verified if not acts.gone(engine)]
         if not has:
             raise SyncFailed("no_engines", "no engine is left that could have it", again=False)
         if lost := acts.lacking(record.report.version, has):
@@ -373,8 +371,8 @@ class SyncRun(Description[SyncStep]):
                     record.id,
                     tuple(has),
                     quarantined,
-                    attempt.verified.prompt,
-                    attempt.verified.answers,
+                    attempt.prompt,
+                    attempt.answers,
                     self.fingerprints,
                     acts.clock.now_s(),
                     record.report.backend,
@@ -400,43 +398,41 @@ class SyncRun(Description[SyncStep]):
 
     async def _resume(self) -> None:
         """Let requests go on by the new version. A borrowed barrier is opened by its holder."""
-        acts = self._acts
-        if not self._is_left:
-            await resume_new(acts, self.sync_record)
-        else:
-            committed = acts.book.fleet.committed
+        if self._is_left:
+            committed = self._acts.book.fleet.committed
             assert committed is not None
-            await attached_again(acts, committed.has)
-            await self._until_done(lambda: acts.reinstall_restarted(committed.has))
-            await self._until_done(lambda: resume_new(acts, self.sync_record))
+            await self._attached_again(committed.has)
+            await self._until_done(lambda: self._acts.reinstall_restarted(committed.has))
+        await self._until_done(self._installing.resume)
         self._give_back()
 
     async def _restore(self) -> None:
-        attempt = self._attempt
-        await self._until_done(
-            lambda: go_back(self._acts, self.sync_record, attempt.changed, attempt.untouched, attempt.reported)
-        )
+        await self._until_done(lambda: self._installing.go_back(self._attempt))
         self._is_restored = True
         self._give_back()
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
         """Nothing else may be done to engines before; the pause barrier's lease keeps requests from them."""
+        self._defect = None
         while True:
             try:
                 return await work()
             except OrchestrRLError as error:
                 logger.error("weight sync %s is half done: %s", self.id, error)
                 await self._acts.clock.sleep(self._acts.settings.patience_s / 10)
+            except Exception as error:
+                self._defect = error
+                raise
 
-    async def _reporting_defects(self, work: Coroutine[Any, Any, None]) -> None:
-        self._defect = None
-        try:
-            await work
-        except OrchestrRLError:
-            raise
-        except Exception as error:
-            self._defect = error
-            raise
+    async def _attached_again(self, engines: Collection[EngineId]) -> None:
+        """Wait for the peers of engines, and for gateways where the pause barrier is closed, but not for ever."""
+        hub, fence = self._acts.hub, self._acts.fence
+
+        def attached() -> bool:
+            is_manned = fence.is_manned() or fence.state.lease is None
+            return is_manned and all(hub.peer_of(engine) is not None for engine in engines)
+
+        await self._acts.wait_until(attached, self._acts.settings.patience_s)
 
     # --- its end
 

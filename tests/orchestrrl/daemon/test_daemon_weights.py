@@ -641,7 +641,7 @@ def test_a_trainers_peer_that_is_away_is_no_fault_of_the_publication(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "where", ["orchestrrl.weights.controller.run.go_back", "orchestrrl.weights.controller.run.resume_new"]
+    "where", [f"orchestrrl.weights.controller.installing.Installing.{name}" for name in ("go_back", "resume")]
 )
 def test_a_defect_ends_a_sync_and_not_the_daemon(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(*_: object) -> None:

@@ -14,9 +14,9 @@ from fabric_harness import ACROSS_RAILS, GEN, Harness, harness
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.config.weights import NetworkSettings
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.daemon.weight_circuits import JOB, PERIOD, CircuitsForSyncs, intent_of
+from orchestrrl.daemon.weight_circuits import JOB, PERIOD, CircuitsForSyncs, PacketNetwork, intent_of
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.weights.controller.circuits import BroughtUp, PacketNetwork
+from orchestrrl.weights.controller.actions import BroughtUp
 from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import SyncPhase
 from orchestrrl.weights.model import (

@@ -438,7 +438,7 @@ def _syncs(shelf: Shelf, draw: Drawn) -> None:
     book = WeightBook(shelf.journal, shelf.clock)
     book.began(report)
     run: Any = object.__new__(SyncRun)
-    run.sync_record, run._attempt = SyncRecord(report, shelf.clock), SyncAttempt(targets=dict.fromkeys(engines, "p"))
+    run.sync_record, run._attempt = SyncRecord(report, shelf.clock), SyncAttempt(targets=engines)
     operation: Any = object.__new__(OperationRun)
     operation._description, operation._log, operation._changed = run, book.log, lambda: None
     operation._reports, operation.records, operation.attempt = {}, [], 2

@@ -11,8 +11,7 @@ from fabric_harness import GEN, harness
 from weights_harness import Harness
 
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.daemon.weight_circuits import CircuitsForSyncs
-from orchestrrl.weights.controller.circuits import Peers
+from orchestrrl.daemon.weight_circuits import CircuitsForSyncs, Peers
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.model import Peer, PeerLocation
 

@@ -328,7 +328,7 @@ def test_a_borrowed_barrier_opens_as_before_where_it_fails_and_nothing_is_served
     played(tmp_path, scene)
 
 
-@pytest.mark.parametrize("where", ["go_back", "resume_new"])
+@pytest.mark.parametrize("where", ["go_back", "resume"])
 def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
         harness.engine("e0").fails = int(where == "go_back")
         harness.fence.close_by("somebody")
         with monkeypatch.context() as patched:
-            patched.setattr(f"orchestrrl.weights.controller.run.{where}", wrong)
+            patched.setattr(f"orchestrrl.weights.controller.installing.Installing.{where}", wrong)
             asked = harness.task(harness.sync.before_resume(harness.clock.now_s() + 60.0))
             await harness.pass_time(2.0)
         assert asked.result() == (None if where == "go_back" else 2, ())
@@ -353,8 +353,8 @@ def test_a_defect_leaves_nobody_waiting_who_lent_the_barrier(
 @pytest.mark.parametrize(
     ("where", "is_restarted"),
     [
-        ("run.go_back", False),
-        ("run.go_back", True),
+        ("installing.Installing.go_back", False),
+        ("installing.Installing.go_back", True),
         ("controller.PeerAssignments.run", False),
         ("controller.EngineRepairs.one", False),
     ],
@@ -379,7 +379,7 @@ def test_what_fails_is_tried_again_every_tenth_of_the_patience(
         if where == "controller.EngineRepairs.one":
             harness.restart("e1")
         else:
-            if where == "run.go_back" and not is_restarted:
+            if where == "installing.Installing.go_back" and not is_restarted:
                 harness.engine("e0").fails = 1
             else:
                 harness.when("p1 has done install", harness.kill)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.planning import PlannedSync
-from orchestrrl.weights.controller.progress import SyncProgress, without
+from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.model import (
     EngineAt,
     HeldVersion,
@@ -19,6 +19,7 @@ from orchestrrl.weights.model import (
     VersionMap,
 )
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
+from orchestrrl.weights.ranges import ByteRanges
 from planner.model import EngineId, PeerId
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
@@ -94,12 +95,12 @@ def test_what_is_kept_is_what_would_be_found(news: list[tuple[object, ...]]) -> 
         for peer in PEERS:
             found = {}
             for shard, lacking in progress.missing.get(peer, {}).items():
-                left = list(lacking)
+                left = ByteRanges(lacking.ranges)
                 for edge in live:
                     if (edge.dst, edge.shard) == (peer, shard):
-                        left = without(left, edge.offset, edge.bytes)
-                if left:
-                    found[shard] = tuple(left)
+                        left.remove(edge.offset, edge.bytes)
+                if left.ranges:
+                    found[shard] = left.ranges
             assert progress.uncovered(peer) == found
             assert not found or peer in progress.doubtful  # nobody is forgotten
 

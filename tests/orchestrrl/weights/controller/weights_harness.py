@@ -15,12 +15,11 @@ from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.core.operator_pauses import PauseRegistry
+from orchestrrl.daemon.weight_circuits import PacketNetwork
 from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from orchestrrl.weights.controller import carrying
-from orchestrrl.weights.controller.circuits import PacketNetwork
 from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
-from orchestrrl.weights.controller.progress import Ranges, without
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow
@@ -30,6 +29,7 @@ from orchestrrl.weights.model import (
     Peer,
     PeerLocation,
     PeerRole,
+    Range,
     StagedPart,
     TensorMeta,
     VersionMap,
@@ -56,6 +56,7 @@ from orchestrrl.weights.orders import (
     SumShards,
 )
 from orchestrrl.weights.publication import Publication
+from orchestrrl.weights.ranges import ByteRanges
 from planner.model import EngineId, PeerId
 
 START_S = 1_000_000.0
@@ -91,7 +92,7 @@ class Folder:
     """What a peer's disk has of a version."""
 
     map: VersionMap
-    missing: Ranges
+    missing: dict[str, tuple[Range, ...]]
     parts: tuple[StagedPart, ...] = ()
     rotten: bool = False  # some of what was received is not what was sent
 
@@ -172,8 +173,8 @@ class FakePeer:
         folder = self.folders.get(version)
         if folder is None:
             return False
-        missing = folder.missing.get(edge.shard, [])
-        return without([(edge.offset, edge.bytes)], 0, 0) == _minus((edge.offset, edge.bytes), missing)
+        own = (edge.offset, edge.bytes)
+        return _without([own], folder.missing.get(edge.shard, ())) == (own,)
 
     def _go(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -274,10 +275,10 @@ class FakePeer:
     def _open(self, order: OpenVersion) -> PeerResult:
         folder = self.folders.get(order.map.version)
         there = {shard.id for shard in folder.map.shards} if folder is not None else set()
-        missing: Ranges = dict(folder.missing) if folder is not None else {}
+        missing = dict(folder.missing) if folder is not None else {}
         for shard in order.map.shards:
             if shard.id not in there and not order.parts:
-                missing[shard.id] = [(0, shard.bytes)]
+                missing[shard.id] = ((0, shard.bytes),)
         self.folders[order.map.version] = Folder(order.map, missing, order.parts, bool(folder and folder.rotten))
         return PeerResult("", OrderOutcome.DONE, missing={k: tuple(v) for k, v in missing.items() if v})
 
@@ -287,7 +288,7 @@ class FakePeer:
             return PeerResult("", OrderOutcome.FAILED, "no such version")
         if folder.rotten:
             shard = folder.map.shards[0]
-            folder.missing[shard.id] = [(0, min(shard.bytes, folder.map.block_bytes))]
+            folder.missing[shard.id] = ((0, min(shard.bytes, folder.map.block_bytes)),)
             folder.rotten = False
         return PeerResult("", OrderOutcome.DONE, missing={k: tuple(v) for k, v in folder.missing.items() if v})
 
@@ -354,7 +355,7 @@ class FakePeer:
             if not other.alive or edge.id not in self.edges or order.version not in self.folders:
                 continue
             folder = self.folders[order.version]
-            folder.missing[edge.shard] = without(folder.missing.get(edge.shard, []), edge.offset, edge.bytes)
+            folder.missing[edge.shard] = _without(folder.missing.get(edge.shard, ()), [(edge.offset, edge.bytes)])
             if self.rots:
                 self.rots -= 1
                 folder.rotten = True
@@ -371,11 +372,11 @@ class FakePeer:
         self.tell(EdgeEvent(order.version, edge.id, state, receives, size, began_s, self.harness.clock.now_s()))
 
 
-def _minus(whole: tuple[int, int], missing: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
-    left = [whole]
-    for offset, size in missing:
-        left = without(left, offset, size)
-    return left
+def _without(ranges: Collection[Range], others: Collection[Range]) -> tuple[Range, ...]:
+    left = ByteRanges(ranges)
+    for offset, size in others:
+        left.remove(offset, size)
+    return left.ranges
 
 
 class FakeFence:

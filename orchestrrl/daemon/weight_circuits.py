@@ -25,8 +25,7 @@ from orchestrrl.weights.model import Peer, PeerRole
 from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.ground import PlanGround
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
-from planner.fabric.light import Interface, fibres_of, interfaces_at, links_up
-from planner.fabric.masks import Port
+from planner.fabric.light import fibres_of, interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, pair_of
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import template_of
@@ -307,18 +306,13 @@ def _gpu_of(peer: Peer, site: Site) -> int | None:
 
 
 def links_between_tors(site: Site, cross_connects: Iterable[PortPair]) -> Counter[tuple[EndpointId, EndpointId]]:
-    """How many links light makes between which ToRs."""
+    """Count the links that light makes between each pair of ToRs."""
     found: Counter[tuple[EndpointId, EndpointId]] = Counter()
-    for lit in links_up(site, cross_connects, _fibres(site)):
+    names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
+    for lit in links_up(site, cross_connects, interfaces_at(site, names)):
         (one, _), (other, _) = lit.link.ends
         found[pair_of(one, other)] += 1
     return found
-
-
-def _fibres(site: Site) -> Mapping[Port, Interface]:
-    """What is behind each port that a ToR is fibred to."""
-    names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
-    return interfaces_at(site, names)
 
 
 def _what_became(report: PeriodReport) -> tuple[str, ...]:

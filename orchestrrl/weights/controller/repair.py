@@ -63,11 +63,14 @@ class EngineRepairs:
                     wanting.append(engine)
             elif peer is not None and engine not in committed.has and now.healthy:
                 if engine not in committed.quarantined and told.get(engine) == committed.version:
-                    self._has_it(engine)  # who started it there said so, and it says so itself
+                    # Its deployer has said so, and it says so itself.
+                    logger.info("%s was started with version %d", engine, committed.version)
+                    acts.book.amend(acts.book.fleet.committed.repaired(engine))
                 elif committed.is_kept:
                     wanting.append(engine)  # never verified
         self._report_again()
-        return [engine for engine in wanting if self._is_due(engine)]
+        now_s = acts.clock.now_s()
+        return [engine for engine in wanting if engine not in self._tried or now_s >= self._tried[engine].after_s]
 
     def on_peer(self, peer: Peer) -> None:
         """No request goes to an engine that was restarted, from the moment that its peer says so."""
@@ -105,7 +108,8 @@ class EngineRepairs:
         except SyncFailed as failure:
             self._put_off(engine, failure.detail)
             if failure.unchanged and failure.code != "not_quiet" and not acts.is_closed:
-                await self._let_run(engine)
+                # Its weights are whole, though it is not known which: requests that came past the gateway go on.
+                await acts.try_each([engine], lambda engine: acts.rest(engine, at_rest=False))
         except (OrchestrRLError, ValueError) as error:
             self._put_off(engine, cut(str(error)))
         return False
@@ -120,12 +124,6 @@ class EngineRepairs:
             book.stands(book.fleet.left(gone))
             for engine in gone:
                 self._tried.pop(engine, None)
-
-    def _has_it(self, engine: EngineId) -> None:
-        book = self._acts.book
-        assert book.fleet.committed is not None
-        logger.info("%s was started with version %d", engine, book.fleet.committed.version)
-        book.amend(book.fleet.committed.repaired(engine))
 
     def _lost(self, engine: EngineId, why: str) -> None:
         """It was thought to have the version."""
@@ -150,17 +148,6 @@ class EngineRepairs:
         ]
         if untold:
             acts.fence.set_version(untold, committed.version, "have the fleet's weights")
-
-    async def _let_run(self, engine: EngineId) -> None:
-        """It has weights that are whole, though it is not known which: what it was asked past the gateway goes on."""
-        try:
-            await self._acts.rest(engine, at_rest=False)
-        except SyncFailed as failure:
-            logger.warning("%s was not told to run again: %s", engine, failure)
-
-    def _is_due(self, engine: EngineId) -> bool:
-        tried = self._tried.get(engine)
-        return tried is None or self._acts.clock.now_s() >= tried.after_s
 
     def _put_off(self, engine: EngineId, why: str) -> None:
         before = self._tried.get(engine)

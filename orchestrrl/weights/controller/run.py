@@ -15,7 +15,16 @@ from typing import Any
 from orchestrrl.core.config.weights import InstallWhen
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, few
 from orchestrrl.core.journal.store import JournalEntry
-from orchestrrl.core.operation import Description, OperationFailure, OperationRun, OperationState, Stage, StepEntry
+from orchestrrl.core.operation import (
+    Description,
+    OperationFailure,
+    OperationRun,
+    OperationState,
+    Stage,
+    StepDirection,
+    StepEntry,
+    StepState,
+)
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.weights.backends.base import DirectBackend
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, results_by_engine
@@ -56,6 +65,7 @@ class SyncStep:
         return self.kind
 
 
+_RESTORE = SyncStep(1, SyncStepKind.RESTORE)
 _TEAR_DOWN = SyncStep(7, SyncStepKind.TEAR_DOWN)
 _STAGES: tuple[Stage[SyncStep], ...] = (
     ((SyncStep(1, SyncStepKind.CHOOSE), SyncStep(2, SyncStepKind.PREPARE)),),
@@ -213,7 +223,7 @@ class SyncRun(Description[SyncStep]):
         assert self._operation.failure is not None
         self._failed = self._as_failed(self._operation.failure)
         if self._is_left:
-            if self._is_over():
+            if self._is_over(records):
                 self.sync_record.note("its end had not been written down")
                 self._is_restored = True
                 return (((_TEAR_DOWN,),),)
@@ -223,7 +233,7 @@ class SyncRun(Description[SyncStep]):
             )
         if self.direct is not None:
             self.direct.broken()
-        return (((SyncStep(1, SyncStepKind.RESTORE),), (_TEAR_DOWN,)),)
+        return (((_RESTORE,), (_TEAR_DOWN,)),)
 
     def restored(self) -> bool:
         return self._is_restored
@@ -448,19 +458,14 @@ class SyncRun(Description[SyncStep]):
                 is_defect = failure.error is None and failure.step is not None
                 return SyncFailed("internal", failure.why, again=not is_defect)
 
-    def _is_over(self) -> bool:
-        """Return whether it had ended, which could not be written down: a version was committed since, or engines that
-        it had changed are as they were before, and the pause barrier was told so. One that changed no engine was cut
-        off."""
-        acts, changed = self._acts, self._attempt.changed
-        committed, state = acts.book.fleet.committed, acts.fence.state
-        if committed is None or acts.own_lease(self.id):
-            return False
-        if committed.at_s > self.sync_record.report.began_s:
-            return True
-        has = set(committed.has).difference(acts.lacking(committed.version, committed.has))
-        same = all(engine in has and state.versions.get(engine) == committed.version for engine in changed)
-        return bool(changed) and same
+    def _is_over(self, records: Sequence[StepEntry]) -> bool:
+        """Return whether it had ended, which could not be written down: a version was committed since, or its engines
+        were restored."""
+        committed = self._acts.book.fleet.committed
+        if committed is not None and committed.at_s > self.sync_record.report.began_s:
+            return not self._acts.own_lease(self.id)
+        restored = StepDirection.BACK, _RESTORE.number, StepState.DONE, self._operation.attempt
+        return any((each.direction, each.number, each.state, each.attempt) == restored for each in records)
 
     async def _over(self) -> None:
         self._give_back()

@@ -28,11 +28,10 @@ UNKNOWN_FOR_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AssignedEngines:
-    """`wanted`: of every peer that lets itself be told. `several`: engines that more than one could have."""
+    """`wanted`: of every peer that lets itself be told."""
 
     wanted: Mapping[PeerId, Mapping[EngineId, str]]
     unserved: Mapping[EngineId, str] = field(default_factory=dict)  # engines that no peer serves, and what to do
-    several: Mapping[EngineId, tuple[PeerId, ...]] = field(default_factory=dict)
 
 
 def served(
@@ -49,7 +48,6 @@ def served(
     }
     wanted: dict[PeerId, dict[EngineId, str]] = {id: {} for id, state in there.items() if state.peer.serves}
     unserved: dict[EngineId, str] = {}
-    several: dict[EngineId, tuple[PeerId, ...]] = {}
     hosts = EngineHosts((id, there[id].peer.serves) for id in wanted)
     started_with = {each.engine: id for id, state in there.items() for each in state.peer.engines if not each.given}
     told_of: dict[EngineId, list[PeerId]] = {}
@@ -66,8 +64,6 @@ def served(
         if not could:
             unserved[engine] = _what_to_do(engine, now.url)
             continue
-        if len(could) > 1:
-            several[engine] = tuple(could)
         has = told_of.get(engine, [])
         holder = next((id for id in has if id in could), could[0])
         if not there[holder].attached:
@@ -79,7 +75,7 @@ def served(
             for each in there[id].peer.engines:
                 if each.given and each.engine not in engines:
                     wanted[id][each.engine] = each.url
-    return AssignedEngines(wanted, unserved, several)
+    return AssignedEngines(wanted, unserved)
 
 
 def _what_to_do(engine: EngineId, url: str) -> str:
@@ -108,7 +104,6 @@ class PeerAssignments:
         self.seen: set[EngineId] = set()  # every engine that this daemon has known
         self._began_s = clock.now_s()
         self._now = AssignedEngines({})
-        self._ambiguous: Mapping[EngineId, tuple[PeerId, ...]] = {}
         self._sent: dict[PeerId, Mapping[EngineId, str]] = {}  # as each has done it since it attached
         self._again_s: dict[PeerId, float] = {}
         self._sending: dict[PeerId, asyncio.Task[None]] = {}
@@ -128,10 +123,6 @@ class PeerAssignments:
         """Tell peers that are to serve others than they do."""
         now_s = self._clock.now_s()
         self._now = self._served(now_s)
-        said, self._ambiguous = self._ambiguous, self._now.several
-        for engine, could in self._ambiguous.items():
-            if said.get(engine) != could:
-                logger.warning("%s could be served by peers %s: the first by id is to", engine, ", ".join(could))
         peers = self._hub.peers
         for id, engines in self._now.wanted.items():
             due = now_s >= self._again_s.get(id, 0.0) and id not in self._sending

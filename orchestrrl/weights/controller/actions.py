@@ -223,6 +223,11 @@ class SyncActions:
         lease = self.fence.state.lease
         return lease.id if lease is not None and lease.holder == HOLDER + sync_id else ""
 
+    async def close_barrier(self, sync_id: str, *, empty: bool) -> str:
+        """Close the pause barrier for a sync; return the lease. `empty`: engines have no requests then."""
+        lease_s, deadline_s = self.settings.lease_s, self.settings.fence_within_s
+        return await self.fence.pause(HOLDER + sync_id, empty=empty, lease_s=lease_s, deadline_s=deadline_s)
+
     @property
     def has_others_weights(self) -> bool:
         """A trainer has brought other weights in its own way, and told the pause barrier their version: what peers

@@ -125,15 +125,16 @@ class TreeTransfer:
         self, peers: Sequence[Peer], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
     ) -> PlannedSync:
         self._plans += 1
-        version, settings, number = self._record.report.version, self._acts.settings, self._plans
+        version, settings = self._record.report.version, self._acts.settings
+        name = f"{self._record.id}.{self._plans}"
         with self._record.phase(SyncPhase.PLAN):
             try:
                 planned: PlannedSync = await self._acts.offload(
-                    lambda: plan_sync(version, self._publications, peers, network, settings, have=have, attempt=number)
+                    lambda: plan_sync(version, self._publications, peers, network, settings, have=have, name=name)
                 )
             except ValueError as error:
                 raise SyncFailed("unreachable", str(error)) from error
-        return planned.named(self._record.id)
+        return planned
 
     async def _bring_up(self, planned: PlannedSync) -> BroughtUp:
         record = self._record

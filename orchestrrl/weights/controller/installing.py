@@ -15,7 +15,7 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed, each_done, results_by_engine
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import HOLDER, CommittedVersion, FleetWeights, SyncRecord
+from orchestrrl.weights.controller.state import CommittedVersion, FleetWeights, SyncRecord
 from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import PeerResult
 from orchestrrl.weights.publication import Publication
@@ -325,13 +325,11 @@ class Installing:
     async def _close_again(self, changed: Collection[EngineId]) -> str:
         """Close the barrier once more where the lease has ended meanwhile; return the new lease. Where the barrier does
         not close, return an empty one and have peers bring these engines to rest."""
-        acts, settings = self._acts, self._acts.settings
+        acts = self._acts
         acts.fence.forget(changed, "were being changed when the pause barrier opened")
         if acts.fence.is_manned():
             try:
-                return await acts.fence.pause(
-                    HOLDER + self._record.id, empty=False, lease_s=settings.lease_s, deadline_s=settings.fence_within_s
-                )
+                return await acts.close_barrier(self._record.id, empty=False)
             except OrchestrRLError as error:
                 self._record.note(f"the pause barrier could not be closed again: {error}")
         await acts.try_each(changed, lambda engine: acts.rest(engine, at_rest=True))

@@ -33,7 +33,7 @@ from planner.sync_tree.shares import needed_boxes
 
 @dataclass(frozen=True, slots=True)
 class PlannedSync:
-    """What a version's way takes. `edges` have ids of their own, and each its time by the plan's model."""
+    """The way of a version to all peers that need it. Each edge has its time by the plan's model."""
 
     version: int
     map: VersionMap  # all of it, whoever has to do with it
@@ -46,12 +46,6 @@ class PlannedSync:
     lower_bound_s: float
     naive_s: float
     waves: int
-
-    def named(self, name: str) -> "PlannedSync":
-        """Return it with ids of edges that no other plan has: a peer may know edges of a version with the same
-        number."""
-        edges = tuple(replace(edge, id=f"{name}.{edge.id}") for edge in self.edges)
-        return replace(self, edges=edges, planned_s={f"{name}.{id}": each for id, each in self.planned_s.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +64,16 @@ def plan_sync(
     settings: WeightSettings,
     *,
     have: Mapping[PeerId, PeerHolding] | None = None,
-    attempt: int = 0,
+    name: str = "0",
 ) -> PlannedSync:
     """From the parts that trainers have staged, and what peers `have` of the version since an earlier attempt, to all
-    peers of engines. `attempt` keeps ids of edges apart. Raises ProblemFaults for what does not fit together, and
+    peers of engines. `name`: of the plan, in the ids of its edges: peers may know edges of another plan for the same
+    version. Raises ProblemFaults for what does not fit together, and
     Unreachable where no way leads to somebody."""
     known = {peer.id: peer for peer in peers}
-    faults, tensors = _merged_tensors(version, publications)
-    faults += _unknown_peers(publications, known, network)
-    if faults:
+    if faults := list(_unknown_peers(publications, known, network)):
         raise ProblemFaults(faults)
+    tensors = {tensor.name: tensor for each in publications for tensor in each.tensors}
     ids = sorted(known)
     parts = {peer: _parts(publications, peer) for peer in ids}
     having = {end: _having(parts[peer], (have or {}).get(peer), tensors) for end, peer in enumerate(ids)}
@@ -105,7 +99,7 @@ def plan_sync(
         )
         for each in sharded
     ]
-    planned = _planned(whole, opens, segments, known, network, settings, attempt)
+    planned = _planned(whole, opens, segments, known, network, settings, name)
     # What came in an earlier attempt is found by its sums, so these are of what trainers have staged.
     return replace(planned, summed_by=summed_by(_staged_alone(segments, whole, parts, have or {}, tensors)))
 
@@ -117,19 +111,17 @@ def plan_repair(
     network: SyncNetwork,
     settings: WeightSettings,
     *,
-    held: Mapping[PeerId, HeldVersion] | None = None,
-    attempt: int = 0,
+    held: Mapping[PeerId, HeldVersion],
+    name: str = "0",
 ) -> PlannedSync:
-    """Of a version that is in the fleet already, what these peers lack, from whoever has it. `held`: what is known of
-    who has what; else peers' own words. Only receivers are told to open it. Raises ProblemFaults, and Unreachable where
-    nobody has some of it or no way leads to somebody."""
+    """Plan what these peers lack of a version that is in the fleet already, from the peers that have it: `held`. Only
+    receivers are told to open it. Raises ProblemFaults, and Unreachable where no peer has some of it or no way leads to
+    a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
     if faults:
         raise ProblemFaults(faults)
-    if held is None:
-        held = {peer.id: each for peer in known.values() for each in peer.held if each.version == fleet.version}
     tensors = {tensor.name: tensor for tensor in fleet.tensors}
     own = {peer: _touching(fleet, _needing(known[peer], tensors)) for peer in sorted(receivers)}
     missing = {peer: {shard.id: _lacks(shard, held.get(peer)) for shard in shards} for peer, shards in own.items()}
@@ -146,8 +138,8 @@ def plan_repair(
         told = [f"{each.shard} from byte {each.offset} to {each.offset + each.bytes}" for each in lost]
         more = f" and {len(told) - 8} more" if len(told) > 8 else ""
         raise Unreachable(f"nobody has {', '.join(told[:8])}{more}")
-    opens = {peer: _opened_again(fleet, shards) for peer, shards in own.items()}
-    return _planned(fleet, opens, segments, known, network, settings, attempt)
+    opens = {peer: OpenVersion(_part_of(fleet, shards, ())) for peer, shards in own.items()}
+    return _planned(fleet, opens, segments, known, network, settings, name)
 
 
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
@@ -168,34 +160,12 @@ def _lacks(shard: ShardMap, held: HeldVersion | None) -> tuple[Range, ...]:
     return held.missing.get(shard.id, ())
 
 
-def _opened_again(fleet: VersionMap, shards: tuple[ShardMap, ...]) -> OpenVersion:
-    names = {piece.parameter for shard in shards for piece in shard.slices}
-    tensors = tuple(tensor for tensor in fleet.tensors if tensor.name in names)
-    return OpenVersion(VersionMap(fleet.version, tensors, shards, fleet.block_bytes))
-
-
 def _has_engines(peer: Peer) -> bool:
     return peer.role is PeerRole.ENGINE or bool(peer.engines)
 
 
 def _named(ids: Sequence[PeerId], ends: Iterable[int]) -> tuple[PeerId, ...]:
     return tuple(ids[end] for end in ends)
-
-
-def _merged_tensors(version: int, publications: Sequence[Publication]) -> tuple[list[str], dict[str, TensorMeta]]:
-    faults: list[str] = []
-    tensors: dict[str, TensorMeta] = {}
-    for place, each in enumerate(publications):
-        if each.version != version:
-            faults.append(f"publications[{place}].version: must be {version}, got {each.version}")
-        for tensor in each.tensors:
-            first = tensors.setdefault(tensor.name, tensor)
-            if first != tensor:
-                faults.append(
-                    f"publications[{place}].tensors.{tensor.name}: is {first.dtype} {first.shape} elsewhere,"
-                    f" got {tensor.dtype} {tensor.shape}"
-                )
-    return faults, tensors
 
 
 def _unknown_peers(
@@ -275,18 +245,19 @@ def _opened(
     whole: VersionMap, parts: tuple[StagedPart, ...], end: int, sharded: Sequence[ReshardedVersion]
 ) -> OpenVersion:
     own = [each for each in sharded if end in each.shard.holders or end in each.shard.receivers]
-    names = {name for part in parts for name in part.boxes} | {piece.parameter for each in own for piece in each.slices}
     maps = {shard.id: shard for shard in whole.shards}
     return OpenVersion(
-        VersionMap(
-            whole.version,
-            tuple(tensor for tensor in whole.tensors if tensor.name in names),
-            tuple(maps[each.shard.id] for each in own),
-            whole.block_bytes,
-        ),
+        _part_of(whole, tuple(maps[each.shard.id] for each in own), parts),
         parts,
         at_home=tuple(each.shard.id for each in own if end in each.at_home),
     )
+
+
+def _part_of(whole: VersionMap, shards: tuple[ShardMap, ...], parts: Iterable[StagedPart]) -> VersionMap:
+    """Return the map of these shards, with their tensors and those of the parts."""
+    names = {name for part in parts for name in part.boxes}
+    names.update(piece.parameter for shard in shards for piece in shard.slices)
+    return replace(whole, tensors=tuple(tensor for tensor in whole.tensors if tensor.name in names), shards=shards)
 
 
 def _planned(
@@ -296,7 +267,7 @@ def _planned(
     known: Mapping[PeerId, Peer],
     network: SyncNetwork,
     settings: WeightSettings,
-    attempt: int,
+    name: str,
 ) -> PlannedSync:
     """Plan the flows of segments; each flow is an edge with an id, a transport and a rate."""
     plan = plan_flows(segments, network, settings)
@@ -305,7 +276,7 @@ def _planned(
     is_held_back |= network.pairs is not None
     edges = tuple(
         CarryEdge(
-            id=f"{attempt}.{number}",
+            id=f"{name}.{number}",
             shard=flow.shard,
             offset=flow.offset,
             bytes=flow.bytes,

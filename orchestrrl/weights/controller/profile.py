@@ -44,7 +44,6 @@ class PhaseRow:
     seconds: float
     waited_s: float
     share: float
-    is_beside: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class SyncProfile:
     @property
     def dominating(self) -> SyncPhase | None:
         """The phase that most of the time was waited for; None where nothing was."""
-        waited = [row for row in self.rows if not row.is_beside and row.waited_s > 0]
+        waited = [row for row in self.rows if row.phase not in BESIDE and row.waited_s > 0]
         return max(waited, key=lambda row: row.waited_s).phase if waited else None
 
     @property
@@ -120,7 +119,6 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
             ran[phase],
             waited[phase],
             waited[phase] / whole_s if whole_s > 0 and phase not in BESIDE else 0.0,
-            phase in BESIDE,
         )
         for phase in SyncPhase
         if phase in ran

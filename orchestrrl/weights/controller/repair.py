@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed
@@ -82,12 +83,12 @@ class EngineRepairs:
             if told is not None and told != each.installed and (each.installed is None or not self._acts.is_closed):
                 fence.forget([each.engine], f"has {_weights_text(each.installed)}")
 
-    async def one(self, engine: EngineId) -> bool:
-        """Whether it has the fleet's version now."""
+    async def one(self, engine: EngineId) -> None:
+        """Give an engine the fleet's version, and let it serve once it is verified."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         peer = acts.hub.peer_of(engine)
         if committed is None or peer is None:
-            return False
+            return
         try:
             acts.book.repairs(committed.sync, engine)
             tried = self._tried.get(engine)
@@ -98,13 +99,13 @@ class EngineRepairs:
                 await self._bytes(acts.hub.attached()[host], committed)
             if acts.notice_others():
                 await acts.rest(engine, at_rest=False)
-                return False
+                return
             await acts.install(engine, committed.version)
             if acts.notice_others():  # it may have taken ours last
                 acts.fence.forget([engine], "was given weights that are the fleet's no longer")
-                return False
+                return
             await self._same_answer(engine, committed)
-            return await self._serves(engine, committed)
+            await self._serves(engine, committed)
         except SyncFailed as failure:
             self._put_off(engine, failure.detail)
             if failure.unchanged and failure.code != "not_quiet" and not acts.is_closed:
@@ -112,7 +113,6 @@ class EngineRepairs:
                 await acts.try_each([engine], lambda engine: acts.rest(engine, at_rest=False))
         except (OrchestrRLError, ValueError) as error:
             self._put_off(engine, cut(str(error)))
-        return False
 
     # --- inside
 
@@ -180,18 +180,13 @@ class EngineRepairs:
         network = acts.circuits.network()
         who = {each.id: h for each in peers for h in each.held if h.version == committed.version}
         who[peer.id] = held or HeldVersion(committed.version, ())
-        number = next(self._numbers)
-
-        def plan() -> PlannedSync:
-            return plan_repair(map, [peer.id], peers, network, acts.settings, held=who, attempt=number)
-
+        name = f"{acts.book.log.generation}-{next(self._numbers)}"
+        plan = partial(plan_repair, map, [peer.id], peers, network, acts.settings, held=who, name=f"r{name}")
         try:
-            planned = await acts.offload(plan)
+            planned: PlannedSync = await acts.offload(plan)
         except ProblemFaults as error:
             raise SyncFailed("unreachable", few(error.faults)) from error
-        planned = planned.named(f"r{acts.book.log.generation}.{number}")
-        id = f"repair-{acts.book.log.generation}-{number}"
-        report = SyncReport(id, committed.version, SyncState.CARRYING, acts.clock.now_s())
+        report = SyncReport(f"repair-{name}", committed.version, SyncState.CARRYING, acts.clock.now_s())
         self.carrying = Carrying(acts, SyncRecord(report, acts.clock), planned, map, network, who)
         try:
             await self.carrying.run()
@@ -209,7 +204,7 @@ class EngineRepairs:
         if tokens != expected:
             raise SyncFailed("probe_differs", f"{engine} goes on with {tokens}, others of its kind with {expected}")
 
-    async def _serves(self, engine: EngineId, committed: CommittedVersion) -> bool:
+    async def _serves(self, engine: EngineId, committed: CommittedVersion) -> None:
         acts = self._acts
         if acts.is_closed:
             raise SyncFailed("not_quiet", "the pause barrier was closed meanwhile")
@@ -218,12 +213,11 @@ class EngineRepairs:
             raise SyncFailed("install_failed", f"{engine} has {_weights_text(acts.installed(engine))} after all")
         fleet = acts.book.fleet
         if fleet.committed is None or fleet.committed.version != committed.version:
-            return False
+            return
         acts.book.amend(fleet.committed.repaired(engine))
         acts.fence.set_version([engine], committed.version, "repaired")
         self._tried.pop(engine, None)
         await acts.rest(engine, at_rest=False)
-        return True
 
 
 def _weights_text(version: int | None) -> str:

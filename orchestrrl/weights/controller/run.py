@@ -32,7 +32,7 @@ from orchestrrl.weights.controller.carrying import TreeTransfer
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import HOLDER, LOOK_S, CommittedVersion, SyncRecord, sync_body
+from orchestrrl.weights.controller.state import LOOK_S, CommittedVersion, SyncRecord, sync_body
 from orchestrrl.weights.publication import Publication, fingerprints
 from planner.model import EngineId
 
@@ -328,16 +328,10 @@ class SyncRun(Description[SyncStep]):
 
     async def _lease(self) -> str:
         """Return the lease; empty: another holder's, or there is no gateway and peers keep engines still."""
-        acts, settings = self._acts, self._acts.settings
-        if self._borrowed is not None or not acts.fence.is_manned():
+        if self._borrowed is not None or not self._acts.fence.is_manned():
             return ""
         try:
-            return await acts.fence.pause(
-                HOLDER + self.id,
-                empty=bool(self._installing.prompt[0]),
-                lease_s=settings.lease_s,
-                deadline_s=settings.fence_within_s,
-            )
+            return await self._acts.close_barrier(self.id, empty=bool(self._installing.prompt[0]))
         except OrchestrRLError as error:
             raise SyncFailed("not_quiet", str(error)) from error
 

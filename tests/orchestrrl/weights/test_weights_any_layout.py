@@ -182,7 +182,7 @@ def plan(
     publications: Sequence[Publication],
     settings: WeightSettings,
     have: Mapping[PeerId, PeerHolding] | None = None,
-    attempt: int = 0,
+    name: str = "0",
 ) -> tuple[PlannedSync, VersionMap]:
     """With all sums, as the daemon asks for them."""
     planned = plan_sync(
@@ -192,7 +192,7 @@ def plan(
         network(hosts),
         settings,
         have=have,
-        attempt=attempt,
+        name=name,
     )
     by_id = {host.peer.id: host for host in hosts}
     sums: dict[str, tuple[str, ...]] = {}
@@ -294,7 +294,7 @@ def test_a_second_attempt_carries_what_is_not_there(seed: int, tmp_path_factory:
                 staged.check()
                 have[host.peer.id] = PeerHolding(first.opens[host.peer.id].map, staged.missing())
         again = [host for host in hosts if host in trainers or rng.random() < 0.8] + [late]
-        second, map = plan(again, publications, own, have, attempt=1)
+        second, map = plan(again, publications, own, have, name="1")
         for host in again:
             staged_now = host.open(second, map)
             if staged_now is not None:

@@ -249,7 +249,7 @@ def test_a_second_attempt_begins_with_what_is_there(seed: int) -> None:
             have[each.id] = PeerHolding(version, missing)
     again = [each for each in peers if each.role is PeerRole.TRAINER or rng.random() < 0.8] + [peer("engines9")]
     hosts = {each.id: _with_rows_of(have.get(each.id)) for each in again}
-    second = plan_sync(3, publications, again, network(again), SETTINGS, have=have, attempt=1)
+    second = plan_sync(3, publications, again, network(again), SETTINGS, have=have, name="1")
     for each in second.opens:
         hosts[each].open(second, each)
     carry(second, hosts)
@@ -310,8 +310,9 @@ def test_who_lacks_some_of_the_fleets_version_gets_just_that(seed: int) -> None:
         del held[peers[3].id]
     lacking = sum(_lacked(hosts[each.id], each) for each in peers)
     peers = [replace(each, held=(held[each.id],) if each.id in held else ()) for each in peers]
-    repair = plan_repair(fleet.map, [each.id for each in peers[1:]], peers, network(peers), SETTINGS, attempt=7)
-    assert set(repair.opens) == {each.id for each in peers[1:]}
+    receivers = [each.id for each in peers[1:]]
+    repair = plan_repair(fleet.map, receivers, peers, network(peers), SETTINGS, held=held, name="7")
+    assert set(repair.opens) == set(receivers)
     carry(repair, hosts)
     for each in peers:
         arrived(hosts[each.id], each)
@@ -339,14 +340,10 @@ def test_bytes_that_nobody_has_are_told() -> None:
 
 def test_what_does_not_fit_together_is_told_all_at_once() -> None:
     source, one = trainer(0), peer("a")
-    wrong = replace(staged(1, trainer(9), world=3), version=4)
-    cut = replace(TENSORS[0], shape=(64, 8))
-    torn = Publication(3, 2, 3, source.id, (cut,), {cut.name: (cut.whole,)})
+    away = staged(1, trainer(9), world=2)
     with pytest.raises(ProblemFaults) as caught:
-        plan_sync(3, [staged(0, source), wrong, torn], [source, one, peer("b")], network([source, one]), SETTINGS)
+        plan_sync(3, [staged(0, source), away], [source, one, peer("b")], network([source, one]), SETTINGS)
     assert caught.value.faults == [
-        "publications[1].version: must be 3, got 4",
-        "publications[2].tensors.lm_head.weight: is BF16 (130, 8) elsewhere, got BF16 (64, 8)",
         "publications[1].peer: is not attached, got 'trainer9'",
         "peers.b: is nowhere in the network, got no station",
     ]

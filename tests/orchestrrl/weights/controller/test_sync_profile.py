@@ -60,7 +60,7 @@ def test_of_two_that_run_at_once_the_one_that_ends_later_is_waited_for(took: tup
 def test_shares_are_of_what_was_waited_for(took: tuple[PhaseTime, ...], ended: int | None) -> None:
     report = replace(done(), phases=took, began_s=0.0, ended_s=None if ended is None else float(ended))
     found = profile(report, now_s=40.0)
-    waited_s = sum(row.waited_s for row in found.rows if not row.is_beside)
+    waited_s = sum(row.waited_s for row in found.rows if row.phase not in BESIDE)
     assert found.whole_s == pytest.approx(waited_s + found.unnamed_s)
     assert {row.phase for row in found.rows} == {run.phase for run in took}
     assert all(row.share == 0 for row in found.rows if row.phase in BESIDE)

@@ -228,7 +228,12 @@ def network_of(
     boundary: Counter[str] = Counter()
     tors: Counter[str] = Counter()
     pairs: dict[tuple[str, str], PairLink] = {}
-    for (one, other), count in sorted(links_between_tors(site, ours).items()):
+    names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
+    links: Counter[tuple[EndpointId, EndpointId]] = Counter()
+    for lit in links_up(site, ours, interfaces_at(site, names)):
+        (one, _), (other, _) = lit.link.ends
+        links[pair_of(one, other)] += 1
+    for (one, other), count in sorted(links.items()):
         tors[one] += count
         tors[other] += count
         here, there = sorted((site.pod_of[one], site.pod_of[other]))
@@ -303,16 +308,6 @@ def _gpu_of(peer: Peer, site: Site) -> int | None:
         return peer.place.gpu
     below = (gpu for gpu in sorted(site.server_of) if site.tor_of(gpu) == peer.place.tor)
     return next(below, None)
-
-
-def links_between_tors(site: Site, cross_connects: Iterable[PortPair]) -> Counter[tuple[EndpointId, EndpointId]]:
-    """Count the links that light makes between each pair of ToRs."""
-    found: Counter[tuple[EndpointId, EndpointId]] = Counter()
-    names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
-    for lit in links_up(site, cross_connects, interfaces_at(site, names)):
-        (one, _), (other, _) = lit.link.ends
-        found[pair_of(one, other)] += 1
-    return found
 
 
 def _what_became(report: PeriodReport) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from orchestrrl.lab.demo.scenario import load_scenario
 from orchestrrl.lab.demo.stack import orchestrrl
 from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.stack import Stack
-from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import EngineSync, SyncReport, SyncState
+from orchestrrl.weights.controller.state import SYNC
 from tests.vllm.conftest import GLOO_ENVIRONMENT, GLOO_PLUGIN, REPOSITORY, VLLM_PYTHON, as_they_were
 from tests.vllm.weights_stack import peers_beside
 

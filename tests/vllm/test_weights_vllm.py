@@ -15,7 +15,8 @@ from orchestrrl.engines.vllm_weight_flags import VLLM_ARGUMENTS as OUR_BACKEND
 from orchestrrl.lab.testbed.engines import LocalEngine, start_vllm
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
-from orchestrrl.weights.controller.reports import SYNC, EngineSync, SyncReport, SyncState
+from orchestrrl.weights.controller.reports import EngineSync, SyncReport, SyncState
+from orchestrrl.weights.controller.state import SYNC
 from tests.orchestrrl.gateway.processes import operator_url
 from tests.vllm.conftest import (
     INTERRUPTED_TOKENS,

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrrl.weights.controller.reports import SYNC, SyncReport
+from orchestrrl.weights.controller.reports import SyncReport
+from orchestrrl.weights.controller.state import SYNC
 from orchestrrl.weights.trainer.client import PublishInProgress, SyncAborted, WeightsClient
 
 PROBE = (72, 101, 108, 108, 111)

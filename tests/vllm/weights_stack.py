@@ -19,7 +19,8 @@ from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON, LabProcess, until
 from orchestrrl.lab.testbed.stack import Stack, named
 from orchestrrl.rpc.pb import telemetry_pb2
-from orchestrrl.weights.controller.reports import SYNC, SyncReport
+from orchestrrl.weights.controller.reports import SyncReport
+from orchestrrl.weights.controller.state import SYNC
 
 PUBLISHER, PEER = "tests.vllm.weights_publisher", "orchestrrl.weights.peer.main"
 TRAINER = "train0"

@@ -209,9 +209,6 @@ class SyncActions:
         """It was one of the fleet's, and was stopped, or removed: by order, so nothing of it is lost."""
         return engine not in self.engines() and engine in self.serving.seen
 
-    def all_gone(self, engines: Collection[EngineId]) -> bool:
-        return bool(engines) and all(self.gone(engine) for engine in engines)
-
     # --- the pause barrier
 
     @property

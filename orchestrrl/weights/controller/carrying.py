@@ -206,13 +206,11 @@ class Carrying:
         self._acts = acts
         self._record = record
         self._planned = planned
-        self._map = map
         self.network = network
         sums_of = {shard.id: shard.sums for shard in map.shards}
         self._opens = {peer: replace(opened, map=summed(opened.map, sums_of)) for peer, opened in planned.opens.items()}
         self._woken = asyncio.Event()
         self._orders: set[asyncio.Task[None]] = set()
-        self._failure: SyncFailed | None = None
         self._mends = 0
         self._stuck = ""
         self._arrived: dict[PeerId, int] = {}
@@ -263,8 +261,6 @@ class Carrying:
     async def _until_all_is_there(self) -> None:
         while True:
             self._woken.clear()
-            if self._failure is not None:
-                raise self._failure
             lacking = sorted(self.progress.lacking_peers)
             if not lacking:
                 return
@@ -387,17 +383,12 @@ class Carrying:
             self._woken.set()
 
     def _edge(self, event: EdgeEvent) -> None:
-        match event.state:
-            case EdgeState.BEGAN:
-                self.progress.began(event)
-            case EdgeState.DONE if event.is_receiver:
-                self.progress.done(event)
-            case EdgeState.BROKEN:
-                self._broken(event.edge, event.bytes if event.is_receiver else 0)
-            case _:
-                return
-        if event.is_receiver and event.state is not EdgeState.BROKEN:
+        if event.state is EdgeState.BROKEN:
+            self._broken(event.edge, event.bytes if event.is_receiver else 0)
+        elif event.is_receiver:
             self._moved_s = self._acts.clock.now_s()
+            if event.state is EdgeState.DONE:
+                self.progress.done(event)
 
     def _broken(self, edge_id: str, arrived_bytes: int) -> None:
         edge = self.progress.broken(edge_id, arrived_bytes)

@@ -299,11 +299,7 @@ class WeightSync:
         lease = fence.state.lease
         if lease is None or lease.holder.startswith(HOLDER):
             return told, ()
-        if (
-            run is not None
-            and (run.waits_for_barrier or run.borrows)
-            and told in (None, run.sync_record.report.version)
-        ):
+        if run is not None and run.takes_closed_barrier and told in (None, run.sync_record.report.version):
             version, without = await run.borrow(until_s, lease.frozen is FrozenRequests.TAKEN_BACK)
             if told not in (None, version):
                 why = run.sync_record.report.notes[-1:] or ("it was called off",)

@@ -84,18 +84,13 @@ class SyncProgress:
     def is_in_phase_a(self) -> bool:
         return self._live_in_a > 0
 
-    def began(self, event: EdgeEvent) -> None:
-        run = self.runs.get(event.edge)
-        if run is not None and not run.began_s:
-            run.began_s = event.began_s
-
     def done(self, event: EdgeEvent) -> None:
         """By its receiver."""
         run = self.runs.get(event.edge)
         if run is not None and run.live:
             run.bytes = run.edge.bytes
             self._over(run)
-            run.began_s, run.ended_s = event.began_s or run.began_s, event.ended_s
+            run.began_s, run.ended_s = event.began_s, event.ended_s
             self._arrived(run.edge, run.edge.bytes)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:

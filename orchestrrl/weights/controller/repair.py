@@ -12,7 +12,7 @@ from functools import partial
 
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, cut, few
 from orchestrrl.weights.controller.actions import SyncActions, SyncFailed
-from orchestrrl.weights.controller.carrying import Carrying
+from orchestrrl.weights.controller.carrying import READ_WITHIN_S, Carrying
 from orchestrrl.weights.controller.planning import PlannedSync, plan_repair
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 FIRST_AGAIN_S = 1.0
 LAST_AGAIN_S = 60.0
 MOST_DOUBLINGS = 16
-CHECK_WITHIN_S = 600.0
 # What an engine runs meanwhile came past the gateway, or before the engine was left out: it shall end under the weights
 # that it began with. So many tries let it; the next one ends it, and whoever asked has to ask again.
 DRAIN_S = 10.0
@@ -167,7 +166,7 @@ class EngineRepairs:
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:
-            checked = await acts.done(peer.id, CheckVersion(committed.version), CHECK_WITHIN_S, "corrupt")
+            checked = await acts.done(peer.id, CheckVersion(committed.version), READ_WITHIN_S, "corrupt")
             if not checked.missing:
                 return
             held = replace(held, missing=checked.missing)

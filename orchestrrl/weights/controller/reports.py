@@ -2,10 +2,6 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 from planner.model import EngineId
 
@@ -144,20 +140,6 @@ class SyncReport:
     @property
     def over(self) -> bool:
         return self.state in OVER
-
-
-if TYPE_CHECKING:
-    SYNC: TypeAdapter[SyncReport]
-
-
-def __getattr__(name: str) -> Any:
-    """Make SYNC when it is first imported: commands that only show reports do without pydantic."""
-    if name != "SYNC":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pydantic import TypeAdapter
-
-    globals()["SYNC"] = adapter = TypeAdapter(SyncReport)
-    return adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from orchestrrl.weights.controller.carrying import TreeTransfer
 from orchestrrl.weights.controller.direct import DirectTransfer
 from orchestrrl.weights.controller.installing import BorrowedPause, Installing, SyncAttempt
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.controller.state import LOOK_S, CommittedVersion, SyncRecord, sync_body
+from orchestrrl.weights.controller.state import CommittedVersion, SyncRecord, sync_body
 from orchestrrl.weights.publication import Publication, fingerprints
 from planner.model import EngineId
 
@@ -96,7 +96,6 @@ class SyncRun(Description[SyncStep]):
         left: tuple[SyncState, str, str] | None = None,
     ) -> None:
         self.sync_record = record
-        self.publications = publications
         self.fingerprints = fingerprints(publications)
         self._at_once = any((each.install or acts.settings.install) == InstallWhen.AT_ONCE for each in publications)
         self.tree = TreeTransfer(acts, record, publications, still=self._at_once, is_up=left is not None)
@@ -140,9 +139,9 @@ class SyncRun(Description[SyncStep]):
         self._may_install.set()
 
     @property
-    def waits_for_barrier(self) -> bool:
-        """All bytes are there, and a closed barrier would do."""
-        return self._waits_for_barrier and self._borrowed is None and self._stop is None
+    def takes_closed_barrier(self) -> bool:
+        """All bytes are there and a closed barrier would do, or another holder's is in use."""
+        return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:
         """Install while another holder has the pause barrier closed; return the version to open it with, and engines
@@ -151,11 +150,6 @@ class SyncRun(Description[SyncStep]):
             self._borrowed = BorrowedPause(until_s, may_probe, asyncio.get_running_loop().create_future())
             self._may_install.set()
         return await asyncio.shield(self._borrowed.outcome)
-
-    @property
-    def borrows(self) -> bool:
-        """Another holder's closed barrier is used to install it."""
-        return self._borrowed is not None
 
     async def run(self) -> None:
         """Run it to its end; its intent has been written. A defect that leaves the fleet half done is raised."""
@@ -254,7 +248,9 @@ class SyncRun(Description[SyncStep]):
         without = dict(before.failed)
         if not {*acts.engines()} <= {*without, *failed.without}:
             without |= failed.without
-        by_order = acts.all_gone(failed.without)  # that engines leave the fleet is no failure of it
+        by_order = bool(failed.without) and all(
+            map(acts.gone, failed.without)
+        )  # that engines leave the fleet is no failure of it
         is_last = record.report.attempt >= acts.settings.attempts and not by_order
         if self._stop is not None or not failed.again or is_last:
             return False
@@ -310,21 +306,24 @@ class SyncRun(Description[SyncStep]):
 
     async def _until_free(self) -> None:
         """Wait until the pause barrier may be closed, or another holder's closed barrier may be used."""
-        record, acts, settings = self.sync_record, self._acts, self._acts.settings
-        until_s = acts.clock.now_s() + settings.fence_within_s
-        while self._borrowed is None:
+        acts, within_s = self._acts, self._acts.settings.fence_within_s
+        until_s = acts.clock.now_s() + within_s
+
+        def why_not() -> str:
+            nonlocal until_s
+            is_late = acts.clock.now_s() >= until_s
+            if self._borrowed is not None:
+                return ""
             if acts.is_closed:  # before it opens we are asked
-                record.put(detail=f"waits: {acts.fence.state.lease} has the pause barrier closed")
-                if acts.clock.now_s() >= until_s:
+                if is_late:
                     raise SyncFailed("not_quiet", f"the pause barrier is held by another: {acts.fence.state.lease}")
-            elif acts.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
-                record.put(detail="waits: engines are being started or stopped")
-                until_s = acts.clock.now_s() + settings.fence_within_s
-            elif not acts.serving.is_settled() and acts.clock.now_s() < until_s:
-                record.put(detail="waits: peers are being told of engines that have come")
-            else:
-                break
-            await acts.clock.sleep(LOOK_S)
+                return f"{acts.fence.state.lease} has the pause barrier closed"
+            if acts.deploying():  # which does not begin while the pause barrier is closed, and has limits of its own
+                until_s = acts.clock.now_s() + within_s
+                return "engines are being started or stopped"
+            return "" if is_late or acts.serving.is_settled() else "peers are being told of engines that have come"
+
+        await self.sync_record.wait_while(why_not)
 
     async def _lease(self) -> str:
         """Return the lease; empty: another holder's, or there is no gateway and peers keep engines still."""

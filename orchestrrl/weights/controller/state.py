@@ -23,15 +23,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.operation import check_record
 from orchestrrl.core.operation_journal import OpenIntent, OperationJournal
 from orchestrrl.weights.backends.base import TREE
-from orchestrrl.weights.controller.reports import (
-    SYNC,
-    EngineStatus,
-    EngineSync,
-    PhaseTime,
-    SyncPhase,
-    SyncReport,
-    SyncState,
-)
+from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, PhaseTime, SyncPhase, SyncReport, SyncState
 from orchestrrl.weights.model import VersionMap
 from planner.model import EngineId
 
@@ -79,15 +71,15 @@ class CommittedVersion:
         return self.backend == TREE
 
     def repaired(self, engine: EngineId) -> "CommittedVersion":
-        quarantined = {other: why for other, why in self.quarantined.items() if other != engine}
-        return replace(self, has=tuple(sorted({*self.has, engine})), quarantined=quarantined)
+        others = self.left((engine,))
+        return replace(others, has=tuple(sorted((*others.has, engine))))
 
     def lost(self, engine: EngineId, why: str) -> "CommittedVersion":
-        has = tuple(other for other in self.has if other != engine)
-        return replace(self, has=has, quarantined={**self.quarantined, engine: why})
+        others = self.left((engine,))
+        return replace(others, quarantined={**others.quarantined, engine: why})
 
     def left(self, engines: Collection[EngineId]) -> "CommittedVersion":
-        """They are none of the fleet's any more."""
+        """Return it without engines that are none of the fleet's any more."""
         has = tuple(engine for engine in self.has if engine not in engines)
         quarantined = {engine: why for engine, why in self.quarantined.items() if engine not in engines}
         return replace(self, has=has, quarantined=quarantined)
@@ -114,6 +106,7 @@ class FleetWeights:
         return FleetWeights(None if self.committed is None else self.committed.left(engines), spoilt)
 
 
+SYNC = TypeAdapter(SyncReport)
 _FLEET = TypeAdapter(FleetWeights)
 _MAP = TypeAdapter(VersionMap)
 

@@ -8,7 +8,7 @@ import gloo_weights
 import torch
 from transformers import AutoModelForCausalLM
 
-from orchestrrl.weights.controller.reports import SYNC
+from orchestrrl.weights.controller.state import SYNC
 from orchestrrl.weights.trainer.client import SyncAborted, WeightsClient
 
 gloo_weights.register()

@@ -14,8 +14,7 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.documents import read_text
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.config_checks import fabric_faults, read_fabric_site
-from orchestrrl.fleet.configured_deployer import deployer_faults, deployer_of, start_faults
-from orchestrrl.fleet.launch import launch_faults
+from orchestrrl.fleet.launch import deployer_faults, deployer_of, launch_faults, start_faults
 
 if TYPE_CHECKING:  # its curves bring numpy: loaded where a configuration names a profile, and nowhere else
     from planner.cost.profile import Profile

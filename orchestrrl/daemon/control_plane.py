@@ -21,8 +21,8 @@ from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.model import Act, Hold, Mode, Plan, PlanId, RequestMove, Snapshot
 from planner.plan import History
@@ -209,7 +209,7 @@ class ControlPlane:
             return
         assert self.redeployer is not None, "plan admission holds what no deployer can carry out"
         try:
-            outcome = await self.redeployer.carry_out(plan, snapshot)
+            outcome = await self.redeployer.carry_out(plan)
         except OrchestrRLError as error:  # nothing was begun
             outcome = RedeploymentOutcome(done=False, detail=str(error), ended_s=self.clock.now_s())
         self.planning.costs.started(outcome.starts)

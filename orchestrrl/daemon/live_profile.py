@@ -31,7 +31,7 @@ from orchestrrl.daemon.profile_refit import (
 )
 from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.move_orders import fixed_parts
-from orchestrrl.fleet.redeployment.outcomes import EngineStart
+from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, StepTime
 from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId

@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.state import GenerationStep
 from planner.admission import FREE, ControlState, OperatorControl
 from planner.calibration import Calibration

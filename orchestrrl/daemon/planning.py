@@ -18,7 +18,7 @@ from orchestrrl.daemon.priors import AssumedProfile, assumed_of
 from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
 from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.fleet.redeployment.outcomes import EngineStart
+from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
 from planner.admission import OperatorControl
 from planner.cost.profile import EngineProfile

@@ -13,12 +13,12 @@ from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.engines.managed import connect_managed
 from orchestrrl.fabric.generation_circuits import GenerationCircuits
-from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.launch import deployer_of
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeployPolicy
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.steps import RedeployTimeouts, ServedWeights
 from orchestrrl.weights.controller.controller import WeightSync
 from planner.model import EngineId, Plan, PlanId

@@ -8,8 +8,11 @@ daemon had begun.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
+
+from pydantic import PlainSerializer, TypeAdapter
 
 from balancer.drain import leave
 from orchestrrl.core.addresses import check_url
@@ -18,11 +21,10 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fleet.engine_facts import engine_facts, facts_of
-from orchestrrl.fleet.membership import Membership, recovered_roster
 from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
-from orchestrrl.fleet.state import FleetState
-from planner.model import ConfigurationId, EngineHealth, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot
+from orchestrrl.fleet.state import EngineFacts, FleetState
+from planner.model import ConfigurationId, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,65 @@ TOLD_WITHIN_S = 2.0
 # A request whose move was refused is tried again after this long, doubling up to the cap.
 RETRY_FIRST_S = 1.0
 RETRY_CAP_S = 30.0
+# An agent that was forgotten somewhere may go on to report an engine for long; but names are not kept for ever.
+REMOVED_REMEMBERED = 4096
 
 StartMoves = Callable[[Sequence[RequestMove], Snapshot], "asyncio.Task[MovesOutcome]"]
+_EngineIds = Annotated[frozenset[EngineId], PlainSerializer(sorted)]  # in the journal in order
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What operators said of engines, over restarts and reloads. Each transition is a new roster; done twice, it is the
+    same one. An engine stands in at most one of `added` and `removed`, and is never removed and draining.
+    """
+
+    added: tuple[EngineFacts, ...] = ()  # by id; they stand before the configuration's
+    draining: _EngineIds = frozenset()  # nothing new goes there
+    leaving: _EngineIds = frozenset()  # of these, whose requests are moved elsewhere
+    removed: tuple[EngineId, ...] = ()  # in this order; none of ours until added again, whoever reports them
+
+    def __post_init__(self) -> None:
+        added = [facts.id for facts in self.added]
+        if added != sorted(set(added)):
+            raise ValueError(f"added must be in the order of their ids, each once, got {added}")
+        if twice := (set(added) | self.draining) & set(self.removed):
+            raise ValueError(f"removed engines must not be added or draining, got {sorted(twice)}")
+        if not self.leaving <= self.draining:
+            raise ValueError(f"leaving engines must be draining, got {sorted(self.leaving - self.draining)}")
+
+    def with_added(self, facts: EngineFacts) -> "Membership":
+        """It is there, and takes requests."""
+        others = [other for other in self.added if other.id != facts.id]
+        taking = self.with_undrained(facts.id)
+        removed = tuple(engine for engine in self.removed if engine != facts.id)
+        return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)), removed=removed)
+
+    def with_readmitted(self, engine: EngineId) -> "Membership":
+        """It is there by the configuration's word again."""
+        return replace(self, removed=tuple(other for other in self.removed if other != engine))
+
+    def with_drained(self, engine: EngineId, move: bool = False) -> "Membership":
+        """It takes nothing new; `move`: what is there goes elsewhere. Draining it again does not call moves back."""
+        leaving = self.leaving | {engine} if move else self.leaving
+        return replace(self, draining=self.draining | {engine}, leaving=leaving)
+
+    def with_undrained(self, engine: EngineId) -> "Membership":
+        return replace(self, draining=self.draining - {engine}, leaving=self.leaving - {engine})
+
+    def with_removed(self, engine: EngineId) -> "Membership":
+        others = tuple(other for other in self.removed if other != engine)
+        added = tuple(facts for facts in self.added if facts.id != engine)
+        removed = (*others, engine)[-REMOVED_REMEMBERED:]
+        return replace(self.with_undrained(engine), added=added, removed=removed)
+
+
+MEMBERSHIP = TypeAdapter(Membership)
+
+
+def recovered_roster(journal: Journal) -> Membership:
+    """The roster as the daemon before left it."""
+    return journal.newest(EntryKind.ENGINES, lambda body: MEMBERSHIP.validate_python(body["roster"])) or Membership()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,20 +240,15 @@ class MembershipChanges:
             snapshot.requests,
             frozenset(leaving),
             snapshot.engines,
-            willing={engine.id for engine in snapshot.engines if self._accepts_requests(engine)},
+            willing={each.id for each in snapshot.engines if self._is_fresh(each) and self._routes.accepts(each)},
             max_moves=most,
             avoid={request: rest.refused_by for request, rest in self._rests.items()},
             excluded=frozenset(resting),
         )
 
-    def _accepts_requests(self, engine: EngineView) -> bool:
-        """Of one without an agent only its gateways know whether it is well."""
-        well = not self._state.reported(engine.id) or (engine.health is EngineHealth.OK and self._fresh(engine))
-        changing = engine.id in self._routes.draining or engine.id in self._routes.expected
-        return well and not (engine.draining or engine.outdated or changing)
-
-    def _fresh(self, engine: EngineView) -> bool:
-        return engine.age_s is not None and engine.age_s <= self._config.fast.stale_after_s
+    def _is_fresh(self, engine: EngineView) -> bool:
+        recent = engine.age_s is not None and engine.age_s <= self._config.fast.stale_after_s
+        return recent or not self._state.reported(engine.id)
 
     def _round_ended(self, moves: Sequence[RequestMove], task: "asyncio.Task[MovesOutcome]") -> None:
         self._round = None
@@ -226,9 +280,8 @@ class MembershipChanges:
         if membership == self.membership:
             return
         now_s = self._clock.now_s()
-        self._journal.append(
-            now_s, EntryKind.ENGINES, engine, {"change": change, "reason": reason, "roster": membership.body()}
-        )
+        body = {"change": change, "reason": reason, "roster": MEMBERSHIP.dump_python(membership, mode="json")}
+        self._journal.append(now_s, EntryKind.ENGINES, engine, body)
         self.membership = membership
         logger.info("engine %s: %s %s", engine, change, reason)
         self._report_state()

@@ -19,12 +19,11 @@ from orchestrrl.core.journal.kinds import FLEET_PAUSES
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_journal import OperationJournal
-from orchestrrl.core.operation_runner import OperationRunner
+from orchestrrl.core.operation_runner import OperationRunner, answers
 from orchestrrl.core.operations import FrozenRequests, OperationItemResult, OperationResult, PauseMode
 from orchestrrl.engines.base import EngineSample
-from orchestrrl.fleet.pause_lease import LEASE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
-from orchestrrl.fleet.pause_operation import FleetPause
-from orchestrrl.fleet.pause_orders import AGAIN_S, Order, PauseOrders, rested, why
+from orchestrrl.fleet.pause_lease import LEASE, PAUSE_STATE, LastRelease, LeaseEnd, PauseLease, PauseState, time_of_day
+from orchestrrl.fleet.pause_operation import AGAIN_S, ANSWER_S, FleetPause, Order, PauseOrders, rested, why
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
 from orchestrrl.fleet.state import FleetState
@@ -103,9 +102,7 @@ class PauseBarrier:
         self._orders = PauseOrders(runner, nodes, clock)
         self._pausing: FleetPause | None = None  # the fleet on its way to rest, for the lease that lasts
         self._running: set[asyncio.Task[None]] = set()  # pauses, also those that go back
-        self._rests: dict[
-            EngineId, OperationItemResult
-        ] = {}  # what became of each engine when the pause barrier closed or opened last
+        self._rests: dict[EngineId, OperationItemResult] = {}  # of each engine, when it was closed or opened last
         self._generated: dict[EngineId, int] = {}  # tokens, as each engine last counted
         self._still_since_s: float | None = None
         self._still: deque[tuple[float, float]] = deque(maxlen=LEASES_REMEMBERED)  # from quiet to open
@@ -174,7 +171,7 @@ class PauseBarrier:
     def recover(self) -> None:
         """Take up the pause barrier as the daemon before left it. Nobody waits any more for a fleet that was to come to
         rest."""
-        state = self._journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
+        state = self._journal.newest(EntryKind.BARRIER, lambda body: PAUSE_STATE.validate_python(body["state"]))
         if state is not None:
             self._state = state
             if self._state.opened is not None:
@@ -231,7 +228,7 @@ class PauseBarrier:
         orders = {node: self._order_close(node) for node in self._nodes.gateways()}
         if not self._state.quiet:
             return self._state  # who waits for the fleet to come to rest hears of failures
-        results = await self._orders.answers(orders)
+        results = await answers(orders, self._clock, ANSWER_S)
         late = [f"{node}: {why(result)}" for node, result in results.items() if not rested(result)]
         late += [f"{node}: is not attached" for node in self._away(lease_id)]
         if late:
@@ -265,7 +262,7 @@ class PauseBarrier:
         self._changed()
         opened = self._state.opened
         assert opened is not None
-        results = await self._orders.answers(self._orders.open_all(opened))
+        results = await answers(self._orders.open_all(opened), self._clock, ANSWER_S)
         self._rest(results.values())
         silent = [f"gateway {node}: {why(result)}" for node, result in results.items() if not rested(result)]
         if silent and self._state.opened is opened:
@@ -369,7 +366,7 @@ class PauseBarrier:
             logger.warning("barrier: %s: %s", lease, because)
             self._take(self._state.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
         if self._state.lease is None and self._state.opened is not None:
-            await self._orders.answers(self._orders.open_all(self._state.opened))
+            await answers(self._orders.open_all(self._state.opened), self._clock, ANSWER_S)
 
     # --- inside
 
@@ -425,7 +422,8 @@ class PauseBarrier:
                 self._still_since_s = None
         elif state.quiet and self._still_since_s is None:
             self._still_since_s = self._clock.now_s()
-        body = {"event": event, "phase": state.phase, "reason": reason, "state": state.body()}
+        written = PAUSE_STATE.dump_python(state, mode="json")
+        body = {"event": event, "phase": state.phase, "reason": reason, "state": written}
         lease = state.lease or before
         self._journal.append(self._clock.now_s(), EntryKind.BARRIER, lease.id if lease else "", body)
         logger.info("barrier %s: %s %s", event, state.phase, lease or "")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -204,15 +203,6 @@ class PauseState:
             return Hold("barrier_opened", f"engines have run again for {since_s:.1f} s, limit {settle_s:g} s")
         return None
 
-    def body(self) -> dict[str, Any]:
-        """For the journal."""
-        body: dict[str, Any] = _STATE.dump_python(self, mode="json")
-        return body
-
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> "PauseState":
-        return _STATE.validate_python(body)
-
     def _source(self, newest: int | None, told: str) -> str:
         """Where the weights of version `newest` are: where it is told, or where they were if they are the same."""
         return told or (self.newest_source if newest == self.newest else "")
@@ -221,7 +211,7 @@ class PauseState:
         return replace(self, lease=None, quiet=False, opened=opened)
 
 
-_STATE = TypeAdapter(PauseState)
+PAUSE_STATE = TypeAdapter(PauseState)
 LEASE = TypeAdapter(PauseLease)
 
 

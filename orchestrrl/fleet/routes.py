@@ -14,7 +14,7 @@ from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import EngineRoute, SetRoutes
 from orchestrrl.fleet.state import FleetState
-from planner.model import EngineId, EngineView, NodeId
+from planner.model import EngineHealth, EngineId, EngineView, NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,12 @@ class RoutingTable:
         now_s = self._clock.now_s()
         pace.sent(now_s)
         self.send(self._state.engines(now_s))
+
+    def accepts(self, engine: EngineView) -> bool:
+        """Return whether requests may go there. Of one without an agent only its gateways know whether it is well."""
+        well = engine.health is EngineHealth.OK or not self._state.reported(engine.id)
+        changing = engine.id in self.draining or engine.id in self.expected
+        return well and not (engine.draining or engine.outdated or changing)
 
     def close(self) -> None:
         for pace in (self._changes, self._losses):

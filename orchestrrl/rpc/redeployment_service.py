@@ -6,8 +6,8 @@ import grpc
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operation import OperationState
+from orchestrrl.fleet.redeployment.book import read_history
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
-from orchestrrl.fleet.redeployment.records import read_history
 from orchestrrl.fleet.redeployment.steps import RedeploymentReport
 from orchestrrl.rpc.codecs.redeployment import draft_to_pb, report_to_pb, request_from_pb
 from orchestrrl.rpc.pause_service import PauseService

@@ -28,11 +28,10 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, JournalEntry, JournalReader
 from orchestrrl.daemon.configuration import load_config
-from orchestrrl.fleet.configured_deployer import deployer_of
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.conformance import RANGE, free_range
-from orchestrrl.fleet.deployers.local_processes import FoundProcess, find_processes
-from orchestrrl.fleet.deployers.local_records import EngineLogs
+from orchestrrl.fleet.deployers.local_machine import EngineLogs, FoundProcess, find_processes
+from orchestrrl.fleet.launch import deployer_of
 from orchestrrl.lab.testbed.processes import command_of
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2

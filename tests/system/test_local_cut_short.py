@@ -19,7 +19,7 @@ from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import stub_launch, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
-from orchestrrl.fleet.deployers.local_processes import MARK
+from orchestrrl.fleet.deployers.local_machine import MARK
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 from tests.system.cut_short import fleet_at, launch_at
 

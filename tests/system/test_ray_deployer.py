@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
-from orchestrrl.fleet.deployers import ray_client
+from orchestrrl.fleet.deployers import ray as ray_deployer
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife, FleetIdentity, make_deployer
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.conformance import (
@@ -182,7 +182,6 @@ async def test_what_a_server_started_goes_with_it(harness: Harness) -> None:
 DAEMON = """\
 import asyncio, os, sys
 from orchestrrl.core.clock import WallClock
-from orchestrrl.fleet.deployers import ray_client
 from orchestrrl.fleet.deployers.base import FleetIdentity
 from orchestrrl.fleet.deployers.conformance import DEADLINE_S, ONE, DeployerConformance, stub_launch
 from orchestrrl.fleet.deployers.ray import RayDeployer
@@ -237,7 +236,7 @@ async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
     spec = STUB.spec(ONE, (0, 1))
     for then in ("stop", "start"):
         with monkeypatch.context() as patch:
-            patch.setattr(ray_client, "RUN", ray_client.RUN.replace("main()\n", DIES.format(before=before)))
+            patch.setattr(ray_deployer, "RUN", ray_deployer.RUN.replace("main()\n", DIES.format(before=before)))
             async with refusal(OutcomeUnknown, "status 9"):
                 await harness.deployer().start(spec)
         deployer = harness.deployer()

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults, shorten
@@ -18,6 +18,8 @@ from orchestrrl.fleet.deployers.layout_flags import (
     ADDITIONAL,
     AFD_MICRO_BATCHES,
     PORTS_PER_GPU,
+    SIMULATED_DECIDED,
+    SIMULATED_PROGRAM,
     NodeProcesses,
     ProcessRole,
     VllmProcesses,
@@ -26,8 +28,8 @@ from orchestrrl.fleet.deployers.layout_flags import (
     groups,
     parallel_flags,
     shares,
+    simulated_layout,
 )
-from orchestrrl.fleet.deployers.simulator_flags import SIMULATED_DECIDED, SIMULATED_PROGRAM, simulated_layout
 from orchestrrl.fleet.deployers.user_arguments import SET, OwnedFlags, VllmArgument, read_arguments, replaced
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -54,11 +56,6 @@ class EngineLaunch:
     kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
     weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
     where: str = "launch"  # what to call this in messages
-
-    @property
-    def spare_ports(self) -> Sequence[int]:
-        """The ports of the range that belong to no GPU; where there is no range, 0, which stands for any."""
-        return range(self.first_port + PORTS_PER_GPU * self.per_node, self.last_port + 1) if self.last_port else (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +128,15 @@ def url_of(spec: EngineSpec, launch: EngineLaunch) -> str:
     if host in ("0.0.0.0", "::"):
         host = launch.nodes[node] if node < len(launch.nodes) else "127.0.0.1"
     return f"http://{f'[{host}]' if ':' in host else host}:{_http_port(spec, group)}"
+
+
+def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool]]:
+    """Return the ports for `hold_port`: the engine's own, insisted on where the spec names it, then those of the range
+    that belong to no GPU, or any where there is no range."""
+    own = urlsplit(url_of(spec, launch)).port or 0
+    first_spare = launch.first_port + PORTS_PER_GPU * launch.per_node
+    spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
+    return [(own, False), *([(own, True)] if spec.port is not None else []), *((port, False) for port in spare)]
 
 
 def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:

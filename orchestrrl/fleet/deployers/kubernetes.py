@@ -1,7 +1,7 @@
 """Engines on Kubernetes: one Deployment each, or one LeaderWorkerSet for an engine over several nodes.
 
 Owns nothing but what is in the cluster: a fleet's engines are the objects with its label, and what they were started
-with is in their annotations. `kubernetes_objects.py` says what is made, `kubernetes_life.py` how it is read.
+with is in their annotations. `kubernetes_objects.py` says what is made, `kubernetes_view.py` how it is read.
 
 An engine answers at the address of its pod. There is no Service before it: no second pod ever stands in for the first
 (see kubernetes_objects), so it would have nothing to choose, and could be left behind.
@@ -27,20 +27,12 @@ from orchestrrl.fleet.deployers.base import (
 )
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceConflict, ResourceNotFound
-from orchestrrl.fleet.deployers.kubernetes_life import (
-    LogPlace,
-    cannot_be_made,
-    deleting,
-    gates,
-    let_through,
-    read_life,
-    uids,
-)
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     GATE,
     LWS,
     PODS,
     PORT,
+    KubernetesOptions,
     Object,
     annotation,
     identity_of,
@@ -49,8 +41,19 @@ from orchestrrl.fleet.deployers.kubernetes_objects import (
     spec_of,
     workload,
 )
-from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
-from orchestrrl.fleet.deployers.kubernetes_view import FleetView, Found, pods_path, workloads_path
+from orchestrrl.fleet.deployers.kubernetes_view import (
+    FleetView,
+    Found,
+    LogPlace,
+    cannot_be_made,
+    deleting,
+    gates,
+    let_through,
+    pods_path,
+    read_life,
+    uids,
+    workloads_path,
+)
 from planner.model import EngineId, GpuId
 
 INSTALL_LWS = (

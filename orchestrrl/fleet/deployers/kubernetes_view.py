@@ -1,17 +1,188 @@
-"""What is there of a fleet in its cluster: its workloads with their pods, and whether nodes answer.
+"""What there is of a fleet in its cluster, and how an engine is, read from its workload, its pods and their nodes.
 
-Everybody who asks at the same time is answered by the same listing: a redeployment looks at hundreds of engines twice a
-second, and an API server serves others too.
+What Kubernetes would repair is an end for us: requests and weights of the old process are gone, and only the daemon
+knows which weights a new one must have. States and reasons are those of the pod lifecycle
+(https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/).
 """
 
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceNotFound
-from orchestrrl.fleet.deployers.kubernetes_objects import ENGINE, LWS, Object, selector
+from orchestrrl.fleet.deployers.kubernetes_objects import ENGINE, LWS, PODS, Object, annotation, selector
+
+# A container that waits for one of these does not start by itself, or only by luck.
+_HOPELESS = {
+    "CrashLoopBackOff",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LogPlace:
+    """Where the last words of a container are."""
+
+    pod: str
+    container: str
+    previous: bool  # of the run before: Kubernetes has started it anew
+    message: str  # what its status keeps of them
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadReading:
+    """`running`: all of its containers are. `waits`: why they are not yet. `no_room`: because no node has room."""
+
+    life: EngineLife
+    detail: str = ""
+    running: bool = False
+    no_room: bool = False
+    address: str = ""  # of the pod that answers requests
+    log: LogPlace | None = None
+
+
+def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
+    """`answering`: the nodes of these pods, by name, and whether each answers."""
+    mine = list(pods) if made is None else let_through(made, pods)
+    address = _address(mine)
+    lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
+    if lost:
+        return WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
+    if made is None:
+        return WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods are still there", address=address)
+    if deleting(made):
+        return WorkloadReading(EngineLife.ENDED, "is being removed", address=address)
+    if len(mine) < len(uids(made)):
+        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
+        return WorkloadReading(EngineLife.ENDED, why, address=address)
+    end = next(filter(None, map(_end_of, mine)), None)
+    if end is not None:
+        return replace(end, address=address)
+    if not mine:
+        return WorkloadReading(
+            EngineLife.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs"
+        )
+    waits = next(_waiting(mine), "" if address else "has no address yet")
+    return WorkloadReading(EngineLife.ALIVE, waits, running=not waits, no_room=_without_room(mine), address=address)
+
+
+def uids(made: Object) -> list[str]:
+    """The pods that were let through."""
+    return annotation(made, PODS).split()
+
+
+def let_through(made: Object, pods: Iterable[Object]) -> list[Object]:
+    admitted = uids(made)
+    return [pod for pod in pods if pod["metadata"]["uid"] in admitted]
+
+
+def deleting(made: Object) -> bool:
+    return "deletionTimestamp" in made["metadata"]
+
+
+def gates(pod: Object) -> list[Object]:
+    found: list[Object] = pod["spec"].get("schedulingGates") or []
+    return found
+
+
+def cannot_be_made(made: Object) -> str:
+    """Why Kubernetes refuses to make its pods (a quota, a policy); empty: it does not."""
+    for condition in made.get("status", {}).get("conditions") or []:
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return f"its pod is refused: {condition.get('message', condition.get('reason', ''))}"
+    return ""
+
+
+def _node(pod: Object) -> str:
+    name: str = pod["spec"].get("nodeName", "")
+    return name
+
+
+def _address(pods: Iterable[Object]) -> str:
+    """Of the pod with the first name: that is a group's leader."""
+    for pod in sorted(pods, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"])):
+        address: str = pod.get("status", {}).get("podIP", "")
+        return address
+    return ""
+
+
+def _end_of(pod: Object) -> WorkloadReading | None:
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    for container in _containers(status):
+        end = _end_of_container(name, container)
+        if end is not None:
+            return end
+    if status.get("phase") in ("Failed", "Succeeded"):
+        why = status.get("message") or status.get("reason") or "no reason given"
+        return WorkloadReading(EngineLife.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
+    if deleting(pod):
+        return WorkloadReading(
+            EngineLife.ENDED, f"pod {name} is being removed: evicted, preempted, drained, or deleted by somebody"
+        )
+    return None
+
+
+def _end_of_container(pod: str, container: Mapping[str, Any]) -> WorkloadReading | None:
+    state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
+    terminated = before or state.get("terminated")
+    if terminated is not None or container.get("restartCount", 0) > 0:
+        facts = terminated or {}
+        how = f"{facts.get('reason', 'ended')}, exit status {facts.get('exitCode', 'unknown')}"
+        log = LogPlace(pod, container["name"], before is not None, facts.get("message", ""))
+        return WorkloadReading(
+            EngineLife.ENDED, f"container {container['name']} of pod {pod} has ended: {how}", log=log
+        )
+    waiting = state.get("waiting") or {}
+    if waiting.get("reason") in _HOPELESS:
+        why = f"{waiting['reason']}: {waiting.get('message', '')}"
+        return WorkloadReading(EngineLife.ENDED, f"container {container['name']} of pod {pod} cannot start: {why}")
+    return None
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Init containers end on purpose: of them those that failed count."""
+    first = [
+        each
+        for each in status.get("initContainerStatuses") or []
+        if ((each.get("state") or {}).get("terminated") or {"exitCode": 1})["exitCode"] != 0
+    ]
+    return [*first, *(status.get("containerStatuses") or [])]
+
+
+def _waiting(pods: Iterable[Object]) -> Iterator[str]:
+    """Why containers do not run yet, the first reason first."""
+    for pod in pods:
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        for condition in status.get("conditions") or []:
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                yield f"pod {name} is not placed: {condition.get('message') or condition.get('reason', '')}"
+        found = status.get("containerStatuses") or []
+        for container in found:
+            waiting = (container.get("state") or {}).get("waiting")
+            if waiting is not None:
+                why = f"{waiting.get('reason', '')} {waiting.get('message', '')}".strip()
+                yield f"container {container['name']} of pod {name} waits: {why}"
+        if not found:
+            yield f"pod {name} is {status.get('phase', 'Pending').lower()}"
+
+
+def _without_room(pods: Iterable[Object]) -> bool:
+    return any(
+        condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable"
+        for pod in pods
+        for condition in pod.get("status", {}).get("conditions") or []
+    )
+
 
 Found = tuple[Object | None, list[Object]]  # an engine's workload, and its pods
 

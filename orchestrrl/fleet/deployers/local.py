@@ -1,7 +1,7 @@
 """Engines as processes of this machine that outlive the daemon: started, found again, stopped. `LocalDeployer`.
 
-What there is is looked for, not remembered: records on disk (local_records.py) say what was meant, and the machine's
-processes (local_processes.py) what came of it. All of a change is done by one thread under the fleet's lock, so that
+What there is is looked for, not remembered: records on disk say what was meant, and the machine's processes
+what came of it (local_machine.py). All of a change is done by one thread under the fleet's lock, so that
 neither another call, nor a caller that gives up, nor a second daemon of the fleet comes between.
 """
 
@@ -16,24 +16,33 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, gpus_in_use, read_options
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
-from orchestrrl.fleet.deployers.local_processes import (
+from orchestrrl.fleet.deployers.command_line import (
+    CommandLine,
+    EngineLaunch,
+    EngineSpec,
+    ports_to_try,
+    render,
+    url_of,
+)
+from orchestrrl.fleet.deployers.local_machine import (
+    EngineLogs,
+    EngineRecord,
+    EngineRecords,
     FoundProcess,
+    RecordState,
     exit_status,
     find_processes,
-    hold_port,
     is_alive,
     same,
     spawn,
 )
-from orchestrrl.fleet.deployers.local_records import EngineLogs, EngineRecord, EngineRecords, RecordState
+from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId
 
 POLL_S = 0.05
@@ -212,13 +221,12 @@ class LocalDeployer:
         return self._exits.get(leader)
 
     def _spawn(self, spec: EngineSpec) -> _Seen:
-        wanted = spec.port or urlsplit(url_of(spec, self._launch)).port or 0
         try:
-            holder, port = hold_port(self._launch.host, wanted, self._launch.spare_ports, spec.port is not None)
+            holder = hold_port(self._launch.host, ports_to_try(spec, self._launch))
         except OSError as error:
             raise Retryable(f"engine {spec.engine}: no port for it on {self._launch.host}: {error}", LATER_S) from error
         with holder:
-            placed = replace(spec, port=port)
+            placed = replace(spec, port=holder.getsockname()[1])
             lines = render(placed, self._launch)
             record = EngineRecord(spec, url_of(placed, self._launch), len(lines))
             self._records.write(record)

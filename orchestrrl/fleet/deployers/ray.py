@@ -8,10 +8,14 @@ What Ray is asked for each GPU is `per_gpu`, so that a cluster without GPUs can 
 Engines that sleep keep their GPUs here, and none is given more while it runs: Ray gives a bundle's GPUs to an actor
 when it begins and for as long as it lives, and whatever else used them would be hidden from Ray.
 
-What is done in Ray is done by `ray_driver.py`, in a process of its own.
+What is done in Ray is done by `ray_cluster.py`, in a process of its own: Ray ends a driver whose cluster is lost, its
+calls block, and its version and Python's must be the cluster's.
 """
 
 import asyncio
+import contextlib
+import itertools
+import json
 import os
 import sys
 from collections import defaultdict
@@ -29,13 +33,24 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Name, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity, read_options
-from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, render, url_of
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineLaunch, EngineSpec, ports_to_try, render
 from orchestrrl.fleet.deployers.layout_flags import NodeProcesses, shares
-from orchestrrl.fleet.deployers.ray_client import RETRY_AFTER_S, RayConnectionLost, RayDriver
 from planner.model import ConfigurationId, EngineId, GpuId
 
 _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 _ANYWHERE = ("0.0.0.0", "::", "")
+RETRY_AFTER_S = 5.0
+FOLDER = Path(__file__).parent
+# Packages that are no more than folders: the interpreter need not have what OrchestrRL needs, nor OrchestrRL.
+RUN = """\
+import sys, types
+for name, folder in zip(("orchestrrl", "orchestrrl.fleet", "orchestrrl.fleet.deployers"), sys.argv[1:], strict=True):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from orchestrrl.fleet.deployers.ray_cluster import main
+main()
+"""
+LINE_BYTES = 64 * 1024 * 1024
 
 
 class RayOptions(Section):
@@ -130,19 +145,22 @@ class RayDeployer(FixedGpusDeployer):
             gpus=list(spec.gpus),
             parts=[part for process, line in enumerate(lines) for part in self._parts(spec, process, line)],
             host="0.0.0.0" if host in _ANYWHERE and host != "::" else host,
-            ports=self._ports(spec),
+            ports=ports_to_try(spec, self._launch),
         )
         if "found" in held:
-            return self._same(spec, _deployed(held["found"]))
+            found = _deployed(held["found"])
+            if found.spec != spec:
+                what = f"as {found.configuration} on GPUs {list(found.gpus)}"
+                raise Permanent(f"engine {spec.engine} is there already with another spec: {what}")
+            return found
         places = held["places"]
-        url = f"http://{_bracketed(self._host(places[0]['address']))}:{places[0]['port']}"
-        if places[0]["port"] != _port_of(url_of(spec, self._launch)):
-            lines = render(replace(spec, port=places[0]["port"]), self._launch)
+        address, port = places[0]["address"] if host in _ANYWHERE else host, places[0]["port"]
+        lines = render(replace(spec, port=port), self._launch)
         state = await self._driver.call(
             "launch",
             2 * self._options.answer_within_s,
             engine=spec.engine,
-            url=url,
+            url=f"http://{_bracketed(address)}:{port}",
             lines=[
                 {"argv": line.argv, "environment": dict(line.environment), "gpus": place["gpus"]}
                 for line, place in zip(lines, places, strict=True)
@@ -199,22 +217,6 @@ class RayDeployer(FixedGpusDeployer):
             for part in held
         ]
 
-    def _ports(self, spec: EngineSpec) -> list[tuple[int, bool]]:
-        """To be tried in turn: its own, also with connections that were just closed where it must be that; then spare
-        ones, or where there is no range any."""
-        wanted = _port_of(url_of(spec, self._launch))
-        own = [(wanted, False), (wanted, True)] if spec.port is not None else [(wanted, False)]
-        return [*own, *((port, False) for port in self._launch.spare_ports)]
-
-    def _host(self, node_address: str) -> str:
-        return node_address if self._launch.host in _ANYWHERE else self._launch.host
-
-    def _same(self, spec: EngineSpec, found: DeployedInstance) -> DeployedInstance:
-        if found.spec != spec:
-            what = f"as {found.configuration} on GPUs {list(found.gpus)}"
-            raise Permanent(f"engine {spec.engine} is there already with another spec: {what}")
-        return found
-
     def _noted(self, state: Mapping[str, Any]) -> DeployedInstance:
         deployed = _deployed(state)
         if deployed.engine in self._starting:  # half of it is there
@@ -232,12 +234,122 @@ def _deployed(state: Mapping[str, Any]) -> DeployedInstance:
     return DeployedInstance.of(spec, record["url"], EngineLife(state["life"]), state["detail"])
 
 
-def _port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
 def _bracketed(host: str) -> str:
     try:
         return f"[{host}]" if ip_address(host).version == 6 else host
     except ValueError:
         return host
+
+
+class RayConnectionLost(Exception):
+    """The driver or its cluster is gone or hangs: what was asked may or may not have happened."""
+
+
+_ERRORS = {"permanent": Permanent, "unknown": OutcomeUnknown, "lost": RayConnectionLost}
+
+
+class RayDriver:
+    """One connection of a fleet to its Ray cluster, through a process that runs `ray_cluster.py`.
+
+    The process is started with the first call, and again where it was lost. Every call has a limit; a process that does
+    not keep one is ended, so that nothing hangs. `settings` are those of RayCluster.
+    """
+
+    def __init__(self, python: str, settings: Mapping[str, Any], log_path: Path, connect_within_s: float) -> None:
+        self._python = python
+        self._settings = settings
+        self._log_path = log_path
+        self._connect_within_s = connect_within_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._connecting = asyncio.Lock()
+
+    async def call(self, name: str, limit_s: float, **arguments: Any) -> Any:
+        """The value of the call. Raises Retryable where there is no cluster, Lost where it was lost on the way, and
+        what the driver says."""
+        async with self._connecting:
+            if self._process is None or self._process.returncode is not None:
+                await self._connect()
+        return await self._exchange(name, limit_s, arguments)
+
+    async def close(self) -> None:
+        """End the driver; Ray's actors go on."""
+        process, self._process = self._process, None
+        reader, self._reader = self._reader, None
+        if process is not None:
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), RETRY_AFTER_S)
+            except TimeoutError:
+                await _kill(process)
+        if reader is not None:
+            await reader
+
+    async def _connect(self) -> None:
+        await self.close()
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(self._python, "-c", RUN, *map(str, (FOLDER.parents[1], FOLDER.parent, FOLDER))),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env={"RAY_USAGE_STATS_ENABLED": "0", **os.environ, "PYTHONUNBUFFERED": "1"},
+                    start_new_session=True,  # a Ctrl-C for the daemon is none for its calls
+                    limit=LINE_BYTES,
+                )
+            except OSError as error:
+                raise Permanent(f"{self._python} cannot be run: {error}") from error
+        self._reader = asyncio.create_task(self._read(self._process))
+        try:
+            await self._exchange("open", self._connect_within_s, {"settings": dict(self._settings)})
+        except RayConnectionLost as error:
+            raise Retryable(f"no connection to Ray: {error}; see {self._log_path}", RETRY_AFTER_S) from error
+
+    async def _exchange(self, name: str, limit_s: float, arguments: Mapping[str, Any]) -> Any:
+        process, number = self._process, next(self._numbers)
+        if process is None or process.stdin is None:
+            raise RayConnectionLost("the driver was closed")
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            process.stdin.write(json.dumps({"id": number, "call": name, **arguments}).encode() + b"\n")
+            await process.stdin.drain()
+            answer = await asyncio.wait_for(future, limit_s)
+        except TimeoutError:
+            await _kill(process)
+            raise RayConnectionLost(f"`{name}` took longer than {limit_s:g} s") from None
+        except OSError as error:
+            raise RayConnectionLost(f"the driver has ended: {error}") from error
+        finally:
+            self._waiting.pop(number, None)
+        return _value_of(answer)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            answer = json.loads(line)
+            future = self._waiting.get(answer["id"])
+            if future is not None and not future.done():
+                future.set_result(answer)
+        await process.wait()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RayConnectionLost(f"the driver has ended with status {process.returncode}"))
+
+
+def _value_of(answer: Mapping[str, Any]) -> Any:
+    if (error := answer.get("error")) is None:
+        return answer["value"]
+    kind, message = error["kind"], error["message"]
+    raise Retryable(message, RETRY_AFTER_S) if kind == "retryable" else _ERRORS[kind](message)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -1,17 +1,25 @@
-"""The engines of one fleet in a Ray cluster: start them, look at them, stop them. Runs in `ray_driver.py`.
+"""The engines of one fleet in a Ray cluster: start them, look at them, stop them. Runs in the process of a
+RayDriver.
 
 An engine has a record in the cluster's key-value store, which is written before all else and deleted last, so that no
 start is cut short unseen; a placement group of its own, unless the RL job lends bundles of one (`ray_places.py`); and
 named detached actors, `ENGINE#PROCESS.SEAT`, in the namespace of the fleet.
+
+The process needs Ray and the standard library, nothing else of ours than the modules that this one imports; `ray.py`
+starts it and calls it. A line of input is a call, `{"id", "call", ...}`; a line of output its answer, `{"id", "value"}`
+or `{"id", "error": {"kind", "message"}}`, as they end. The first call is `open`. It goes when its input ends.
 """
 
 import contextlib
 import json
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,11 +31,13 @@ from ray.util import list_named_actors, placement_group_table, remove_placement_
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrrl.fleet.deployers import ray_keeper
-from orchestrrl.fleet.deployers.ray_places import POLL_S, EnginePlaces, Json, RayRefusal, StartDeadline
+from orchestrrl.fleet.deployers import machine, ray_keeper
+from orchestrrl.fleet.deployers.ray_places import POLL_S, EnginePlaces, Json, RayRefusal
 
 STORE = b"orchestrrl"
 CUT_SHORT = "its start was cut short"
+AT_ONCE = 32  # calls
+log = logging.getLogger("orchestrrl.ray")
 
 
 class RayCluster:
@@ -39,6 +49,7 @@ class RayCluster:
         self._prefix = quote(self._namespace, safe="") + "/"
         self._places = EnginePlaces(settings)
         # To workers it goes as it is, not by name.
+        ray.cloudpickle.register_pickle_by_value(machine)
         ray.cloudpickle.register_pickle_by_value(ray_keeper)
         self._supervisor = Path(ray_keeper.__file__).with_name("ray_supervisor.py").read_text()
         self._claiming = threading.Lock()
@@ -59,57 +70,53 @@ class RayCluster:
         """Claim the GPUs, and have Ray keep bundles and actors for the parts, one for each process. Returns `places` of
         the parts; or `found`, the engine as it is, where it is there already. What was cut short begins anew."""
         with self._turns[engine]:
-            return self._claim_new(engine, spec, gpus, parts, host, ports)
-
-    def _claim_new(
-        self, engine: str, spec: Json, gpus: list[int], parts: list[Json], host: str, ports: list[Json]
-    ) -> Json:
-        with self._claiming:
-            records = self._records()
-            if engine in records:
-                found = self._states({engine: records[engine]})[0]
-                if not found["cut_short"] or records[engine]["spec"] != spec:
-                    return {"found": found}
-                self._remove(engine)
-                del records[engine]
-            self._refuse_taken(engine, gpus, records)
-            record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
-            if self._settings["placement_groups"]:
-                record["seats"] = self._places.offered(parts)
-            self._write(engine, record)
-        patience = StartDeadline(self._settings["start_within_s"], lambda: engine in self._unwanted)
-        try:
-            if not self._settings["placement_groups"]:
-                record["seats"] = self._places.own(self._prefix + engine, parts, patience)
+            with self._claiming:
+                records = self._records()
+                if engine in records:
+                    found = self._states({engine: records[engine]})[0]
+                    if found["detail"] != CUT_SHORT or records[engine]["spec"] != spec:
+                        return {"found": found}
+                    self._remove(engine)
+                    del records[engine]
+                self._refuse_taken(engine, gpus, records)
+                record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
+                if self._settings["placement_groups"]:
+                    record["seats"] = self._places.offered(parts)
                 self._write(engine, record)
-            self._refuse_unreachable(engine, record["seats"][0]["address"], host)
-            return {"places": self._seated(engine, record["seats"], host, ports, patience)}
-        except BaseException:
-            self._clear(engine)
-            raise
+            deadline_s = time.monotonic() + self._settings["start_within_s"]
+
+            def is_over() -> bool:
+                return engine in self._unwanted or time.monotonic() > deadline_s
+
+            try:
+                if not self._settings["placement_groups"]:
+                    record["seats"] = self._places.own(self._prefix + engine, parts, is_over)
+                    self._write(engine, record)
+                self._refuse_unreachable(engine, record["seats"][0]["address"], host)
+                return {"places": self._seated(engine, record["seats"], host, ports, is_over)}
+            except BaseException:
+                self._clear(engine)
+                raise
 
     def launch(self, engine: str, url: str, lines: list[Json]) -> Json:
         """Run the command lines `{"argv", "environment"}`, one for each part."""
         with self._turns[engine]:
-            return self._launch(engine, url, lines)
-
-    def _launch(self, engine: str, url: str, lines: list[Json]) -> Json:
-        record = self._records().get(engine)
-        if record is None:
-            raise RayRefusal("retryable", f"engine {engine} was stopped before it was up")
-        # Written first: with a URL there may be processes, without one there are none.
-        record["url"] = url
-        self._write(engine, record)
-        calls = []
-        for process, line in enumerate(lines):
-            environment = {**line["environment"], ray_keeper.MARK: self._prefix + engine}
-            if "GPU" in self._settings["per_gpu"]:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(line["gpus"])
-            actor = ray.get_actor(_name(engine, process, 0), namespace=self._namespace)
-            logged = f"{self._settings['log_folder']}/{quote(engine, safe='')}.{process}.log"
-            calls.append(actor.launch.remote(self._supervisor, line["argv"], environment, logged))
-        ray.get(calls, timeout=self._settings["answer_within_s"])
-        return self._states({engine: record})[0]
+            record = self._records().get(engine)
+            if record is None:
+                raise RayRefusal("retryable", f"engine {engine} was stopped before it was up")
+            # Written first: with a URL there may be processes, without one there are none.
+            record["url"] = url
+            self._write(engine, record)
+            calls = []
+            for process, line in enumerate(lines):
+                environment = {**line["environment"], ray_keeper.MARK: self._prefix + engine}
+                if "GPU" in self._settings["per_gpu"]:
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(line["gpus"])
+                actor = ray.get_actor(_name(engine, process, 0), namespace=self._namespace)
+                logged = f"{self._settings['log_folder']}/{quote(engine, safe='')}.{process}.log"
+                calls.append(actor.launch.remote(self._supervisor, line["argv"], environment, logged))
+            ray.get(calls, timeout=self._settings["answer_within_s"])
+            return self._states({engine: record})[0]
 
     # Look.
 
@@ -124,7 +131,7 @@ class RayCluster:
         return next((state for state in self.list_engines() if state["engine"] == engine), None)
 
     def _states(self, records: Mapping[str, Json | None]) -> list[Json]:
-        """`{"engine", "record", "life", "detail", "cut_short"}` of each; all actors are asked at once."""
+        """`{"engine", "record", "life", "detail"}` of each; all actors are asked at once."""
         present, lost = set(self._actors()), self._lost_nodes()
         asked = {}
         for engine, record in records.items():
@@ -139,8 +146,7 @@ class RayCluster:
         states = []
         for engine, record in sorted(records.items()):
             life, detail = self._life(engine, record, present, asked, lost)
-            said = {"engine": engine, "record": record, "life": life, "detail": detail}
-            states.append({**said, "cut_short": detail == CUT_SHORT})
+            states.append({"engine": engine, "record": record, "life": life, "detail": detail})
         return states
 
     def _life(
@@ -255,7 +261,7 @@ class RayCluster:
             return False
 
     def _seated(
-        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], patience: StartDeadline
+        self, engine: str, seats: Sequence[Json], host: str, ports: list[Json], is_over: Callable[[], bool]
     ) -> list[Json]:
         """Actors in all the bundles. Returns `{"address", "gpus": [Ray's ids], "port"}` of each process."""
         calls = []
@@ -277,7 +283,7 @@ class RayCluster:
             first = seat["process"] == seat["seat"] == 0
             calls.append(actor.place.remote(host, ports if first else []))
         waiting = calls
-        while waiting and not patience.over:
+        while waiting and not is_over():
             _, waiting = ray.wait(calls, num_returns=len(calls), timeout=POLL_S)
         if waiting:
             behind = [seat for seat, call in zip(seats, calls, strict=True) if call in waiting]
@@ -353,3 +359,36 @@ def _actor_resources(resources: Mapping[str, float]) -> Json:
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: Json = {"num_cpus": 0, "resources": {n: a for n, a in resources.items() if n not in named}}
     return options | {named[name]: amount for name, amount in resources.items() if name in named}
+
+
+def main() -> None:
+    # Whatever Ray prints is no answer.
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s")
+    writing = threading.Lock()
+
+    def carry_out(number: int, call: Callable[..., Any], arguments: Json) -> None:
+        try:
+            answer: Json = {"value": call(**arguments)}
+        except RayRefusal as refusal:
+            answer = {"error": {"kind": refusal.kind, "message": str(refusal)}}
+        except Exception as error:
+            log.exception("call %s failed", number)
+            answer = {"error": {"kind": "lost", "message": f"{type(error).__name__}: {error}"}}
+        with writing, contextlib.suppress(OSError):
+            output.write(json.dumps({"id": number, **answer}) + "\n")
+            output.flush()
+
+    cluster: RayCluster | None = None
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for line in sys.stdin:
+            asked = json.loads(line)
+            number, name = asked.pop("id"), asked.pop("call")
+            if name == "open":
+                cluster = RayCluster(asked.pop("settings"))
+                carry_out(number, cluster.open, asked)
+            else:
+                pool.submit(carry_out, number, getattr(cluster, name), asked)
+        # A call that hangs holds nobody up: what it began is found by whoever looks next.
+        os._exit(0)

@@ -1,5 +1,5 @@
 """The actor that holds an engine's place in Ray, and runs a process of it. It is sent to Ray's workers as it stands
-here: the standard library and Ray alone, since nothing of ours need be there.
+here, with `machine.py`: the standard library and Ray alone, since nothing of ours need be there.
 
 Its process is run by `ray_supervisor.py` and ends with the actor, however that ends.
 """
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrrl.fleet.deployers.machine import hold_port, log_tail
+
 MARK = "ORCHESTRRL_ENGINE"  # environment variable of every process of an engine: whose it is
-TAIL_LINES = 15
-TAIL_BYTES = 16_384
 POLL_S = 0.05
 
 
@@ -41,7 +41,9 @@ class PlaceKeeper:
         stands for any, and `True` for one that may have connections that were just closed. Raises OSError without."""
         import ray
 
-        chosen = self._hold_port(host, ports) if ports else 0
+        if ports and self._port_holder is None:
+            self._port_holder = hold_port(host, ports)
+        chosen = self._port_holder.getsockname()[1] if self._port_holder is not None else 0
         return {"address": ray.util.get_node_ip_address(), "gpus": list(map(str, ray.get_gpu_ids())), "port": chosen}
 
     def launch(self, supervisor: str, argv: Sequence[str], environment: Mapping[str, str], log: str) -> None:
@@ -83,24 +85,6 @@ class PlaceKeeper:
             self._port_holder.close()
         return gone
 
-    def _hold_port(self, host: str, ports: Sequence[tuple[int, bool]]) -> int:
-        """Bound and never listening: others keep away, and a server that sets SO_REUSEADDR, as vLLM does, can bind
-        beside it."""
-        for port, reuse in ports if self._port_holder is None else ():
-            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            try:
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-                holder.bind((host, port))
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            except OSError:
-                holder.close()
-                continue
-            self._port_holder = holder
-            break
-        if self._port_holder is None:
-            raise OSError(f"none of the ports {ports[0][0]} to {ports[-1][0]} of {host} is free")
-        return int(self._port_holder.getsockname()[1])
-
     def _send_line(self, line: str) -> None:
         assert self._supervisor is not None
         assert self._supervisor.stdin is not None
@@ -121,10 +105,7 @@ class PlaceKeeper:
     def _tail(self) -> str:
         """The end of what this process wrote: the log is kept, and begins with what others of its name wrote."""
         try:
-            with self._log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_from, size - TAIL_BYTES))
-                return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+            return log_tail(self._log, self._log_from)
         except OSError as error:
             return f"(its log cannot be read: {error})"
 

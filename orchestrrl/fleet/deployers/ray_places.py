@@ -1,4 +1,4 @@
-"""Where in a Ray cluster an engine's processes go. Runs in `ray_driver.py`.
+"""Where in a Ray cluster an engine's processes go. Runs in `ray_cluster.py`.
 
 A part is what one process needs on one node: `{"process", "node": the fleet's number, "local": [GPUs as the node counts
 them], "units": how many}`. A seat is a bundle that an actor of it takes: `{"process", "seat", "node": Ray's id,
@@ -28,23 +28,6 @@ class RayRefusal(Exception):
         self.kind = kind
 
 
-class StartDeadline:
-    """Of a start: so long, and not once somebody has given up on it."""
-
-    def __init__(self, limit_s: float, given_up: Callable[[], bool]) -> None:
-        self._began_s = time.monotonic()
-        self._limit_s = limit_s
-        self._given_up = given_up
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._began_s
-
-    @property
-    def over(self) -> bool:
-        return self._given_up() or self.waited_s > self._limit_s
-
-
 class EnginePlaces:
     """`settings` as RayDeployer makes them."""
 
@@ -54,7 +37,7 @@ class EnginePlaces:
     def resources(self, units: int) -> dict[str, float]:
         return {name: amount * units for name, amount in self._settings["per_gpu"].items()}
 
-    def own(self, name: str, parts: Sequence[Json], patience: "StartDeadline") -> list[Json]:
+    def own(self, name: str, parts: Sequence[Json], is_over: Callable[[], bool]) -> list[Json]:
         """A placement group with a bundle for each part, tied to its node."""
         nodes = [self._node(part["node"]) for part in parts]
         bundles = [
@@ -63,10 +46,11 @@ class EnginePlaces:
         ]
         distinct = len({node["NodeID"] for node in nodes})
         strategy = "STRICT_PACK" if distinct == 1 else "STRICT_SPREAD" if distinct == len(parts) else "PACK"
+        began_s = time.monotonic()
         group = placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
         while (state := placement_group_table(group).get("state")) != "CREATED":
-            missing = self._missing(parts, nodes) if patience.waited_s > SETTLE_S else []
-            if missing or patience.over:
+            missing = self._missing(parts, nodes) if time.monotonic() - began_s > SETTLE_S else []
+            if missing or is_over():
                 why = "; ".join(missing) or f"its placement group is {str(state).lower()}"
                 raise RayRefusal("retryable", f"{name}: Ray has no room: {why}")
             time.sleep(POLL_S)

@@ -5,19 +5,20 @@ The order of steps is steps.py's; journalling them and going back is run.py's.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.journal.store import Journal
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import facts_of
-from orchestrrl.fleet.redeployment import emptying
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.checks import (
     CANARY_IDS,
     AnswerTolerance,
@@ -27,21 +28,30 @@ from orchestrrl.fleet.redeployment.checks import (
     reading_fault,
     writing_fault,
 )
-from orchestrrl.fleet.redeployment.emptying import Emptying, MovesTally
+from orchestrrl.fleet.redeployment.emptying import Emptying, MoveControl
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
 from orchestrrl.fleet.state import EngineFacts
-from planner.model import Configuration, ConfigurationId, EngineId
+from planner.model import Configuration, ConfigurationId, EngineId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 POLL_S = 0.1
 # For what engines serve to be compared with. It keeps a redeployment from beginning, or an engine from stopping.
 REFERENCE_WITHIN_S = 10.0
 
 
-class ActionControl(emptying.MoveControl, Protocol):
-    """What steps need of the control plane."""
+class FleetControl(MoveControl, Protocol):
+    """What redeployments need of the control plane."""
+
+    journal: Journal
+
+    def plan_named(self, plan: str) -> Plan:
+        """Raises Permanent for one that is not remembered."""
+
+    def redeployment_hold(self) -> str:
+        """Why nothing may be changed now; empty: it may."""
+
+    def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
     def weights_reported(self, engines: Sequence[EngineId], weights: ServedWeights) -> None:
         """These engines have those weights; version None: they have what they were started with."""
@@ -64,24 +74,23 @@ class ActionControl(emptying.MoveControl, Protocol):
 class RedeployActions:
     """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
 
-    control_plane: ActionControl
+    control_plane: FleetControl
     deployer: Deployer
     connect: Callable[[str], ManagedEngine]
     configurations: Mapping[ConfigurationId, Configuration]
     running: dict[EngineId, DeployedInstance]
     tolerance: AnswerTolerance
     redeployment: Redeployment
-    tally: MovesTally = field(default_factory=MovesTally)
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
     offers: dict[EngineId, EngineCapabilities] = field(default_factory=dict)  # the same
     loaded: set[EngineId] = field(default_factory=set)  # by this redeployment, with what all have to serve
     waits_for: dict[EngineId, str] = field(default_factory=dict)  # what a step that lasts is waiting for
     _fetches_reference: bool = False
-    _emptying: Emptying = field(init=False)
+    emptying: Emptying = field(init=False)
 
     def __post_init__(self) -> None:
-        self._emptying = Emptying(self.control_plane, self.redeployment, self.configurations, self.tally)
+        self.emptying = Emptying(self.control_plane, self.redeployment, self.configurations)
 
     @property
     def _clock(self) -> Clock:
@@ -95,30 +104,26 @@ class RedeployActions:
 
     async def forward(self, step: RedeployStep) -> str:
         """Do it; a word on it for the report. Raises OrchestrRLError."""
+        if step.kind is StepKind.FENCE:
+            return self._fence()
+        if step.kind is StepKind.ADMIT:
+            engines = [spec.engine for spec in self.redeployment.preparing]
+            self._check_weights()
+            await self._check_there(engines)
+            return await self._admit(engines, self.redeployment.new)
         if step.engine is None:
-            match step.kind:
-                case StepKind.FENCE:
-                    return self._fence(step)
-                case StepKind.ADMIT:
-                    engines = [spec.engine for spec in self.redeployment.preparing]
-                    self._check_weights()
-                    await self._check_there(engines)
-                    return await self._admit(engines, self.redeployment.new)
-                case _:
-                    return ""
+            return ""
         if step.kind in (StepKind.STOP, StepKind.SLEEP):
             await self._fetch_reference(step.engine)
         return await self._of_engine(step.kind, step.engine)
 
     async def back(self, step: RedeployStep) -> str:
         """The same, on the way back."""
-        if step.engine is None:
-            if step.kind is not StepKind.ADMIT:
-                return ""
-            there = [spec.engine for spec in self.redeployment.old if spec.engine in self.running]
-            alive = [engine for engine in there if self.running[engine].life is EngineLife.ALIVE]
-            return await self._admit(alive, [spec for spec in self.redeployment.old if spec.engine in alive])
-        return await self._of_engine(step.kind, step.engine)
+        if step.kind is StepKind.ADMIT:
+            there = [spec for spec in self.redeployment.old if spec.engine in self.running]
+            alive = [spec for spec in there if self.running[spec.engine].life is EngineLife.ALIVE]
+            return await self._admit([spec.engine for spec in alive], alive)
+        return "" if step.engine is None else await self._of_engine(step.kind, step.engine)
 
     async def reference(self, *, patient: bool) -> AnswerExcerpt | None:
         """How an engine that serves now answers, the emptiest first; None where none can be asked. Who has no seat free
@@ -129,7 +134,8 @@ class RedeployActions:
             if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
                 continue
             with _warning(spec.engine):
-                metrics = await self._with_client(spec.engine, lambda engine: engine.metrics())
+                async with self._client(spec.engine) as client:
+                    metrics = await client.metrics()
                 known = self.configurations.get(spec.configuration)
                 full = metrics.waiting > 0 or (known is not None and metrics.running >= known.max_sequences)
                 found.append((full, metrics.running + metrics.waiting, spec.engine))
@@ -140,7 +146,8 @@ class RedeployActions:
         return None
 
     async def _excerpt(self, engine: EngineId) -> AnswerExcerpt:
-        return await self._with_client(engine, lambda client: client.excerpt(CANARY_IDS, self.tolerance.tokens))
+        async with self._client(engine) as client:
+            return await client.excerpt(CANARY_IDS, self.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
         """Of engines that stop side by side one is enough."""
@@ -148,9 +155,11 @@ class RedeployActions:
             return
         self._fetches_reference = True
         with _warning(engine):
-            reference = await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine))
-            self.redeployment = replace(self.redeployment, reference=reference)
+            self.compare_with(await within(self._clock, REFERENCE_WITHIN_S, self._excerpt(engine)))
         self._fetches_reference = False
+
+    def compare_with(self, reference: AnswerExcerpt | None) -> None:
+        self.redeployment = replace(self.redeployment, reference=reference)
 
     def expect(self, engines: Iterable[EngineId]) -> None:
         """Of this redeployment's engines, these are to serve soon: gateways send them nothing before they are admitted,
@@ -180,12 +189,9 @@ class RedeployActions:
         self.running.update(found)
         return set(found)
 
-    async def discard(self, engine: EngineId) -> None:
-        await self._stop(engine)
-
     # --- of the fleet
 
-    def _fence(self, step: RedeployStep) -> str:
+    def _fence(self) -> str:
         leaving = [spec.engine for spec in (*self.redeployment.leaving, *(new for _, new in self.redeployment.scaled))]
         self.control_plane.routes.draining.update(leaving)
         self.control_plane.engines_deployed(self.running)
@@ -240,8 +246,8 @@ class RedeployActions:
             self.loaded.discard(engine)
         actions = {
             StepKind.EVACUATE: self._evacuate,
-            StepKind.STOP: self._stop,
-            StepKind.RETIRE: self._stop,
+            StepKind.STOP: self.stop,
+            StepKind.RETIRE: self.stop,
             StepKind.SLEEP: self._sleep,
             StepKind.START: self._start,
             StepKind.WAKE: self._wake,
@@ -257,8 +263,8 @@ class RedeployActions:
         """Until neither a gateway nor the engine itself knows of a request there."""
         took = 0
         while True:
-            took += await self._emptying.order(engine)
-            here = self._emptying.here(engine)
+            took += await self.emptying.order(engine)
+            here = self.emptying.here(engine)
             stuck = [request for request in here if not request.movable]
             busy = "" if stuck else await self._busy(engine)
             if not stuck and not busy:
@@ -273,7 +279,8 @@ class RedeployActions:
         if deployed is None or deployed.life is not EngineLife.ALIVE or not deployed.url:
             return ""
         try:
-            metrics = await self._with_client(engine, lambda client: client.metrics())
+            async with self._client(engine) as client:
+                metrics = await client.metrics()
         except OrchestrRLError as error:
             # One that has ended is as good as stopped: gateways take their requests back from it.
             told = await self.deployer.status(engine)
@@ -281,7 +288,7 @@ class RedeployActions:
         has = metrics.running + metrics.waiting
         return f"it has {has} requests that no gateway has told of" if has else ""
 
-    async def _stop(self, engine: EngineId) -> str:
+    async def stop(self, engine: EngineId) -> str:
         held = self.running.pop(engine, None)
         self.control_plane.engines_deployed(self.running)  # nobody is to watch it go
         try:
@@ -295,25 +302,20 @@ class RedeployActions:
         return ""
 
     async def _sleep(self, engine: EngineId) -> str:
-        await self._with_client(engine, self._put_to_sleep)
+        async with self._client(engine) as client:
+            if not await client.asleep():
+                await client.sleep()
         await self.deployer.lend(engine, lent=True)
         self.running[engine] = replace(self.running[engine], lent=True)
         self.control_plane.engine_stopped(engine)
         self.control_plane.engines_deployed(self.running)
         return ""
 
-    @staticmethod
-    async def _put_to_sleep(client: ManagedEngine) -> None:
-        if not await client.asleep():
-            await client.sleep()
-
     async def _wake(self, engine: EngineId) -> str:
-        async def wake(client: ManagedEngine) -> None:
+        await self.deployer.lend(engine, lent=False)
+        async with self._client(engine) as client:
             if await client.asleep():
                 await client.wake()
-
-        await self.deployer.lend(engine, lent=False)
-        await self._with_client(engine, wake)
         self.running[engine] = replace(self.running[engine], lent=False)
         return ""
 
@@ -334,24 +336,19 @@ class RedeployActions:
     async def _scale(self, engine: EngineId) -> str:
         """GPUs are taken before an engine grows onto them, and given back when it has left them."""
         spec = self._spec(engine)
-
-        async def scale(client: ManagedEngine) -> str:
-            has = (await client.layout()).dp
-            if has == spec.parallelism.dp:
-                return f"has DP {has}"
-            await client.scale(spec.parallelism.dp)
-            return f"DP {has} to {spec.parallelism.dp}"
-
-        if len(spec.gpus) > len(self.running[engine].gpus):
+        grows = len(spec.gpus) > len(self.running[engine].gpus)
+        if grows:
             self.running[engine] = await self.deployer.scale(spec)
-            said = await self._with_client(engine, scale)
-        else:
-            said = await self._with_client(engine, scale)
+        async with self._client(engine) as client:
+            has, wanted = (await client.layout()).dp, spec.parallelism.dp
+            if has != wanted:
+                await client.scale(wanted)
+        if not grows:
             self.running[engine] = await self.deployer.scale(spec)
         scaled = self.running.pop(engine)
         self.control_plane.engines_deployed(self.running)  # its watch begins anew: it has other seats now
         self.running[engine] = scaled
-        return said
+        return f"has DP {has}" if has == wanted else f"DP {has} to {wanted}"
 
     async def _until_ready(self, engine: EngineId) -> str:
         """A real completion is the proof: an engine can be healthy before it can generate."""
@@ -365,15 +362,17 @@ class RedeployActions:
             self.running[engine] = deployed
             if deployed.url:
                 try:
-                    elapsed_s = await self._with_client(engine, _first_token)
+                    async with self._client(engine) as client:
+                        if await client.healthy():
+                            return f"a token in {await client.probe():.3g} s"
+                    self.waits_for[engine] = "is not healthy"
                 except OrchestrRLError as error:
                     self.waits_for[engine] = str(error)
-                else:
-                    return f"a token in {elapsed_s:.3g} s"
             await self._clock.sleep(POLL_S)
 
     async def _load(self, engine: EngineId) -> str:
-        detail = await self._with_client(engine, lambda client: self._load_over(engine, client))
+        async with self._client(engine) as client:
+            detail = await self._load_over(engine, client)
         self.loaded.add(engine)
         return detail
 
@@ -400,18 +399,10 @@ class RedeployActions:
         return f"{len((await self._excerpt(engine)).token_ids)} tokens"
 
     async def _verify(self, engine: EngineId) -> str:
-        return await self._with_client(engine, lambda client: self._verify_over(engine, client))
-
-    async def _verify_over(self, engine: EngineId, client: ManagedEngine) -> str:
         spec, wanted = self._spec(engine), self._weights.version
-        # Side by side: a server may take seconds to collect facts about itself.
-        layout, metrics, version, offers, answers = await asyncio.gather(
-            client.layout(),
-            client.metrics(),
-            client.weight_version(),
-            client.capabilities(),
-            self._answer_faults(client),
-        )
+        async with self._client(engine) as client:  # side by side: it may take seconds to collect facts about itself
+            facts = client.layout(), client.metrics(), client.weight_version(), client.capabilities()
+            layout, metrics, version, offers, answers = await asyncio.gather(*facts, self._answer_faults(client))
         faults = layout_fault(layout, spec.parallelism)
         if (known := self.configurations.get(spec.configuration)) is not None:
             faults += capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
@@ -433,10 +424,11 @@ class RedeployActions:
             faults += writing_fault(reference, written, self.tolerance)
         return faults
 
-    async def _with_client(self, engine: EngineId, ask: Callable[[ManagedEngine], Awaitable[_T]]) -> _T:
+    @asynccontextmanager
+    async def _client(self, engine: EngineId) -> AsyncIterator[ManagedEngine]:
         client = self.connect(self.running[engine].url)
         try:
-            return await ask(client)
+            yield client
         finally:
             await client.close()
 
@@ -454,9 +446,3 @@ def _warning(engine: EngineId) -> Iterator[None]:
         yield
     except OrchestrRLError as error:
         logger.warning("%s gave no excerpt to compare with: %s", engine, error)
-
-
-async def _first_token(client: ManagedEngine) -> float:
-    if not await client.healthy():
-        raise Retryable("is not healthy", POLL_S)
-    return await client.probe()

@@ -1,19 +1,105 @@
-"""What is told of redeployments: to who watches one, to who asks for those that were, and in the journal."""
+"""What is reported of redeployments: to watchers of one, in the list of those that were, and in the journal, where they
+are written and read in one form."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.kinds import REDEPLOYMENTS
-from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.core.operation import OperationState, StepState
-from orchestrrl.core.operation_journal import OperationJournal
-from orchestrrl.fleet.redeployment.outcomes import EngineStart
-from orchestrrl.fleet.redeployment.records import HISTORY, RecordedFleet, read_history, write_end
-from orchestrrl.fleet.redeployment.run import RedeploymentRun
-from orchestrrl.fleet.redeployment.steps import RedeploymentId, RedeploymentReport, StepKind
-from planner.model import EngineId
+from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
+from orchestrrl.core.operation import OperationState, StepState, check_record
+from orchestrrl.core.operation_journal import OpenIntent, OperationJournal, left_open
+from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentId, RedeploymentReport, StepKind
+from planner.model import ConfigurationId, EngineId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart:
+    """An engine that was brought up: seconds from when the engines in its way began to stop until it answered, and what
+    its configuration had said."""
+
+    configuration: ConfigurationId
+    elapsed_s: float
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RedeploymentOutcome:
+    """What became of a change of the deployment."""
+
+    done: bool
+    detail: str
+    ended_s: float
+    starts: tuple[EngineStart, ...] = ()
+
+
+REDEPLOYMENT = TypeAdapter(Redeployment)
+EXCERPT = TypeAdapter(AnswerExcerpt)
+REPORT = TypeAdapter(RedeploymentReport)
+
+HISTORY = 256  # redeployments that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFleet:
+    """The engines as the last redeployment left them: those that serve, and those that sleep."""
+
+    serving: tuple[EngineSpec, ...]
+    asleep: tuple[EngineSpec, ...]
+
+
+_FLEET = TypeAdapter(RecordedFleet)
+
+
+def write_end(log: OperationJournal, report: RedeploymentReport, fleet: RecordedFleet) -> None:
+    body = {"report": REPORT.dump_python(report, mode="json"), **_FLEET.dump_python(fleet, mode="json")}
+    log.end(report.id, body)
+
+
+def read_fleet(journal: JournalReader) -> RecordedFleet | None:
+    """None: no redeployment has ended here."""
+    latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
+    return None if latest is None else journal.interpret(latest, _FLEET.validate_python)
+
+
+def read_open(journal: JournalReader) -> OpenIntent[Redeployment] | None:
+    """The latest that was not ended: there is one at a time."""
+    opened = left_open(journal, REDEPLOYMENTS, lambda entry: REDEPLOYMENT.validate_python(entry.body["redeployment"]))
+    latest = journal.latest(EntryKind.REDEPLOYMENT_ENDED)
+    newest = journal.latest(EntryKind.REDEPLOYMENT_BEGAN)
+    if not opened or newest is None or newest.sequence != opened[-1].sequence:
+        return None
+    left = opened[-1]
+    if latest is not None and latest.sequence > left.sequence:
+        return None  # it has ended, and that could not be written down
+    steps = tuple(step for step in left.steps if journal.interpret(step, _checked_step) is not None)
+    return replace(left, steps=steps)
+
+
+def read_history(journal: JournalReader) -> dict[RedeploymentId, RedeploymentReport]:
+    """Oldest first."""
+    reports = {}
+    for entry in journal.tail(HISTORY, (EntryKind.REDEPLOYMENT_ENDED,)):
+        report = journal.interpret(entry, lambda body: REPORT.validate_python(body["report"]))
+        if report is not None:
+            reports[RedeploymentId(entry.subject)] = report
+    return reports
+
+
+def _checked_step(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a step's entry, with what a resumed redeployment reads of it. Raises ValueError."""
+    StepKind(body["kind"]), body["engine"]
+    if "reference" in body:
+        EXCERPT.validate_python(body["reference"])
+    return check_record(body)
+
 
 STOPS = frozenset({StepKind.STOP, StepKind.RETIRE})
 
@@ -34,7 +120,7 @@ class RedeploymentBook:
     def ids(self) -> tuple[RedeploymentId, ...]:
         return tuple(self._all())
 
-    def report(self, id: str) -> RedeploymentReport:
+    def report(self, id: str = "") -> RedeploymentReport:
         """The one of that id; an empty one means the newest. Raises Permanent where there is none."""
         reports = self._all()
         if not id and reports:
@@ -45,7 +131,7 @@ class RedeploymentBook:
             f"there is no redeployment {id!r} among the {HISTORY} newest" if id else "nothing was redeployed yet"
         )
 
-    def newest(self, limit: int) -> list[RedeploymentReport]:
+    def newest(self, limit: int = 0) -> list[RedeploymentReport]:
         """Newest first; 0: all that are remembered."""
         reports = list(reversed(self._all().values()))
         return reports[:limit] if limit else reports
@@ -79,10 +165,12 @@ class RedeploymentBook:
             del self._ended[old]
         write_end(self.log, report, fleet)
 
-    def note_engines(self, run: RedeploymentRun, starts: Mapping[EngineId, EngineStart]) -> None:
+    def note_engines(
+        self, redeployment: Redeployment, report: RedeploymentReport, starts: Mapping[EngineId, EngineStart]
+    ) -> None:
         """What became of each engine, with what its start took: later daemons learn by it."""
-        gpus = {spec.engine: spec.gpus for spec in run.redeployment.coming}
-        for told in run.report().steps:
+        gpus = {spec.engine: spec.gpus for spec in redeployment.coming}
+        for told in report.steps:
             engine = told.step.engine
             if engine is None or told.state not in (StepState.DONE, StepState.FAILED):
                 continue
@@ -106,16 +194,6 @@ class RedeploymentBook:
             reports.pop(current.id, None)
             reports[current.id] = current
         return reports
-
-
-def starts_of(run: RedeploymentRun, usual: Callable[[RedeploymentRun, EngineId], bool]) -> dict[EngineId, EngineStart]:
-    """What engines that started as `usual` took to come up."""
-    expected_s = {id: known.switch_s for id, known in run.acts.configurations.items()}
-    return {
-        spec.engine: EngineStart(spec.configuration, elapsed_s, expected_s.get(spec.configuration, elapsed_s))
-        for spec in run.redeployment.coming
-        if usual(run, spec.engine) and (elapsed_s := run.elapsed_s(spec.engine)) is not None
-    }
 
 
 def summary_text(report: RedeploymentReport) -> str:

@@ -8,15 +8,13 @@ actions.py's, where engines go targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from orchestrrl.core.clock import stop
 from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
-from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operation import OperationState, Stage
 from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.engines.base import EngineCapabilities
@@ -25,12 +23,17 @@ from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLi
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import facts_of
 from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment import actions
-from orchestrrl.fleet.redeployment.actions import POLL_S, RedeployActions, started_with
-from orchestrrl.fleet.redeployment.book import RedeploymentBook, starts_of, summary_text
+from orchestrrl.fleet.redeployment.actions import POLL_S, FleetControl, RedeployActions, started_with
+from orchestrrl.fleet.redeployment.book import (
+    EngineStart,
+    RecordedFleet,
+    RedeploymentBook,
+    RedeploymentOutcome,
+    read_fleet,
+    read_open,
+    summary_text,
+)
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.records import RecordedFleet, read_fleet, read_open
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
@@ -43,27 +46,13 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, Snapshot
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"s([0-9]{1,9})(?:$|\.)")
 TEND_S = 2.0  # between looks at what the deployer has
 VANISHED = "nothing is left of it, and nobody here has stopped it"
-
-
-class FleetControl(actions.ActionControl, Protocol):
-    """What the owner of the deployment needs of the control plane."""
-
-    journal: Journal
-
-    def plan_named(self, plan: str) -> Plan:
-        """Raises Permanent for one that is not remembered."""
-
-    def redeployment_hold(self) -> str:
-        """Why nothing may be changed now; empty: it may."""
-
-    def redeployment_ended(self, plan: PlanId, outcome: RedeploymentOutcome) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +116,7 @@ class RedeploymentController:
         self._book = RedeploymentBook(
             control_plane.journal, control_plane.clock, lambda: None if self._run is None else self._run.report()
         )
+        self.report, self.history, self.watch = self._book.report, self._book.newest, self._book.watch
 
     def reconfigure(self, fleet: FleetSettings) -> None:
         """Take over a reloaded configuration."""
@@ -147,7 +137,8 @@ class RedeploymentController:
         if ours is not None:
             await self._end_strangers({spec.engine for spec in ours})
         if opened is None:
-            await self._end_dead()
+            for deployed in [each for each in self._running.values() if each.life is EngineLife.ENDED]:
+                await self._bury(deployed)
             self._adopt()
             return
         logger.warning("redeployment %s was cut short by the end of its daemon", opened.intent.id)
@@ -220,10 +211,6 @@ class RedeploymentController:
                 continue
             del self._running[engine]
             self._book.note_stopped(engine, done=True, detail="belonged to no deployment")
-
-    async def _end_dead(self) -> None:
-        for deployed in [deployed for deployed in self._running.values() if deployed.life is EngineLife.ENDED]:
-            await self._bury(deployed)
 
     def _adopt(self) -> None:
         """Requests may go to what runs, as its last word was."""
@@ -361,7 +348,7 @@ class RedeploymentController:
     def busy(self) -> bool:
         return self._turn.busy
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
+    async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
         """Bring the fleet to `plan.instances`. Raises Permanent or ProblemFaults before anything is done, never in the
         middle."""
         self._check_free()
@@ -433,12 +420,12 @@ class RedeploymentController:
             serving=tuple(spec for spec, deployed in there if not deployed.lent),
             asleep=tuple(spec for spec, deployed in there if deployed.lent),
         )
-        now_s, starts = self._control_plane.clock.now_s(), starts_of(run, self._as_usual)
-        done = report.state is OperationState.DONE
+        starts = self._starts(run)
+        done, now_s = report.state is OperationState.DONE, self._control_plane.clock.now_s()
         outcome = RedeploymentOutcome(done, summary_text(report), now_s, tuple(starts.values()))
         try:
             self._book.ended(report, self._fleet)
-            self._book.note_engines(run, starts)
+            self._book.note_engines(run.redeployment, report, starts)
             if tell:
                 self._control_plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
@@ -446,26 +433,21 @@ class RedeploymentController:
         self._changed()
         return outcome
 
+    def _starts(self, run: RedeploymentRun) -> dict[EngineId, EngineStart]:
+        """What engines that started as usual took to come up."""
+        expected_s = {id: known.switch_s for id, known in run.acts.configurations.items()}
+        return {
+            spec.engine: EngineStart(spec.configuration, elapsed_s, expected_s.get(spec.configuration, elapsed_s))
+            for spec in run.redeployment.coming
+            if self._as_usual(run, spec.engine) and (elapsed_s := run.elapsed_s(spec.engine)) is not None
+        }
+
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
         if not self.policy.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
         told = self._offers(engine)
         return told is not None and not told.sleep
-
-    # --- told
-
-    def report(self, id: str = "") -> RedeploymentReport:
-        """The one under way, or that was last, or the one of that id. Raises Permanent where there is none."""
-        return self._book.report(id)
-
-    def history(self, limit: int = 0) -> list[RedeploymentReport]:
-        """Newest first; 0: all that are remembered."""
-        return self._book.newest(limit)
-
-    def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
-        """The redeployment as it stands, then whenever it changes, until it has ended."""
-        return self._book.watch(id)
 
     def cancel(self, id: str, reason: str) -> RedeploymentReport:
         """Go back to the engines from before. Raises Permanent where nothing can be called off."""

@@ -3,7 +3,7 @@ are emptied at the same time, by one look at the fleet."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock
@@ -14,9 +14,7 @@ from orchestrrl.fleet.state import FleetState
 from planner.model import (
     Configuration,
     ConfigurationId,
-    EngineHealth,
     EngineId,
-    EngineView,
     RequestId,
     RequestMove,
     RequestView,
@@ -44,14 +42,6 @@ class MoveControl(Protocol):
         """Carry them out, whatever the mode."""
 
 
-@dataclass(slots=True)
-class MovesTally:
-    """What became of requests."""
-
-    moved: set[RequestId] = field(default_factory=set)
-    parked: set[RequestId] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class _Look:
     snapshot: Snapshot
@@ -69,11 +59,11 @@ class Emptying:
         control_plane: MoveControl,
         redeployment: Redeployment,
         configurations: Mapping[ConfigurationId, Configuration],
-        tally: MovesTally,
     ) -> None:
+        self.moved: set[RequestId] = set()
+        self.parked: set[RequestId] = set()  # kept by their gateway for an engine to come
         self._control_plane = control_plane
         self._redeployment = redeployment
-        self._tally = tally
         self._coming = {spec.engine: spec.configuration for spec in redeployment.preparing}
         self._hold_s = {
             engine: HOLD_S + 2 * (configurations[id].switch_s if id in configurations else 0.0)
@@ -104,7 +94,7 @@ class Emptying:
                 continue
             left += 1
             parks = move.to_engine in self._control_plane.routes.expected
-            (self._tally.parked if parks else self._tally.moved).add(move.request)
+            (self.parked if parks else self.moved).add(move.request)
         return left
 
     def _move(self, request: RequestView, look: _Look) -> RequestMove | None:
@@ -141,7 +131,7 @@ class Emptying:
         for request in snapshot.requests:
             if request.engine is not None:
                 requests_of[request.engine].append(request)
-        takes = {view.id for view in snapshot.engines if self._accepts_requests(view)}
+        takes = {view.id for view in snapshot.engines if self._control_plane.routes.accepts(view)}
         willing = {
             spec.engine: len(spec.gpus) or 1
             for spec in self._redeployment.new
@@ -150,10 +140,3 @@ class Emptying:
         load = Counter(map(self._headed, snapshot.requests))
         self._polled = _Look(snapshot, requests_of, willing, load)
         return self._polled
-
-    def _accepts_requests(self, engine: EngineView) -> bool:
-        """Of one that nobody reports only its gateways know whether it is well."""
-        well = engine.health is EngineHealth.OK or not self._control_plane.state.reported(engine.id)
-        return (
-            well and not (engine.draining or engine.outdated) and engine.id not in self._control_plane.routes.draining
-        )

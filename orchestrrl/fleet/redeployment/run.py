@@ -25,7 +25,7 @@ from orchestrrl.core.operation import (
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions
-from orchestrrl.fleet.redeployment.records import EXCERPT, REDEPLOYMENT
+from orchestrrl.fleet.redeployment.book import EXCERPT, REDEPLOYMENT
 from orchestrrl.fleet.redeployment.steps import (
     BRING_UP,
     Redeployment,
@@ -56,7 +56,6 @@ class RedeploymentRun(Description[RedeployStep]):
         clock: Clock,
         changed: Callable[[], None],
     ) -> None:
-        self.redeployment = redeployment
         self.acts = acts
         self._clock = clock
         self._stages = stages_of(redeployment)
@@ -64,8 +63,13 @@ class RedeploymentRun(Description[RedeployStep]):
         assert not fault, fault
         self._present: set[EngineId] = set()  # as observed last
         self._expects = False  # gateways have been told which engines are to come
+        self._has_written_reference = False
         self._operation = OperationRun(self, log, clock, changed)
         self.call_off = self._operation.call_off
+
+    @property
+    def redeployment(self) -> Redeployment:
+        return self.acts.redeployment
 
     @property
     def id(self) -> str:
@@ -88,8 +92,8 @@ class RedeploymentRun(Description[RedeployStep]):
             steps=operation.steps,
             detail=operation.detail,
             ended_s=operation.ended_s,
-            requests_moved=len(self.acts.tally.moved - self.acts.tally.parked),
-            requests_parked=len(self.acts.tally.parked),
+            requests_moved=len(self.acts.emptying.moved - self.acts.emptying.parked),
+            requests_parked=len(self.acts.emptying.parked),
             closed_s=_closed_s(operation.records),
         )
 
@@ -116,11 +120,10 @@ class RedeploymentRun(Description[RedeployStep]):
         early = next(steps_in(self._stages)).kind in _TAKES_GPUS
         limit_s = self.redeployment.limits.check_s if early else REFERENCE_WITHIN_S
         try:
-            reference = await within(self._clock, limit_s, self.acts.reference(patient=early))
+            self.acts.compare_with(await within(self._clock, limit_s, self.acts.reference(patient=early)))
         except OrchestrRLError as error:
             logger.warning("%s: no engine gave answers to compare with: %s", self, error)
-            reference = None
-        self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
+        self._has_written_reference = self.redeployment.reference is not None
         await self._operation.run()
 
     async def resume(self, entries: Sequence[JournalEntry]) -> None:
@@ -137,9 +140,9 @@ class RedeploymentRun(Description[RedeployStep]):
 
     def record(self, step: RedeployStep) -> Mapping[str, Any]:
         body: dict[str, Any] = {"kind": step.kind, "engine": step.engine}
-        if self.redeployment.reference is None and self.acts.redeployment.reference is not None:
-            self.redeployment = self.acts.redeployment
-            body["reference"] = EXCERPT.dump_python(self.acts.redeployment.reference, mode="json")
+        if self.redeployment.reference is not None and not self._has_written_reference:
+            self._has_written_reference = True
+            body["reference"] = EXCERPT.dump_python(self.redeployment.reference, mode="json")
         return body
 
     async def do(self, step: RedeployStep) -> str:
@@ -175,8 +178,8 @@ class RedeploymentRun(Description[RedeployStep]):
     def resume_from(self, records: Sequence[StepEntry]) -> frozenset[int] | None:
         for record in records:
             if "reference" in record.entry:
-                reference = EXCERPT.validate_python(record.entry["reference"])
-                self.redeployment = self.acts.redeployment = replace(self.redeployment, reference=reference)
+                self.acts.compare_with(EXCERPT.validate_python(record.entry["reference"]))
+        self._has_written_reference = self.redeployment.reference is not None
         self.acts.loaded = _unsettled(records).loaded
         forward = {step.number: step for step in steps_in(self._stages)}
         done = {
@@ -205,7 +208,7 @@ class RedeploymentRun(Description[RedeployStep]):
         if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
             return chain
         try:
-            await within(self._clock, self.redeployment.limits.stop_s, self.acts.discard(failed.engine))
+            await within(self._clock, self.redeployment.limits.stop_s, self.acts.stop(failed.engine))
         except OrchestrRLError as error:
             logger.error("%s: %s", failed.engine, error)
         if chain[0].kind is StepKind.WAKE:

@@ -5,9 +5,10 @@ about to stop; none stops while a request is there that its gateway would not ta
 time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from typing import NewType
 
 from orchestrrl.core.operation import OperationState, Stage, StepReport, steps_in
@@ -51,19 +52,9 @@ class RedeployTimeouts:
     check_s: float = 120.0  # warm-up, verification, admission, and going to sleep and waking
 
     def of(self, kind: StepKind) -> float:
-        match kind:
-            case StepKind.EVACUATE:
-                return self.drain_s
-            case StepKind.STOP | StepKind.RETIRE:
-                return self.stop_s
-            case StepKind.START:
-                return self.start_s
-            case StepKind.READY:
-                return self.ready_s
-            case StepKind.LOAD:
-                return self.load_s
-            case _:
-                return self.check_s
+        limits_s = {StepKind.EVACUATE: self.drain_s, StepKind.STOP: self.stop_s, StepKind.RETIRE: self.stop_s}
+        limits_s |= {StepKind.START: self.start_s, StepKind.READY: self.ready_s, StepKind.LOAD: self.load_s}
+        return limits_s.get(kind, self.check_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +186,8 @@ class RedeploymentReport:
         return None if self.ended_s is None else self.ended_s - self.created_s
 
 
-_Plan = list[list[list[tuple[StepKind, EngineId | None]]]]
+_Chain = Sequence[tuple[StepKind, EngineId | None]]
+_Plan = list[list[_Chain]]
 
 
 def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
@@ -227,7 +219,7 @@ def stages_of(redeployment: Redeployment) -> tuple[Stage[RedeployStep], ...]:
     if not redeployment.keep_asleep:
         slept = [engine for engine, way in leave.items() if way is StepKind.SLEEP]
         slept += [spec.engine for spec in redeployment.asleep if spec not in redeployment.new]
-        plan.append([_only(StepKind.RETIRE, engine) for engine in slept])
+        plan.append([[(StepKind.RETIRE, engine)] for engine in slept])
     return _numbered(plan, redeployment.limits)
 
 
@@ -252,9 +244,9 @@ def stages_back(
     untouched = [*gone, *(old for old in (*grew, *shrank) if old.engine not in scaled)]
     plan: _Plan = [
         [
-            *(_only(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine) for spec in new),
-            *(_only(StepKind.STOP, spec.engine) for spec in ending),
-            *(_only(StepKind.SCALE, spec.engine) for spec in grew if spec not in untouched),
+            *([(StepKind.SLEEP if spec.engine in lent else StepKind.STOP, spec.engine)] for spec in new),
+            *([(StepKind.STOP, spec.engine)] for spec in ending),
+            *([(StepKind.SCALE, spec.engine)] for spec in grew if spec not in untouched),
         ],
         [
             *(_coming(spec, sleeping) for spec in redeployment.leaving if spec in gone or spec.engine in sleeping),
@@ -268,39 +260,28 @@ def stages_back(
     return _numbered(plan, redeployment.limits)
 
 
-def _bring_up(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+def _bring_up(engine: EngineId) -> _Chain:
     return [(kind, engine) for kind in BRING_UP]
 
 
-def _only(kind: StepKind, engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
-    return [(kind, engine)]
-
-
-def _scaling(engine: EngineId) -> list[tuple[StepKind, EngineId | None]]:
+def _scaling(engine: EngineId) -> _Chain:
     return [(StepKind.SCALE, engine), *_bring_up(engine)]
 
 
-def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> list[tuple[StepKind, EngineId | None]]:
+def _coming(spec: EngineSpec, asleep: Collection[EngineId]) -> _Chain:
     first = StepKind.WAKE if spec.engine in asleep else StepKind.START
     return [(first, spec.engine), *_bring_up(spec.engine)]
 
 
-def _numbered(
-    plan: Iterable[Iterable[Iterable[tuple[StepKind, EngineId | None]]]], limits: RedeployTimeouts
-) -> tuple[Stage[RedeployStep], ...]:
-    number = 0
-    stages: list[Stage[RedeployStep]] = []
-    for stage in plan:
-        chains = []
-        for chain in stage:
-            steps = []
-            for kind, engine in chain:
-                number += 1
-                steps.append(RedeployStep(number, len(stages) + 1, kind, engine, limits.of(kind)))
-            chains.append(tuple(steps))
-        if chains:
-            stages.append(tuple(chains))
-    return tuple(stages)
+def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep], ...]:
+    numbers = count(1)
+    return tuple(
+        tuple(
+            tuple(RedeployStep(next(numbers), place, kind, engine, limits.of(kind)) for kind, engine in chain)
+            for chain in stage
+        )
+        for place, stage in enumerate(filter(None, plan), 1)
+    )
 
 
 def order_faults(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> Iterator[str]:

@@ -177,24 +177,14 @@ def _free(standing: StandingEngine, specs: Iterable[EngineSpec]) -> set[GpuId]:
 def _room(free: set[GpuId], size: int, per_node: int) -> tuple[GpuId, ...] | None:
     """The lowest GPUs that an engine of this size can have: side by side in one node, aligned where sizes divide it, or
     whole nodes."""
+    starts: Iterable[int]
     if size > per_node:
-        nodes = -(-size // per_node)
-        starts, rest = range(0, max(free, default=-1) + 1, per_node), size % per_node
-        if rest:
-            return None
-        for start in starts:
-            gpus = tuple(GpuId(gpu) for gpu in range(start, start + nodes * per_node))
-            if free.issuperset(gpus):
-                return gpus
-        return None
-    for start in sorted(free):
-        in_node = start % per_node
-        if in_node + size > per_node or (per_node % size == 0 and in_node % size):
-            continue
-        gpus = tuple(GpuId(gpu) for gpu in range(start, start + size))
-        if free.issuperset(gpus):
-            return gpus
-    return None
+        starts = range(0, max(free, default=-1) + 1, per_node) if size % per_node == 0 else ()
+    else:
+        places = ((gpu, gpu % per_node) for gpu in sorted(free))
+        starts = (g for g, place in places if place + size <= per_node and (per_node % size or place % size == 0))
+    blocks = (tuple(GpuId(gpu) for gpu in range(start, start + size)) for start in starts)
+    return next((gpus for gpus in blocks if free.issuperset(gpus)), None)
 
 
 def _reusing(wanted: TargetEngine, standing: StandingEngine) -> TargetEngine:

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.daemon.configuration import load_config
-from orchestrrl.fleet.configured_deployer import deployer_of
+from orchestrrl.fleet.launch import deployer_of
 from orchestrrl.lab.demo.redeploy_fabric import site_of, write_fabric
 from orchestrrl.lab.demo.scenario import DemoScenario, DeploymentSection
 from orchestrrl.lab.demo.stack import gateway_flags, loop_settings, write_lengths

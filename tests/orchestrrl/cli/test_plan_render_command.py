@@ -13,7 +13,7 @@ from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon.configuration import load_config, parse_config
-from orchestrrl.fleet.deployers.simulator_flags import BLOCK_TOKENS, CONTEXT_TOKENS
+from orchestrrl.fleet.deployers.layout_flags import BLOCK_TOKENS, CONTEXT_TOKENS
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from planner.model import ConfigurationId, Parallelism
 

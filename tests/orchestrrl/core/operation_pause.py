@@ -21,7 +21,7 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
-from orchestrrl.fleet.pause_orders import ANSWER_S
+from orchestrrl.fleet.pause_operation import ANSWER_S
 from orchestrrl.fleet.reports import BarrierPhase
 
 PARSED = parse_config(CONFIG)

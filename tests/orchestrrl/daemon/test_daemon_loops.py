@@ -19,8 +19,8 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.wiring import build_daemon
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.admission import ControlState
 from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot

@@ -30,7 +30,7 @@ from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.engines.profiles.store import write_profile
 from orchestrrl.fleet.engine_facts import engine_facts
-from orchestrrl.fleet.redeployment.outcomes import EngineStart
+from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.state import FleetState
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of
 from orchestrrl.lab.sim.run import steps_of

@@ -11,7 +11,7 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.daemon.plan_book import PlanBook
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
+from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.state import GenerationStep
 from planner.calibration import STEPS_NEEDED, Calibration
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Histogram, Hold, Plan, PlanId, PlannedInstance

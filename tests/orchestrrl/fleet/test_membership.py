@@ -14,8 +14,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.wiring import build_daemon
-from orchestrrl.fleet.membership import REMOVED_REMEMBERED, Membership
-from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.fleet.membership_changes import MEMBERSHIP, REMOVED_REMEMBERED, Membership, NewEngine
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineId
 
@@ -130,7 +129,7 @@ def test_each_transition_done_twice_is_done_once() -> None:
     ):
         once = step(full)
         assert step(once) == once
-        assert Membership.from_body(once.body()) == once
+        assert MEMBERSHIP.validate_python(MEMBERSHIP.dump_python(once, mode="json")) == once
     assert full.with_drained(e2.id) == full, "moves are not called back"
 
 

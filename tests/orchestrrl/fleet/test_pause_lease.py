@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.fleet.pause_lease import LeaseEnd, PauseLease, PauseState
+from orchestrrl.fleet.pause_lease import PAUSE_STATE, LeaseEnd, PauseLease, PauseState
 from orchestrrl.fleet.reports import BarrierPhase
 from planner.model import EngineId
 
@@ -131,7 +131,7 @@ def test_never_two_leases_and_versions_as_last_told(words: list[tuple[object, ..
                 if told.newest is not None:
                     told.without.discard(engine)
             case ("daemon restarts",):
-                state = PauseState.from_body(state.body()).at(told.now_s)
+                state = PAUSE_STATE.validate_python(PAUSE_STATE.dump_python(state, mode="json")).at(told.now_s)
         assert (state.lease.id if state.lease else None) == told.holder
         assert state.lease is None or (state.lease.until_s == told.until_s and told.now_s < told.until_s)
         assert state.versions == told.versions
@@ -195,10 +195,10 @@ def test_a_lease_without_sense_is_refused(lasts_s: float, quiet_s: float) -> Non
 
 def test_a_state_that_was_written_before_folders_were_told_is_read() -> None:
     state = PauseState().paused(lease("a", 0.0, 60.0)).resumed("a", 1.0, ENGINES, 3, [], "", "/shared/3")
-    body = state.body()
-    assert PauseState.from_body(body) == state
+    body = PAUSE_STATE.dump_python(state, mode="json")
+    assert PAUSE_STATE.validate_python(body) == state
     del body["newest_source"], body["opened"]["weights_source"]
-    old = PauseState.from_body(body)
+    old = PAUSE_STATE.validate_python(body)
     assert (old.newest, old.newest_source) == (3, "")
 
 
@@ -232,4 +232,4 @@ def test_nobody_knows_versions_after_a_lease_ended_while_weights_changed(weights
     else:
         assert (state.versions, state.newest, state.newest_source) == (known.versions, 7, "/w")
     assert [state.serves(engine) for engine in ENGINES] == [True, True, False]
-    assert PauseState.from_body(state.body()) == state
+    assert PAUSE_STATE.validate_python(PAUSE_STATE.dump_python(state, mode="json")) == state

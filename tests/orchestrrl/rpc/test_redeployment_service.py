@@ -23,7 +23,7 @@ from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import build_daemon
-from orchestrrl.fleet.redeployment.records import RecordedFleet, write_end
+from orchestrrl.fleet.redeployment.book import RecordedFleet, write_end
 from orchestrrl.fleet.redeployment.steps import (
     StepKind,
 )
@@ -195,7 +195,7 @@ async def test_the_journal_tells_of_redeployments_where_there_is_no_deployer_any
         write_end(
             OperationJournal(harness.parts.control_plane.journal, harness.parts.control_plane.clock, REDEPLOYMENTS),
             report,
-            RecordedFleet(),
+            RecordedFleet((), ()),
         )
     harness.parts.redeployer = None
     listed = (await harness.control.ListRedeployments(pb.ListRedeploymentsRequest())).redeployments

@@ -9,7 +9,7 @@ from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon.configuration import ReloadableConfig, load_config, parse_config
-from orchestrrl.fleet.configured_deployer import deployer_of, start_faults
+from orchestrrl.fleet.launch import deployer_of, start_faults
 from planner.model import ConfigurationId, Mode
 
 

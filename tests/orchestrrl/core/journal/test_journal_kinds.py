@@ -45,13 +45,13 @@ from orchestrrl.fabric.operator_overrides import _CONTROL, _constraints_in
 from orchestrrl.fabric.packet_routing import FabricRouting, _recorded_in
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.periods import FabricControl, PeriodReport
-from orchestrrl.fleet.membership import Membership, recovered_roster
-from orchestrrl.fleet.pause_lease import LEASE, PauseLease, PauseState
+from orchestrrl.fleet.membership_changes import Membership, recovered_roster
+from orchestrrl.fleet.pause_lease import LEASE, PAUSE_STATE, PauseLease, PauseState
 from orchestrrl.fleet.pause_operation import FleetPause
-from orchestrrl.fleet.redeployment.book import RedeploymentBook
-from orchestrrl.fleet.redeployment.outcomes import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.records import (
+from orchestrrl.fleet.redeployment.book import (
     RecordedFleet,
+    RedeploymentBook,
+    RedeploymentOutcome,
     read_fleet,
     read_history,
     read_open,
@@ -274,8 +274,7 @@ def _redeployments(shelf: Shelf, draw: Drawn) -> None:
     redeployment, report = draw(values(Redeployment)), draw(values(RedeploymentReport))
     log = OperationJournal(shelf.journal, shelf.clock, REDEPLOYMENTS)
     run: Any = object.__new__(RedeploymentRun)
-    run.redeployment = redeployment
-    run.acts = types.SimpleNamespace(redeployment=redeployment)
+    run.acts, run._has_written_reference = types.SimpleNamespace(redeployment=redeployment), False
     step = dataclasses.replace(draw(values(StepReport[RedeployStep])), direction=StepDirection.BACK)
     log.begin(redeployment.id, run.intent())
     operation: Any = object.__new__(OperationRun)
@@ -317,7 +316,7 @@ def _barrier(shelf: Shelf, draw: Drawn) -> None:
         plane = shelf.plane()
         plane.fleet.barrier._take(each, "event", draw(TEXTS))
         shelf.again()
-        found = shelf.journal.newest(EntryKind.BARRIER, lambda body: PauseState.from_body(body["state"]))
+        found = shelf.journal.newest(EntryKind.BARRIER, lambda body: PAUSE_STATE.validate_python(body["state"]))
         assert found == each
 
 

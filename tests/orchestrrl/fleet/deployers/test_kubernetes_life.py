@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from orchestrrl.fleet.deployers.base import EngineLife
-from orchestrrl.fleet.deployers.kubernetes_life import LogPlace, cannot_be_made, read_life
 from orchestrrl.fleet.deployers.kubernetes_objects import PODS
+from orchestrrl.fleet.deployers.kubernetes_view import LogPlace, cannot_be_made, read_life
 
 RUNNING = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
 TERMINATED = {"terminated": {"exitCode": 1, "reason": "Error", "message": "last words"}}

@@ -20,6 +20,7 @@ from orchestrrl.fleet.deployers.base import read_options
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.kubernetes_objects import (
     LEADER,
+    KubernetesOptions,
     identity_of,
     literal,
     merged_objects,
@@ -28,7 +29,6 @@ from orchestrrl.fleet.deployers.kubernetes_objects import (
     spec_of,
     workload,
 )
-from orchestrrl.fleet.deployers.kubernetes_options import KubernetesOptions
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 LAUNCH = EngineLaunch(python="python3", model="some/model", per_node=4, nodes=("a", "b", "c", "d"), first_port=8000)

@@ -20,7 +20,7 @@ from orchestrrl.fleet.redeployment.steps import (
     ServedWeights,
     StepKind,
 )
-from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlanId, PlannedInstance, Snapshot
+from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlanId, PlannedInstance
 
 TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
 
@@ -327,7 +327,7 @@ async def test_one_redeployment_at_a_time_and_none_while_the_barrier_is_closed(h
 # --- plans
 
 
-async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...], bool]) -> tuple[Plan, Snapshot]:
+async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...], bool]) -> Plan:
     """A plan that is remembered, of engines each with its configuration, its GPUs, and whether it is kept. All requests
     of others are wanted on the first."""
     plan, snapshot = await harness.plane._plan()
@@ -340,7 +340,7 @@ async def plan_of(harness: Harness, *instances: tuple[str, str, tuple[int, ...],
     verdict = Act("reconfigure", "the tail is long")
     plan = dataclasses.replace(plan, id=PlanId("p7"), instances=tuple(fleet), verdict=verdict)
     harness.plane.plans.add(plan, "")
-    return plan, snapshot
+    return plan
 
 
 WIDER = ("p7-0", "tp2", (0, 1), False), ("w", "tp2", (2, 3), True)
@@ -357,14 +357,14 @@ async def test_a_plan_is_carried_out_and_who_asked_is_told_what_came_of_it(harne
             return await listed()
 
         deployer.list_engines = slowly
-        carrying = asyncio.create_task(redeployer.carry_out(*plan))
+        carrying = asyncio.create_task(redeployer.carry_out(plan))
         await asyncio.sleep(0)
         assert redeployer.busy
         deployer.list_engines = listed
         await harness.clock.advance(1.0)
         assert harness.watched[-1] == {"w"}  # nobody watches them go
         with pytest.raises(Permanent, match="under way"):
-            await redeployer.carry_out(*plan)
+            await redeployer.carry_out(plan)
         report = await harness.until_ended()
         outcome = await carrying
         assert (report.plan, report.reason, report.state) == ("p7", "the tail is long", OperationState.DONE)
@@ -399,9 +399,9 @@ async def test_requests_that_came_back_while_the_daemon_was_away_leave_again(tmp
 
 async def test_a_plan_for_a_fleet_that_is_no_more_changes_nothing(harness: Harness) -> None:
     async with harness.daemon() as redeployer:
-        plan, snapshot = await plan_of(harness, *WIDER)
+        plan = await plan_of(harness, *WIDER)
         harness.machines.engines[EngineId("w")].life = EngineLife.ENDED  # and nobody has looked since
-        carrying = asyncio.create_task(redeployer.carry_out(plan, snapshot))
+        carrying = asyncio.create_task(redeployer.carry_out(plan))
         await harness.clock.advance(1.0)
         with pytest.raises(Permanent, match="keeps engine w, which is not there any more"):
             carrying.result()

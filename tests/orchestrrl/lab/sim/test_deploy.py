@@ -63,8 +63,7 @@ async def changed(world: World, at_s: float = 6.0) -> str:
 
     async def change() -> None:
         await world.clock.sleep(at_s)
-        snapshot = world.control_plane.fleet.state.snapshot(world.clock.now_s())
-        outcome = await world.deployment.carry_out(to_wide(world), snapshot)
+        outcome = await world.deployment.carry_out(to_wide(world))
         said.append(f"{outcome.done}: {outcome.detail}")
 
     async with world:
@@ -185,13 +184,12 @@ async def test_what_cannot_come_back_is_told_and_the_rest_serves(
 async def test_one_change_at_a_time(tmp_path: Path) -> None:
     world = fresh_world(tmp_path / "journal.sqlite")
     async with world:
-        snapshot = world.control_plane.fleet.state.snapshot(world.clock.now_s())
-        first = asyncio.create_task(world.deployment.carry_out(to_wide(world), snapshot))
+        first = asyncio.create_task(world.deployment.carry_out(to_wide(world)))
         await world.advance(1.0)
         assert world.deployment.busy
         with pytest.raises(Permanent, match="under way"):
-            await world.deployment.carry_out(to_wide(world), snapshot)
+            await world.deployment.carry_out(to_wide(world))
         await world.advance(10.0)
         assert (await first).done
-        again = await world.deployment.carry_out(to_wide(world), snapshot)  # the fleet is there already
+        again = await world.deployment.carry_out(to_wide(world))  # the fleet is there already
         assert again.detail.startswith("0 engines stopped, 0 started")

@@ -1,0 +1,283 @@
+"""What this machine has of the engines that `local.py` starts: their records and logs on disk, and their processes.
+
+A record is replaced as a whole and synced, so that a daemon that is killed leaves the one before or the one after.
+Processes outlive us and are found again without any record: by a variable in their environment, which their children
+inherit, and where a process has overwritten its environment (setproctitle does, as vLLM's workers use it), by where its
+output goes: the engine's log.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.deployers.machine import log_tail
+from planner.model import EngineId
+
+log = logging.getLogger(__name__)
+
+MARK = "ORCHESTRRL_LOCAL_ENGINE"
+CREATED_WITHIN_S = 1.0  # a process is the same if created then: the boot time that it is counted from may be corrected
+_LOG_NAME = re.compile(r"(.+)\.log(?:\.\d+)?(?: \(deleted\))?")
+
+
+class RecordState(StrEnum):
+    STARTING = "starting"  # what was spawned of it, if anything, is to be looked for
+    STARTED = "started"
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """One engine. `spec` is what was asked for; the port in `url` may be another."""
+
+    spec: EngineSpec
+    url: str
+    processes: int  # that lead a session each
+    state: RecordState = RecordState.STARTING
+    leaders: tuple[tuple[int, float], ...] = ()  # their ids, and when they were created (s since the epoch)
+    lent: bool = False
+
+    def document(self) -> Any:
+        return _RECORD.dump_python(self, mode="json")
+
+
+_RECORD = TypeAdapter(EngineRecord)
+
+
+def read_record(document: Any) -> EngineRecord | None:
+    """None: it is none."""
+    try:
+        return _RECORD.validate_python(document)
+    except (ValidationError, ValueError):
+        return None
+
+
+class EngineRecords:
+    """Those of one fleet, in `folder/engines`. Construction touches nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "engines"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread or process changes the fleet meanwhile. The lock goes with who holds it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> dict[EngineId, EngineRecord]:
+        """A record that cannot be read counts as lost: its processes are found without."""
+        records = map(_read, sorted(self._folder.glob("*.json")))
+        return {record.spec.engine: record for record in records if record is not None}
+
+    def read_one(self, engine: EngineId) -> EngineRecord | None:
+        return _read(self._path(engine))
+
+    def write(self, record: EngineRecord) -> None:
+        path = self._path(record.spec.engine)
+        draft = path.with_suffix(".draft")
+        # A record has the engine's environment, which may have secrets.
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(record.document(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        self._sync()
+
+    def remove(self, engine: EngineId) -> None:
+        self._path(engine).unlink(missing_ok=True)
+        self._sync()
+
+    def _path(self, engine: EngineId) -> Path:
+        return self._folder / f"{quote(engine, safe='')}.json"
+
+    def _sync(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _read(path: Path) -> EngineRecord | None:
+    try:
+        record = read_record(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        record = None
+    if record is None:
+        log.warning("%s is no record of an engine", path)
+    return record
+
+
+class EngineLogs:
+    """One file for each engine and start, in `folder/logs`: `ENGINE.log`, and earlier ones as `ENGINE.log.1` and up."""
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        self._folder = folder / "logs"
+        self._kept = kept
+
+    def path(self, engine: EngineId) -> Path:
+        return self._folder / f"{quote(engine, safe='')}.log"
+
+    def rotate(self, engine: EngineId) -> Path:
+        """Room for a new start."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        current = self.path(engine)
+        files = [current, *(Path(f"{current}.{age}") for age in range(1, self._kept + 1))]
+        files[-1].unlink(missing_ok=True)
+        for younger, older in reversed(list(pairwise(files))):
+            if younger.exists():
+                younger.replace(older)
+        return current
+
+    def engine_of(self, output: str) -> EngineId | None:
+        """Whose log the file is, by its absolute path; None: nobody's here."""
+        folder, _, name = output.rpartition("/")
+        match = _LOG_NAME.fullmatch(name)
+        if match is None or folder != os.path.realpath(self._folder):
+            return None
+        return EngineId(unquote(match.group(1)))
+
+    def tail(self, engine: EngineId) -> str:
+        path = self.path(engine)
+        try:
+            return f"the end of {path}:\n{log_tail(path)}"
+        except FileNotFoundError:
+            return f"{path} is not there"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProcess:
+    """A process of an engine. `record`: as it was when it was spawned, None where its environment no longer tells."""
+
+    process: psutil.Process
+    created_s: float
+    leads: bool  # it was spawned by a deployer, and is no child of such a one
+    record: EngineRecord | None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process alone. One that has gone, its id with another process by now included, takes none."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.send_signal(number)
+
+    @property
+    def alive(self) -> bool:
+        """Those that nobody has waited for are not."""
+        try:
+            return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+def spawn(
+    argv: Sequence[str], environment: Mapping[str, str], fleet: str, record: EngineRecord, log: Path, port_holder: int
+) -> tuple[int, float]:
+    """Start a process in a session of its own, and return its id and when it was created. It keeps the descriptor
+    `port_holder`, and with it the port, for as long as it lives. Raises OSError where there is no such program."""
+    mark = json.dumps({"fleet": fleet, "record": record.document()})
+    with log.open("ab") as output:
+        pid = os.posix_spawnp(
+            argv[0],
+            list(argv),
+            {**os.environ, **environment, MARK: mark},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+                (os.POSIX_SPAWN_DUP2, port_holder, 3),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP],
+        )
+    return pid, psutil.Process(pid).create_time()
+
+
+def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundProcess]]:
+    """All processes of a fleet's engines. Looks at every process of the machine; those of other users are not ours."""
+    engines: dict[EngineId, list[FoundProcess]] = {}
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+            found = _inspect(psutil.Process(pid), fleet, logs) if pid != os.getpid() else None
+            if found is not None:
+                engines.setdefault(found[0], []).append(found[1])
+    return engines
+
+
+def same(found: FoundProcess, leader: tuple[int, float]) -> bool:
+    """Whether it is the process that was noted down, and no later one of its id."""
+    pid, created_s = leader
+    return found.process.pid == pid and abs(found.created_s - created_s) <= CREATED_WITHIN_S
+
+
+def is_alive(leader: tuple[int, float]) -> bool:
+    """Whether the process that was noted down lives."""
+    pid, created_s = leader
+    try:
+        process = psutil.Process(pid)
+        there = abs(process.create_time() - created_s) <= CREATED_WITHIN_S
+        return there and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def exit_status(pid: int) -> int | None:
+    """Of a child of ours that has ended, which is waited for by this; None: it has not, or is not ours."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _inspect(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[EngineId, FoundProcess] | None:
+    record = _marked(process, fleet)
+    engine = record.spec.engine if record is not None else _writes_to(process.pid, logs)
+    if engine is None or process.status() == psutil.STATUS_ZOMBIE:
+        return None
+    leads = os.getsid(process.pid) == process.pid
+    return engine, FoundProcess(process, process.create_time(), leads, record)
+
+
+def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
+    text = process.environ().get(MARK)
+    if text is None:
+        return None
+    try:
+        mark = json.loads(text)
+    except ValueError:  # cut, by a process that overwrites its environment
+        return None
+    if not isinstance(mark, dict) or mark.get("fleet") != fleet:
+        return None
+    return read_record(mark.get("record"))
+
+
+def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:
+    """Only where the system shows open files (Linux)."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            engine = logs.engine_of(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+            if engine is not None:
+                return engine
+    return None

@@ -30,20 +30,15 @@ def launch_of(fleet: FleetSettings) -> EngineLaunch:
         raise ProblemFaults([f"{WHERE}: is missing, got nothing; `orchestrrl check-config --print-example` has one"])
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
     simulated = settings.engine is EngineProduct.SIMULATED
+    as_written = {"engine", "device", "host", "nodes", "cores_per_gpu", "arguments", "environment"}
     return EngineLaunch(
+        **settings.model_dump(include=as_written),
         python=settings.python or (sys.executable if simulated else "python3"),
         model=settings.model or "simulated",
-        engine=settings.engine,
-        device=settings.device,
-        host=settings.host,
         served_model_name=settings.served_model_name or "",
-        nodes=settings.nodes,
         per_node=fleet.gpus.per_node if fleet.gpus is not None else 8,
         first_port=settings.ports[0],
         last_port=settings.ports[1],
-        cores_per_gpu=settings.cores_per_gpu,
-        arguments=settings.arguments,
-        environment=settings.environment,
         kv_directory=(settings.kv_directory or "") if hands_over else "",
         weight_backend=settings.weight_backend and not simulated,
         where=WHERE,

@@ -14,22 +14,8 @@ from urllib.parse import quote, urlsplit
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import ProblemFaults, shorten
 from orchestrrl.engines import handover, vllm_weight_flags
-from orchestrrl.fleet.deployers.layout_flags import (
-    ADDITIONAL,
-    AFD_MICRO_BATCHES,
-    PORTS_PER_GPU,
-    SIMULATED_DECIDED,
-    SIMULATED_PROGRAM,
-    NodeProcesses,
-    ProcessRole,
-    VllmProcesses,
-    additional_config,
-    decided_for,
-    groups,
-    parallel_flags,
-    shares,
-    simulated_layout,
-)
+from orchestrrl.fleet.deployers import layout_flags
+from orchestrrl.fleet.deployers.layout_flags import NodeProcesses, ProcessRole, VllmProcesses
 from orchestrrl.fleet.deployers.user_arguments import SET, OwnedFlags, VllmArgument, read_arguments, replaced
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
@@ -134,7 +120,7 @@ def ports_to_try(spec: EngineSpec, launch: EngineLaunch) -> list[tuple[int, bool
     """Return the ports for `hold_port`: the engine's own, insisted on where the spec names it, then those of the range
     that belong to no GPU, or any where there is no range."""
     own = urlsplit(url_of(spec, launch)).port or 0
-    first_spare = launch.first_port + PORTS_PER_GPU * launch.per_node
+    first_spare = launch.first_port + layout_flags.PORTS_PER_GPU * launch.per_node
     spare = range(first_spare, launch.last_port + 1) if launch.last_port else (0,)
     return [(own, False), *([(own, True)] if spec.port is not None else []), *((port, False) for port in spare)]
 
@@ -143,7 +129,8 @@ def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
     """One process, whatever the layout, and no GPU in fact. Raises ProblemFaults."""
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
-    values = {"--host": launch.host, "--port": str(_http_port(spec, group)), **simulated_layout(spec.parallelism)}
+    values = {"--host": launch.host, "--port": str(_http_port(spec, group))}
+    values |= layout_flags.simulated_layout(spec.parallelism)
     if spec.weights:
         values["--weights"] = spec.weights
     if launch.kv_directory:
@@ -151,7 +138,7 @@ def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
     usual = {"--model-name": launch.served_model_name or launch.model, **spec.usual}
     if spec.max_sequences is not None:
         usual["--max-num-seqs"] = str(max(1, spec.max_sequences // spec.parallelism.dp))
-    words, more = OwnedFlags(values, {}, SIMULATED_DECIDED, spec.configuration).merge(given, usual)
+    words, more = OwnedFlags(values, {}, layout_flags.SIMULATED_DECIDED, spec.configuration).merge(given, usual)
     faults = [*_gpu_faults(spec), *faults, *_environment_faults(spec, launch), *more]
     if faults:
         raise ProblemFaults(list(dict.fromkeys(faults)))
@@ -160,7 +147,7 @@ def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
         node=group.parts[0].node,
         gpus=tuple(sorted(spec.gpus)),
         environment={**launch.environment, **spec.environment},
-        program=(launch.python, *SIMULATED_PROGRAM),
+        program=(launch.python, *layout_flags.SIMULATED_PROGRAM),
         arguments=tuple(words),
     )
 
@@ -176,7 +163,7 @@ def _layout_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
             faults.append(f"{name}.attention_gpus: must be a multiple of tp ({p.tp}), got {p.attention_gpus}")
         if p.attention_gpus < p.ffn_gpus:
             faults.append(f"{name}.ffn_gpus: must be <= attention_gpus ({p.attention_gpus}), got {p.ffn_gpus}")
-        if p.micro_batches not in AFD_MICRO_BATCHES:
+        if p.micro_batches not in layout_flags.AFD_MICRO_BATCHES:
             faults.append(f"{name}.micro_batches: afd-plugin overlaps two at most, got {p.micro_batches}")
         if p.pp > 1:
             faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
@@ -208,7 +195,7 @@ def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
             lie = ", ".join(f"{len(part.gpus)} on node {part.node}" for part in group.parts)
             wish = f"must lie in equal shares of whole replicas ({replica} GPUs each), or replicas be of whole nodes"
             faults.append(f"{spec.engine}.gpus: {wish}, got {lie}")
-    nodes = {part.node for part in shares(spec.gpus, launch.per_node)}
+    nodes = {part.node for part in layout_flags.shares(spec.gpus, launch.per_node)}
     unknown = sorted(node for node in nodes if node >= len(launch.nodes))
     if len(nodes) > 1 and unknown:
         missing = ", ".join(map(str, unknown))
@@ -244,7 +231,7 @@ def _environments(spec: EngineSpec, launch: EngineLaunch) -> tuple[tuple[str, Ma
 
 def _groups(spec: EngineSpec, launch: EngineLaunch) -> tuple[VllmProcesses, ...]:
     layout = spec.parallelism if launch.engine is EngineProduct.VLLM else Parallelism()
-    return groups(layout, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
+    return layout_flags.groups(layout, spec.gpus, launch.per_node, launch.nodes, launch.first_port)
 
 
 def _command_line(
@@ -261,11 +248,11 @@ def _command_line(
         values = {}
     if serving:
         values |= {"--host": launch.host, "--port": str(_http_port(spec, group))}
-    values |= parallel_flags(group, place, launch.nodes)
+    values |= layout_flags.parallel_flags(group, place, launch.nodes)
     faults: list[str] = []
     if group.afd is not None:
         values |= {"--enable-dbo": SET} if spec.parallelism.micro_batches > 1 else {}
-        values[ADDITIONAL], given, faults = additional_config(group.afd, given)
+        values[layout_flags.ADDITIONAL], given, faults = layout_flags.additional_config(group.afd, given)
     if launch.kv_directory and group.roles[0] is ProcessRole.SERVER:
         flag, config = handover.vllm_arguments(_kv_folder(spec, launch))
         values[flag] = config
@@ -273,7 +260,7 @@ def _command_line(
     if launch.weight_backend and group.roles[0] is ProcessRole.SERVER:
         usual |= dict([vllm_weight_flags.VLLM_ARGUMENTS])
     by = spec.configuration if group.afd is None else f"{spec.configuration}'s {group.afd['role']} side"
-    words, more = OwnedFlags(values, {"--model": model}, decided_for(group), by).merge(given, usual)
+    words, more = OwnedFlags(values, {"--model": model}, layout_flags.decided_for(group), by).merge(given, usual)
     line = CommandLine(
         role=group.roles[0 if serving else 1],
         node=part.node,

@@ -17,6 +17,8 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fleet.deployers import kubernetes_objects as objects
+from orchestrrl.fleet.deployers import kubernetes_view as reading
 from orchestrrl.fleet.deployers.base import (
     DeployedInstance,
     EngineLife,
@@ -27,33 +29,8 @@ from orchestrrl.fleet.deployers.base import (
 )
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceConflict, ResourceNotFound
-from orchestrrl.fleet.deployers.kubernetes_objects import (
-    GATE,
-    LWS,
-    PODS,
-    PORT,
-    KubernetesOptions,
-    Object,
-    annotation,
-    identity_of,
-    name_of,
-    size_of,
-    spec_of,
-    workload,
-)
-from orchestrrl.fleet.deployers.kubernetes_view import (
-    FleetView,
-    Found,
-    LogPlace,
-    cannot_be_made,
-    deleting,
-    gates,
-    let_through,
-    pods_path,
-    read_life,
-    uids,
-    workloads_path,
-)
+from orchestrrl.fleet.deployers.kubernetes_objects import KubernetesOptions, Object
+from orchestrrl.fleet.deployers.kubernetes_view import FleetView, Found, LogPlace
 from planner.model import EngineId, GpuId
 
 INSTALL_LWS = (
@@ -77,14 +54,14 @@ class KubernetesDeployer(FixedGpusDeployer):
         self._api = KubernetesApi(self._options.kubeconfig, self._options.context, self._options.request_timeout_s)
         nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
         self._view = FleetView(self._api, self._options.namespace, self._fleet, nodes_known_s, clock)
-        self._pods = pods_path(self._options.namespace)
+        self._pods = reading.pods_path(self._options.namespace)
         self._making: list[EngineSpec] = []  # looked for by nobody else yet: their objects are only being made
 
     def check(self, spec: EngineSpec) -> None:
-        workload(spec, self._launch, self._options, self._fleet)
+        objects.workload(spec, self._launch, self._options, self._fleet)
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
-        wanted = workload(spec, self._launch, self._options, self._fleet)
+        wanted = objects.workload(spec, self._launch, self._options, self._fleet)
         clash = gpus_in_use(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
         if clash is not None:
             raise clash
@@ -100,17 +77,17 @@ class KubernetesDeployer(FixedGpusDeployer):
         asked: set[str] = set()
         while True:
             with _begun(bool(asked), f"stopping engine {engine}"):
-                made, pods = await self._view.find(name_of(self._fleet, engine))
+                made, pods = await self._view.find(objects.name_of(self._fleet, engine))
                 if made is None and not pods:
                     return
                 await self._request_deletion(made, pods, asked)
             if self._clock.now_s() > deadline_s:
-                found = read_life(made, pods, await self._view.answering(pods))
+                found = reading.read_life(made, pods, await self._view.answering(pods))
                 raise OutcomeUnknown(f"engine {engine} is still there: {found.detail or 'its pods do not end'}")
             await self._clock.sleep(self._options.poll_s)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
-        made, pods = await self._view.find(name_of(self._fleet, engine))
+        made, pods = await self._view.find(objects.name_of(self._fleet, engine))
         if made is None and not pods:
             return None
         return await self._deployed(made, pods, await self._view.answering(pods))
@@ -132,7 +109,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         everyone = await self._view.all()
         name = wanted["metadata"]["name"]
         made, pods = everyone.pop(name, (None, []))
-        if made is not None and not deleting(made):
+        if made is not None and not reading.deleting(made):
             self._check_same(spec, made)
             return
         if made is not None or pods:
@@ -140,7 +117,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         clash = gpus_in_use(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         if clash is not None:
             raise clash
-        kind = workloads_path(self._options.namespace, wanted["apiVersion"] == LWS)
+        kind = reading.workloads_path(self._options.namespace, wanted["apiVersion"])
         try:
             await self._api.create(kind, wanted)
         except ResourceConflict:
@@ -150,8 +127,8 @@ class KubernetesDeployer(FixedGpusDeployer):
             raise Permanent(INSTALL_LWS if "namespaces" not in str(error) else str(error)) from error
 
     def _check_same(self, spec: EngineSpec, made: Object) -> None:
-        engine, configuration, gpus = identity_of(made)
-        if spec_of(made) != spec:
+        engine, configuration, gpus = objects.identity_of(made)
+        if objects.spec_of(made) != spec:
             held = f"as {configuration} on GPUs {list(gpus)}"
             raise Permanent(f"engine {engine} is there already, {held}, and was started with another spec")
 
@@ -171,19 +148,19 @@ class KubernetesDeployer(FixedGpusDeployer):
         waiting_since_s: float | None = None
         while True:
             everyone = await self._view.all()
-            made, pods = everyone.get(name_of(self._fleet, engine), (None, []))
-            if made is None or deleting(made):
+            made, pods = everyone.get(objects.name_of(self._fleet, engine), (None, []))
+            if made is None or reading.deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
             # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
-            clash = None if uids(made) else gpus_in_use(engine, identity_of(made)[2], _gpus_by_engine(everyone))
-            if clash is not None:
+            held = _gpus_by_engine(everyone)
+            if not reading.uids(made) and (clash := gpus_in_use(engine, held[engine], held)) is not None:
                 return clash
-            refused = cannot_be_made(made)
+            refused = reading.cannot_be_made(made)
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
             await self._let_through(made, pods)
             answering = await self._view.answering(pods)
-            read = read_life(made, pods, answering)
+            read = reading.read_life(made, pods, answering)
             if read.life is not EngineLife.ALIVE or read.running:
                 return await self._deployed(made, pods, answering)
             if not read.no_room:
@@ -200,19 +177,19 @@ class KubernetesDeployer(FixedGpusDeployer):
     async def _let_through(self, made: Object, pods: Sequence[Object]) -> None:
         """Write down its first pods, once they are all there, and then open their gates: what is not written down has
         never run. What changed meanwhile is looked at again by the caller."""
-        first = [pod for pod in pods if not deleting(pod)]
-        if uids(made):
+        first = [pod for pod in pods if not reading.deleting(pod)]
+        if reading.uids(made):
             await self._open_gates(made, pods)
-        elif len(first) >= size_of(made):
+        elif len(first) >= objects.size_of(made):
             written = " ".join(sorted(pod["metadata"]["uid"] for pod in first))
-            mark = {"resourceVersion": made["metadata"]["resourceVersion"], "annotations": {PODS: written}}
+            mark = {"resourceVersion": made["metadata"]["resourceVersion"], "annotations": {objects.PODS: written}}
             with contextlib.suppress(ResourceConflict, ResourceNotFound):
                 await self._open_gates(await self._api.patch(self._path_of(made), {"metadata": mark}), pods)
 
     async def _open_gates(self, made: Object, pods: Sequence[Object]) -> None:
-        for pod in let_through(made, pods):
-            others = [gate for gate in gates(pod) if gate["name"] != GATE]
-            if len(others) == len(gates(pod)):
+        for pod in reading.let_through(made, pods):
+            others = [gate for gate in reading.gates(pod) if gate["name"] != objects.GATE]
+            if len(others) == len(reading.gates(pod)):
                 continue
             version = {"resourceVersion": pod["metadata"]["resourceVersion"]}
             opened = {"metadata": version, "spec": {"schedulingGates": others or None}}
@@ -228,7 +205,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             goes = [(f"{self._pods}/{pod['metadata']['name']}", pod) for pod in pods]
         for path, one in goes:
             uid = one["metadata"]["uid"]
-            if deleting(one) or uid in asked:
+            if reading.deleting(one) or uid in asked:
                 continue
             order = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
             with contextlib.suppress(
@@ -243,9 +220,9 @@ class KubernetesDeployer(FixedGpusDeployer):
         self, made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]
     ) -> DeployedInstance:
         source = made if made is not None else pods[0]
-        engine, configuration, gpus = identity_of(source)
-        read = read_life(made, pods, answering)
-        port = annotation(source, PORT)
+        engine, configuration, gpus = objects.identity_of(source)
+        read = reading.read_life(made, pods, answering)
+        port = objects.annotation(source, objects.PORT)
         host = f"[{read.address}]" if ":" in read.address else read.address
         return DeployedInstance(
             engine=engine,
@@ -254,7 +231,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             url=f"http://{host}:{port}" if host and port else "",
             life=read.life,
             detail=f"{read.detail}{await self._last_log_lines(read.log)}" if read.log is not None else read.detail,
-            spec=spec_of(made) if made is not None else None,
+            spec=objects.spec_of(made) if made is not None else None,
         )
 
     async def _last_log_lines(self, place: LogPlace) -> str:
@@ -270,7 +247,7 @@ class KubernetesDeployer(FixedGpusDeployer):
         return f"; the end of its log:\n{words.rstrip() or place.message}"
 
     def _path_of(self, made: Object) -> str:
-        return f"{workloads_path(self._options.namespace, made['apiVersion'] == LWS)}/{made['metadata']['name']}"
+        return f"{reading.workloads_path(self._options.namespace, made['apiVersion'])}/{made['metadata']['name']}"
 
 
 @contextlib.contextmanager
@@ -284,5 +261,5 @@ def _begun(begun: bool, what: str) -> Iterator[None]:
 
 def _gpus_by_engine(everyone: Mapping[str, Found]) -> dict[EngineId, tuple[GpuId, ...]]:
     """Who has which GPUs."""
-    identities = [identity_of(made or pods[0]) for made, pods in everyone.values()]
+    identities = [objects.identity_of(made or pods[0]) for made, pods in everyone.values()]
     return {engine: gpus for engine, _, gpus in identities}

@@ -81,7 +81,10 @@ class KubernetesApi:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> bytes:
-        connected = await self._connected()
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._connect()
+            connected = self._client
         headers = {"Accept": "application/json, */*", "Content-Type": content_type}
         request = await connected.param_serialize(
             method,
@@ -96,8 +99,8 @@ class KubernetesApi:
         try:
             response = await connected.call_api(*request, _request_timeout=limit)
             content: bytes = await response.read()
-        except (aiohttp.ClientSSLError, aiohttp.ClientConnectorDNSError) as error:
-            raise self._unreached(error) from error
+        except aiohttp.ClientSSLError as error:
+            raise Permanent(f"the Kubernetes API server is not who it should be: {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Retryable(f"the Kubernetes API server cannot be reached: {error}", RETRY_AFTER_S) from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -108,18 +111,6 @@ class KubernetesApi:
         if not 200 <= response.status < 300:
             raise _refusal(method, path, response.status, response.headers, content)
         return content
-
-    @staticmethod
-    def _unreached(error: aiohttp.ClientError) -> Exception:
-        if isinstance(error, aiohttp.ClientSSLError):
-            return Permanent(f"the Kubernetes API server is not who it should be: {error}")
-        return Retryable(f"the Kubernetes API server cannot be reached: {error}", RETRY_AFTER_S)
-
-    async def _connected(self) -> Any:
-        async with self._connecting:
-            if self._client is None:
-                self._client = await self._connect()
-            return self._client
 
     async def _connect(self) -> Any:
         # Made so, it does not start from what others in this process have set as default.
@@ -142,7 +133,13 @@ class KubernetesApi:
 
 def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
     """What an answer other than 2xx means. The Status object in it has the server's words."""
-    message, reason = _message_and_reason(content)
+    try:
+        told = json.loads(content)
+    except ValueError:
+        told = None
+    message, reason = content[:500].decode(errors="replace").strip(), ""
+    if isinstance(told, dict):
+        message, reason = str(told.get("message", "")), str(told.get("reason", ""))
     said = f"{method} {path} was answered with {status}: {message}"
     if status == 404:
         return ResourceNotFound(message)
@@ -152,24 +149,9 @@ def _refusal(method: str, path: str, status: int, headers: Mapping[str, str], co
         return Permanent(f"a right is missing: {message}; {MANIFEST} has those that are needed")
     if status == 401:
         return Permanent(f"the Kubernetes API server does not accept the credentials: {message}")
-    if status in (403, 429, 503):
-        return Retryable(said, _retry_after_s(headers))
-    if status >= 500:
-        # What the server could not do may have been stored all the same.
-        return Retryable(said, _retry_after_s(headers)) if method == "GET" else OutcomeUnknown(said)
+    if status >= 500 and status != 503 and method != "GET":
+        return OutcomeUnknown(said)  # what the server could not do may have been stored all the same
+    if status in (403, 429) or status >= 500:
+        after_s = headers.get("Retry-After", "")
+        return Retryable(said, float(after_s) if after_s.isdecimal() else RETRY_AFTER_S)
     return Permanent(f"{said} ({reason})" if reason else said)
-
-
-def _message_and_reason(content: bytes) -> tuple[str, str]:
-    try:
-        said = json.loads(content)
-    except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        return content[:500].decode(errors="replace").strip(), ""
-    return str(said.get("message", "")), str(said.get("reason", ""))
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float:
-    given = headers.get("Retry-After", "")
-    return float(given) if given.isdecimal() else RETRY_AFTER_S

@@ -138,7 +138,7 @@ def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions,
         raise ProblemFaults(faults)
     name = name_of(fleet, spec.engine)
     annotations = _annotations(spec, launch, fleet)
-    labels = _labels(fleet, spec.engine)
+    labels = {FLEET: name_of(fleet), ENGINE: name}
     metadata = {"name": name, "labels": labels, "annotations": annotations}
     by_node = {node: [line for line in lines if line.node == node] for node in nodes}
     marks = {"labels": labels, "annotations": {ENGINE_ID: spec.engine, GPUS: annotations[GPUS]}}
@@ -217,14 +217,15 @@ def merged_objects(under: Any, over: Any) -> Any:
     if isinstance(under, dict) and isinstance(over, dict):
         return {**under, **{key: merged_objects(under[key], over[key]) if key in under else over[key] for key in over}}
     if isinstance(under, list) and isinstance(over, list):
-        named = {each["name"]: each for each in under if isinstance(each, dict) and "name" in each}
-        taken = {each["name"] for each in over if isinstance(each, dict) and "name" in each}
-        first = [
-            merged_objects(named[each["name"]], each) if isinstance(each, dict) and each.get("name") in named else each
-            for each in over
-        ]
-        return first + [each for each in under if not (isinstance(each, dict) and each.get("name") in taken)]
+        named = {_name_in(each): each for each in under if _name_in(each)}
+        taken = set(map(_name_in, over)) - {None}
+        first = [merged_objects(named.get(_name_in(each)), each) for each in over]
+        return first + [each for each in under if _name_in(each) not in taken]
     return over
+
+
+def _name_in(each: Any) -> Any:
+    return each.get("name") if isinstance(each, dict) else None
 
 
 def literal(word: str) -> str:
@@ -237,10 +238,6 @@ def _in_pods(spec: EngineSpec, launch: EngineLaunch) -> EngineLaunch:
     """A pod has an address of its own, which is not known before it is there."""
     host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
     return replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
-
-
-def _labels(fleet: str, engine: EngineId) -> dict[str, str]:
-    return {FLEET: name_of(fleet), ENGINE: name_of(fleet, engine)}
 
 
 def _annotations(spec: EngineSpec, launch: EngineLaunch, fleet: str) -> dict[str, str]:
@@ -296,12 +293,12 @@ def _container(
         "volumeMounts": [*mounts, *options.volume_mounts],
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    if options.environment_from:
-        made["envFrom"] = list(options.environment_from)
     needs = _resources(first, spec, launch, options)
-    if needs:
-        made["resources"] = {"limits": needs, "requests": needs}
-    return made
+    optional = {
+        "envFrom": list(options.environment_from),
+        "resources": {"limits": needs, "requests": needs} if needs else {},
+    }
+    return made | {key: value for key, value in optional.items() if value}
 
 
 def _environment(line: CommandLine, launch: EngineLaunch) -> dict[str, str]:
@@ -323,8 +320,7 @@ def _resources(line: CommandLine, spec: EngineSpec, launch: EngineLaunch, option
 def _pod_spec(containers: list[Object], options: KubernetesOptions) -> Object:
     volumes: list[Object] = [{"name": "orchestrrl-run", "emptyDir": {}}]
     if options.shm_size is not None:
-        shm = {"medium": "Memory", "sizeLimit": options.shm_size}
-        volumes.append({"name": "orchestrrl-shm", "emptyDir": shm})
+        volumes.append({"name": "orchestrrl-shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm_size}})
     made: Object = {
         "restartPolicy": "Always",
         "schedulingGates": [{"name": GATE}],
@@ -334,15 +330,13 @@ def _pod_spec(containers: list[Object], options: KubernetesOptions) -> Object:
         "containers": containers,
         "volumes": [*volumes, *options.volumes],
     }
-    if options.service_account is not None:
-        made["serviceAccountName"] = options.service_account
-    if options.image_pull_secrets:
-        made["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
-    if options.node_selector:
-        made["nodeSelector"] = dict(options.node_selector)
-    if options.tolerations:
-        made["tolerations"] = list(options.tolerations)
-    return made
+    optional = {
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets],
+        "nodeSelector": dict(options.node_selector),
+        "tolerations": list(options.tolerations),
+    }
+    return made | {key: value for key, value in optional.items() if value}
 
 
 def _affinity(holders: Sequence[int], options: KubernetesOptions, apart: Mapping[str, str]) -> Object:

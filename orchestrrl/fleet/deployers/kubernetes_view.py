@@ -54,7 +54,9 @@ class WorkloadReading:
 def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[str, bool]) -> WorkloadReading:
     """`answering`: the nodes of these pods, by name, and whether each answers."""
     mine = list(pods) if made is None else let_through(made, pods)
-    address = _address(mine)
+    # The pod with the first name is a group's leader.
+    leader = min(mine, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"]), default={})
+    address = leader.get("status", {}).get("podIP", "")
     lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
     if lost:
         return WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
@@ -106,14 +108,6 @@ def cannot_be_made(made: Object) -> str:
 def _node(pod: Object) -> str:
     name: str = pod["spec"].get("nodeName", "")
     return name
-
-
-def _address(pods: Iterable[Object]) -> str:
-    """Of the pod with the first name: that is a group's leader."""
-    for pod in sorted(pods, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"])):
-        address: str = pod.get("status", {}).get("podIP", "")
-        return address
-    return ""
 
 
 def _end_of(pod: Object) -> WorkloadReading | None:
@@ -187,9 +181,9 @@ def _without_room(pods: Iterable[Object]) -> bool:
 Found = tuple[Object | None, list[Object]]  # an engine's workload, and its pods
 
 
-def workloads_path(namespace: str, over_nodes: bool) -> str:
-    group, kind = (LWS, "leaderworkersets") if over_nodes else ("apps/v1", "deployments")
-    return f"/apis/{group}/namespaces/{namespace}/{kind}"
+def workloads_path(namespace: str, api_version: str) -> str:
+    kind = "leaderworkersets" if api_version == LWS else "deployments"
+    return f"/apis/{api_version}/namespaces/{namespace}/{kind}"
 
 
 def pods_path(namespace: str) -> str:
@@ -220,14 +214,15 @@ class FleetView:
         """By name, as they were at some moment since the call. A pod may be there without its workload."""
         if self._next is None:
             self._next = asyncio.create_task(self._list_after(self._under_way))
-            self._next.add_done_callback(_retrieve_exception)
+            # All that wait for it may be cancelled: then its failure is retrieved here alone.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         return dict(await asyncio.shield(self._next))
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
         """The nodes of these pods, and whether each answers."""
         if self._nodes_known_s is None:
             return {}
-        names = sorted({pod["spec"].get("nodeName", "") for pod in pods} - {""})
+        names = sorted(set(map(_node, pods)) - {""})
         since_s = self._clock.now_s() - self._nodes_known_s
         unknown = [name for name in names if name not in self._nodes or self._nodes[name][0] < since_s]
         asked_s = self._clock.now_s()
@@ -244,20 +239,17 @@ class FleetView:
         self._under_way = self._next = None
 
     async def _list_after(self, before: asyncio.Task[dict[str, Found]] | None) -> dict[str, Found]:
+        """Workloads are read first: a pod that is made in between has its workload, one that is removed was none."""
         if before is not None:
             await asyncio.wait([before])
         # Who asks from here on needs another one: what this one sees may be older than their question.
         self._under_way, self._next = self._next, None
-        return await self._list()
-
-    async def _list(self) -> dict[str, Found]:
-        """Workloads are read first: a pod that is made in between has its workload, one that is removed was none."""
         query = {"labelSelector": selector(self._fleet)}
-        made: list[Object] = (await self._api.get(workloads_path(self._namespace, over_nodes=False), query))["items"]
+        made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:
             each.setdefault("apiVersion", "apps/v1")  # items of a list leave it out
         with contextlib.suppress(ResourceNotFound):  # LeaderWorkerSet is not installed
-            made += (await self._api.get(workloads_path(self._namespace, over_nodes=True), query))["items"]
+            made += (await self._api.get(workloads_path(self._namespace, LWS), query))["items"]
         pods: dict[str, list[Object]] = defaultdict(list)
         for pod in (await self._api.get(pods_path(self._namespace), query))["items"]:
             pods[pod["metadata"]["labels"][ENGINE]].append(pod)
@@ -271,9 +263,3 @@ class FleetView:
             return False
         conditions = node.get("status", {}).get("conditions") or []
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def _retrieve_exception(task: asyncio.Task[dict[str, Found]]) -> None:
-    """Everybody who waited for it may have been cancelled: then nobody is left to hear of its failure."""
-    if not task.cancelled():
-        task.exception()

@@ -18,16 +18,8 @@ from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.engine_facts import facts_of
+from orchestrrl.fleet.redeployment import checks
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.checks import (
-    CANARY_IDS,
-    AnswerTolerance,
-    answers_fault,
-    capacity_fault,
-    layout_fault,
-    reading_fault,
-    writing_fault,
-)
 from orchestrrl.fleet.redeployment.emptying import Emptying, MoveControl
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
 from orchestrrl.fleet.state import EngineFacts
@@ -79,7 +71,7 @@ class RedeployActions:
     connect: Callable[[str], ManagedEngine]
     configurations: Mapping[ConfigurationId, Configuration]
     running: dict[EngineId, DeployedInstance]
-    tolerance: AnswerTolerance
+    tolerance: checks.AnswerTolerance
     redeployment: Redeployment
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
@@ -147,7 +139,7 @@ class RedeployActions:
 
     async def _excerpt(self, engine: EngineId) -> AnswerExcerpt:
         async with self._client(engine) as client:
-            return await client.excerpt(CANARY_IDS, self.tolerance.tokens)
+            return await client.excerpt(checks.CANARY_IDS, self.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
         """Of engines that stop side by side one is enough."""
@@ -403,9 +395,9 @@ class RedeployActions:
         async with self._client(engine) as client:  # side by side: it may take seconds to collect facts about itself
             facts = client.layout(), client.metrics(), client.weight_version(), client.capabilities()
             layout, metrics, version, offers, answers = await asyncio.gather(*facts, self._answer_faults(client))
-        faults = layout_fault(layout, spec.parallelism)
+        faults = checks.layout_fault(layout, spec.parallelism)
         if (known := self.configurations.get(spec.configuration)) is not None:
-            faults += capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
+            faults += checks.capacity_fault(metrics.kv_capacity_tokens, known.kv_capacity_tokens)
         if wanted is not None and version is not None and version != wanted:
             faults.append(f"its weights are version {version}, the fleet's {wanted}")
         if faults := faults + answers:
@@ -416,12 +408,12 @@ class RedeployActions:
         return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
 
     async def _answer_faults(self, client: ManagedEngine) -> list[str]:
-        written = await client.excerpt(CANARY_IDS, self.tolerance.tokens)
-        faults = reading_fault(written, await client.score(written), self.tolerance)
+        written = await client.excerpt(checks.CANARY_IDS, self.tolerance.tokens)
+        faults = checks.reading_fault(written, await client.score(written), self.tolerance)
         reference = self._reference
         if reference is not None:
-            faults += answers_fault(reference, await client.score(reference), self.tolerance)
-            faults += writing_fault(reference, written, self.tolerance)
+            faults += checks.answers_fault(reference, await client.score(reference), self.tolerance)
+            faults += checks.writing_fault(reference, written, self.tolerance)
         return faults
 
     @asynccontextmanager

@@ -115,8 +115,7 @@ class FleetCoordinator:
         now_s = self.clock.now_s()
         report = replace(report, agent=self.nodes.id_of(report.agent, report.incarnation, stream))
         self.state.check_engine_report(report, now_s)
-        engine = self.state.engine_of(report, now_s)
-        report = replace(report, engine=engine, capabilities=self.state.offered(report))
+        report = self.state.named(report, now_s)
         taken = self.state.fold_engine(report, now_s, stream)
         if taken:
             if report.sample is not None:

@@ -87,8 +87,8 @@ async def run_daemon(
                 keep("fabric", fabric.run)
             if routing is not None:
                 keep("packet_routes", routing.maintain)
-            if gen_circuits is not None and daemon.found_fleet is not None:
-                keep("generation_circuits", partial(gen_circuits.maintain, daemon.found_fleet))
+            if gen_circuits is not None and redeployer is not None:
+                keep("generation_circuits", partial(gen_circuits.maintain, redeployer))
 
 
 def _on_news(fabric: CircuitCoordinator | None, switch: str) -> None:

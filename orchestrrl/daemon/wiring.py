@@ -27,7 +27,6 @@ from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
-from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.weights.controller.stale_versions import StaleVersions
@@ -64,7 +63,6 @@ class Daemon:
     weights: WeightSyncParts
     watch: DeployedEngineWatcher | None
     redeployer: RedeploymentController | None
-    found_fleet: FoundFleet | None
     # To be done before the pause barrier opens; given when it opens by itself.
     before_resume: Callable[[float], Awaitable[str]] | None
 
@@ -86,15 +84,14 @@ def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEd
     watch = edges.watch(fleet) if edges.watch else None
     product = config.fleet.launch.engine if config.fleet.launch else ""
     redeployed = RedeployedFleet(fleet, weights.syncs, fabric.gen_circuits, watch, product)
-    redeployer = found = before_resume = None
+    redeployer = before_resume = None
     if edges.deployment is not None:
         redeployer = RedeploymentController(redeployed, edges.deployment, turn, config.fleet)
-        found = FoundFleet(fleet.state, clock, redeployer)
-        before_resume = partial(fabric.gen_circuits.after_sync, found) if fabric.gen_circuits else None
+        before_resume = partial(fabric.gen_circuits.after_sync, redeployer) if fabric.gen_circuits else None
     left = edges.left_for_moves or (lambda: weights.syncs.left_for_moves)
     plane = ControlPlane(fleet, mode, pauses, turn, redeployer, left, edges.offload, edges.stopwatch)
     fabric_parts = fabric.coordinator, fabric.routing, fabric.verifier, fabric.gen_circuits
-    return Daemon(plane, fleet, circuits, windows, *fabric_parts, weights, watch, redeployer, found, before_resume)
+    return Daemon(plane, fleet, circuits, windows, *fabric_parts, weights, watch, redeployer, before_resume)
 
 
 def planning_of(config: Config, journal: Journal, clock: Clock, edges: DaemonEdges) -> Planning:

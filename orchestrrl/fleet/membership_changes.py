@@ -64,9 +64,8 @@ class Membership:
     def with_added(self, facts: EngineFacts) -> "Membership":
         """It is there, and takes requests."""
         others = [other for other in self.added if other.id != facts.id]
-        taking = self.with_undrained(facts.id)
-        removed = tuple(engine for engine in self.removed if engine != facts.id)
-        return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)), removed=removed)
+        taking = self.with_undrained(facts.id).with_readmitted(facts.id)
+        return replace(taking, added=tuple(sorted([*others, facts], key=lambda one: one.id)))
 
     def with_readmitted(self, engine: EngineId) -> "Membership":
         """It is there by the configuration's word again."""
@@ -81,9 +80,8 @@ class Membership:
         return replace(self, draining=self.draining - {engine}, leaving=self.leaving - {engine})
 
     def with_removed(self, engine: EngineId) -> "Membership":
-        others = tuple(other for other in self.removed if other != engine)
         added = tuple(facts for facts in self.added if facts.id != engine)
-        removed = (*others, engine)[-REMOVED_REMEMBERED:]
+        removed = (*self.with_readmitted(engine).removed, engine)[-REMOVED_REMEMBERED:]
         return replace(self.with_undrained(engine), added=added, removed=removed)
 
 
@@ -178,18 +176,12 @@ class MembershipChanges:
         """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
         engine that is not known."""
         self._require_known(engine)
-        membership = self.membership
-        for name in self._names_of(engine):
-            membership = membership.with_drained(name, move)
-        self._change("drain", engine, membership, reason)
+        self._change_names("drain", engine, lambda membership, name: membership.with_drained(name, move), reason)
 
     def undrain(self, engine: EngineId, reason: str = "") -> None:
         """It takes requests again."""
         self._require_known(engine)
-        membership = self.membership
-        for name in self._names_of(engine):
-            membership = membership.with_undrained(name)
-        self._change("undrain", engine, membership, reason)
+        self._change_names("undrain", engine, Membership.with_undrained, reason)
 
     async def remove(self, engine: EngineId, force: bool = False, reason: str = "") -> EngineRemoval:
         """It is none of ours from now on, whoever reports it. What still runs there finishes: its gateway keeps the
@@ -206,17 +198,19 @@ class MembershipChanges:
         if there:
             self._check_movable()
         moved = await self._empty(engine, reason) if there else set()
-        membership = self.membership
-        for name in self._names_of(engine):
-            membership = membership.with_removed(name)
-        self._change("remove", engine, membership, reason)
+        self._change_names("remove", engine, Membership.with_removed, reason)
         return EngineRemoval(len(moved), len(self._requests_on(engine) - moved))
 
-    def _names_of(self, engine: EngineId) -> list[EngineId]:
-        """The engine's id, and those that only nodes use for it: they would be its id once nothing else names it."""
-        names = self._state.names(self._clock.now_s())
+    def _change_names(
+        self, change: str, engine: EngineId, step: Callable[[Membership, EngineId], Membership], reason: str
+    ) -> None:
+        """Change the engine's id, and those that only nodes use for it: they would be its id once nothing else names
+        it."""
+        names, membership = self._state.names(self._clock.now_s()), self.membership
         others = {id for _, id in names.others.get(engine, ())}
-        return [engine, *sorted(id for id in others if names.is_other(id) and id not in self.membership.removed)]
+        for name in [engine, *sorted(id for id in others if names.is_other(id) and id not in membership.removed)]:
+            membership = step(membership, name)
+        self._change(change, engine, membership, reason)
 
     # --- moving what leaves
 

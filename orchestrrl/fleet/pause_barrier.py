@@ -225,7 +225,7 @@ class PauseBarrier:
             raise ProblemFaults(faults)
         before = self.state.require_lease(lease_id)
         self._take(self._state.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
-        orders = {node: self._order_close(node) for node in self._nodes.gateways()}
+        orders = self.close_all()
         if not self._state.quiet:
             return self._state  # who waits for the fleet to come to rest hears of failures
         results = await answers(orders, self._clock, ANSWER_S)

@@ -20,7 +20,6 @@ from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import Action, CloseBarrier, OpenBarrier, OperationResult, OperationStatus, PauseMode
 from orchestrrl.fleet.pause_lease import LEASE, LastRelease, PauseLease
-from orchestrrl.fleet.reports import BarrierReport
 from planner.model import NodeId
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class PauseStepKind(StrEnum):
 class PauseStep:
     number: int
     kind: PauseStepKind
-    within_s: float
+    within_s: None = None  # the lease's deadline comes first, and says what is missing
 
     def __str__(self) -> str:
         return self.kind
@@ -143,7 +142,7 @@ class FleetPause(Description[PauseStep]):
     def forward(self) -> Sequence[Stage[PauseStep]]:
         finish = [PauseStepKind.FINISH] if self.lease.mode is PauseMode.WAIT else []
         kinds = (PauseStepKind.ENGINES, *finish, PauseStepKind.REST)
-        return tuple(((self._step(place, kind),),) for place, kind in enumerate(kinds, 1))
+        return tuple(((PauseStep(place, kind),),) for place, kind in enumerate(kinds, 1))
 
     def intent(self) -> Mapping[str, Any]:
         return {"lease": LEASE.dump_python(self.lease, mode="json")}
@@ -174,7 +173,7 @@ class FleetPause(Description[PauseStep]):
         """The state of the pause barrier is the daemon's own."""
 
     def back(self, records: Sequence[StepEntry]) -> Sequence[Stage[PauseStep]]:
-        return (((self._step(1, PauseStepKind.OPEN),),),)
+        return (((PauseStep(1, PauseStepKind.OPEN),),),)
 
     def restored(self) -> bool:
         return not self._is_held()
@@ -184,10 +183,6 @@ class FleetPause(Description[PauseStep]):
         return frozenset(step.number for step in steps_in(self.forward())) if at_rest else None
 
     # --- inside
-
-    def _step(self, number: int, kind: PauseStepKind) -> PauseStep:
-        # The lease's own deadline comes first, and says what is missing.
-        return PauseStep(number, kind, self.lease.quiet_by_s - self.lease.began_s + 2 * ANSWER_S)
 
     def _is_held(self) -> bool:
         lease = self._acts.state.lease
@@ -216,20 +211,18 @@ class FleetPause(Description[PauseStep]):
 
     def _not_at_rest(self, because: str) -> Retryable:
         reports = self._acts.reports
-        running = [_running_text(node, reports.get(node)) for node, order in self._orders.items() if not order.done()]
-        return Retryable(f"the fleet did not come to rest: {'; '.join([because, *running])}", AGAIN_S)
+        words = [because]
+        for node in [node for node, order in self._orders.items() if not order.done()]:
+            report = reports.get(node)
+            has = "has not reported" if report is None else f"still has {report.running} running requests"
+            words.append(f"gateway {node} {has}")
+        return Retryable(f"the fleet did not come to rest: {'; '.join(words)}", AGAIN_S)
 
     def _end(self) -> None:
         try:
             self._log.end(self.id, {"state": self._operation.state, "detail": self._operation.detail})
         except OrchestrRLError as error:  # then the next daemon finds it open, and how it ended
             logger.error("the end of the %s cannot be written down: %s", self, error)
-
-
-def _running_text(node: NodeId, report: BarrierReport | None) -> str:
-    if report is None:
-        return f"gateway {node} has not reported"
-    return f"gateway {node} still has {report.running} running requests"
 
 
 def rested(result: OperationResult | None) -> bool:

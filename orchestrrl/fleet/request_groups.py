@@ -6,6 +6,7 @@ over several.
 
 from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
 from orchestrrl.fleet.reports import FinishedRequest
 
@@ -31,9 +32,7 @@ class FinishedGroups:
             self._finished[answer.group] = count
             if count >= answer.group_enough:
                 self._enough[answer.group] = None
-        # Together: the first key of a dictionary is searched for behind all that were deleted before it.
-        for group in list(islice(self._finished, max(0, len(self._finished) - GROUPS_REMEMBERED))):
-            del self._finished[group]
+        keep_newest(self._finished, GROUPS_REMEMBERED)
 
     def take(self) -> frozenset[str]:
         """Groups of which an answer came since the last call, and that have enough."""
@@ -44,3 +43,10 @@ class FinishedGroups:
         """A new step begins."""
         self._finished.clear()
         self._enough.clear()
+
+
+def keep_newest(entries: dict[Any, Any], most: int) -> None:
+    """Delete the oldest entries beyond so many, together: the first key of a dictionary is searched for behind all that
+    were deleted before it."""
+    for key in list(islice(entries, max(0, len(entries) - most))):
+        del entries[key]

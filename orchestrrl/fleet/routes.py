@@ -64,7 +64,7 @@ class RoutingTable:
         self._runner = runner
         self._journal = journal
         self._clock = clock
-        self._journalled: tuple[tuple[object, ...], ...] = ()
+        self._journalled: dict[str, Any] = {"routes": [], "expected": {}}
         self._expected_before: dict[EngineId, float] = {}  # as written down
         self._sent: dict[NodeId, tuple[SetRoutes, float]] = {}  # to each gateway, and when
         self._changes, self._losses = _Pace(), _Pace()
@@ -140,15 +140,12 @@ class RoutingTable:
             if own != before or now_s - sent_s >= lasts_s / 2:
                 self._nodes.send(gateway, self._runner.next_operation(own, lasts_s))
                 self._sent[gateway] = own, now_s
-        shape = (
-            *((route.engine, route.url, route.health, route.draining) for route in routes),
-            *sorted(expected.items()),
-        )
-        if shape != self._journalled:
-            self._journalled, self._expected_before = shape, expected
-            listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
+        listing = [{"engine": r.engine, "url": r.url, "health": r.health, "draining": r.draining} for r in routes]
+        body: dict[str, Any] = {"routes": listing, "expected": expected}
+        if body != self._journalled:
+            self._journalled, self._expected_before = body, expected
             try:
-                self._journal.append(now_s, EntryKind.ROUTES, "", {"routes": listing, "expected": expected})
+                self._journal.append(now_s, EntryKind.ROUTES, "", body)
             except OrchestrRLError as error:  # gateways have them all the same
                 logger.error("routes cannot be written down: %s", error)
 

@@ -9,7 +9,6 @@ call by several ids is one engine here (same_servers.py).
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from orchestrrl.core.addresses import server_address
 from orchestrrl.core.errors import LimitReached, shorten
@@ -26,7 +25,7 @@ from orchestrrl.fleet.reports import (
     FinishedRequest,
     GatewayReport,
 )
-from orchestrrl.fleet.request_groups import FinishedGroups
+from orchestrrl.fleet.request_groups import FinishedGroups, keep_newest
 from orchestrrl.fleet.same_servers import CONFIGURATION, ServerClaim, ServerNames, find_names
 from orchestrrl.fleet.sender_clocks import SenderClock
 from planner.model import (
@@ -239,7 +238,7 @@ class FleetState:
     def fold_engine(self, report: EngineReport, received_s: float, stream: int = 0) -> bool:
         """Take a report in, unless one at least as new is held, or another agent's counts. True: it was taken.
 
-        The report's engine is as `engine_of` names it.
+        The report's engine is as `named` gives it.
         """
         if report.engine in self._barred:
             if report.capabilities is not None:
@@ -394,9 +393,8 @@ class FleetState:
     def check_engine_report(self, report: EngineReport, now_s: float) -> None:
         """Raises LimitReached where the report names one engine, or one name of an engine, more than are remembered."""
         most = CLAIMS_PER_ENGINE * self._capacity.engines
-        if (report.agent, report.engine) not in self._claims and sum(
-            c.rank == 1 for c in self._claims.values()
-        ) >= most:
+        is_new = (report.agent, report.engine) not in self._claims
+        if is_new and sum(claim.rank == 1 for claim in self._claims.values()) >= most:
             limit = f"at most {most} names of engines by agents can be known ({CLAIMS_PER_ENGINE} times limits.engines)"
             raise LimitReached(f"engine_id: {limit}, got {shorten(report.engine)} as one more")
         self._make_room(frozenset({self._names.engine(report.agent, report.engine)}), None, now_s)
@@ -476,26 +474,20 @@ class FleetState:
             self._names = find_names((*facts, *self._claims.values()), now_s)
         return self._names
 
-    def engine_of(self, report: EngineReport, received_s: float) -> EngineId:
-        """The engine that a report is about: its agent may call it by an id of its own.
+    def named(self, report: EngineReport, received_s: float) -> EngineReport:
+        """Return the report under the engine's own id, as its agent may call it otherwise, and with what the engine
+        offers: an agent reports that once, perhaps before the engine's other names were known.
 
         An id that is new counts as its own engine until `names` is asked next, so that a fleet that starts does not
         compare all with all for each of its reports.
         """
-        claim = self._claims.get((report.agent, report.engine))
-        if claim is None:
-            claim = self._claims[report.agent, report.engine] = ServerClaim(report.agent, report.engine, 1, "")
+        claim = self._claim(report.agent, report.engine, 1)
         claim.last_report_s = received_s
         claim.capabilities = report.capabilities or claim.capabilities
         if claim.follow(report.url, self._hosts.get(report.agent, ""), report.server, None, received_s):
             self._named_s = float("-inf")
-        return self._names.engine(report.agent, report.engine)
-
-    def offered(self, report: EngineReport) -> EngineCapabilities | None:
-        """What the report's engine offers: an agent reports it once, perhaps before the engine's other names were
-        known. `engine_of` comes first; the report has the agent's own id still."""
-        claim = self._claims.get((report.agent, report.engine))
-        return report.capabilities if claim is None else claim.capabilities
+        engine = self._names.engine(report.agent, report.engine)
+        return replace(report, engine=engine, capabilities=claim.capabilities)
 
     def engine_called(self, name: EngineId, now_s: float) -> EngineId:
         """The engine that an operator means: by its id, or by another one that only nodes use."""
@@ -562,11 +554,14 @@ class FleetState:
             del self._claims[key]
             self._named_s = float("-inf")
         for engine in named.values():
-            claim = self._claims.get((gateway, engine.engine))
-            if claim is None:
-                claim = self._claims[gateway, engine.engine] = ServerClaim(gateway, engine.engine, 2, "")
+            claim = self._claim(gateway, engine.engine, 2)
             if claim.follow(engine.url, self._hosts.get(gateway, ""), engine.server, engine.known_as, now_s):
                 self._named_s = float("-inf")
+
+    def _claim(self, source: NodeId, engine: EngineId, rank: int) -> ServerClaim:
+        if (source, engine) not in self._claims:
+            self._claims[source, engine] = ServerClaim(source, engine, rank, "")
+        return self._claims[source, engine]
 
     def _taken_s(
         self, node: NodeId, report: EngineReport | GatewayReport, stream: int, sampled_s: float, received_s: float
@@ -610,9 +605,7 @@ class FleetState:
                 censored = finished.finish_reason == CENSORED
                 self._finished.append(FinishedLength(finished.generated_tokens, censored, finished.tag))
         self.groups.count(fresh)
-        # Together: the first key of a dictionary is searched for behind all that were deleted before it.
-        for finished in list(islice(record.finished, max(0, len(record.finished) - FINISHED_REMEMBERED))):
-            del record.finished[finished]
+        keep_newest(record.finished, FINISHED_REMEMBERED)
         self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))
 
     def _count_failovers(self, record: _GatewayRecord, gateway: NodeId, reported: tuple[EngineFailovers, ...]) -> None:
@@ -625,8 +618,7 @@ class FleetState:
                 engine = EngineId("")  # the rest together
             self.failovers[engine] = self.failovers.get(engine, FailoverCounts()) + failovers.counts
             self._new_failovers.append(failovers)
-        for failovers in list(islice(record.failovers, max(0, len(record.failovers) - FINISHED_REMEMBERED))):
-            del record.failovers[failovers]
+        keep_newest(record.failovers, FINISHED_REMEMBERED)
 
     # --- views
 
@@ -653,17 +645,14 @@ class FleetState:
             for request in record.in_flight:
                 held = newest.get(request.id)
                 if held is None or (record.reported_s, node) > held[:2]:
-                    newest[request.id] = (record.reported_s, node, self._with_engine(node, request))
+                    if request.engine is not None and node in self._names.of:
+                        request = replace(request, engine=self._names.engine(node, request.engine))
+                    newest[request.id] = (record.reported_s, node, request)
         reported = (
             request if reported_s == now_s else replace(request, quiet_s=request.quiet_s + now_s - reported_s)
             for _, (reported_s, _, request) in sorted(newest.items())
         )
         return self._with_preempted(tuple(reported), now_s)
-
-    def _with_engine(self, node: NodeId, request: RequestView) -> RequestView:
-        if request.engine is None or node not in self._names.of:
-            return request
-        return replace(request, engine=self._names.engine(node, request.engine))
 
     def _with_preempted(self, requests: tuple[RequestView, ...], now_s: float) -> tuple[RequestView, ...]:
         """Put requests that their engine has preempted back among the waiting.

@@ -21,7 +21,7 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,7 @@ from orchestrrl.core.config.launch import EngineDevice
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
+from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
 
 E = TypeVar("E", bound=OrchestrRLError)
@@ -102,32 +103,15 @@ def free_range() -> int:
     """The first of RANGE ports that are nobody's now. Test processes beside this one are not given them either."""
     while True:
         number = secrets.randbelow(RANGES)
-        lock = _taken(LOCKS + number)
-        if lock is None:
-            continue
-        if len(_locks) == _locks.maxlen:
-            _locks[0].close()
-        _locks.append(lock)
         first = PORTS + RANGE * number
-        if all(map(_is_free, range(first, first + RANGE))):
+        with suppress(OSError):
+            lock = hold_port("127.0.0.1", [(LOCKS + number, False)])
+            if len(_locks) == _locks.maxlen:
+                _locks[0].close()
+            _locks.append(lock)
+            for port in range(first, first + RANGE):
+                hold_port("127.0.0.1", [(port, False)]).close()
             return first
-
-
-def _is_free(port: int) -> bool:
-    if taker := _taken(port):
-        taker.close()
-    return taker is not None
-
-
-def _taken(port: int) -> socket.socket | None:
-    """Who holds it; None where it is somebody's."""
-    taker = socket.socket()
-    try:
-        taker.bind(("127.0.0.1", port))
-    except OSError:
-        taker.close()
-        return None
-    return taker
 
 
 class DeployersUnderTest:

@@ -21,27 +21,16 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
+from orchestrrl.fleet.deployers import local_machine
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, gpus_in_use, read_options
 from orchestrrl.fleet.deployers.command_line import (
-    CommandLine,
     EngineLaunch,
     EngineSpec,
     ports_to_try,
     render,
     url_of,
 )
-from orchestrrl.fleet.deployers.local_machine import (
-    EngineLogs,
-    EngineRecord,
-    EngineRecords,
-    FoundProcess,
-    RecordState,
-    exit_status,
-    find_processes,
-    is_alive,
-    same,
-    spawn,
-)
+from orchestrrl.fleet.deployers.local_machine import EngineLogs, EngineRecord, EngineRecords, FoundProcess, RecordState
 from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId
 
@@ -69,7 +58,7 @@ class _Seen:
         """Those that were spawned for it and live."""
         if self.record is None or not self.record.leaders:
             return [found for found in self.found if found.leads]
-        return [found for found in self.found if any(same(found, leader) for leader in self.record.leaders)]
+        return [found for found in self.found if any(found.is_same(leader) for leader in self.record.leaders)]
 
     @property
     def whole(self) -> bool:
@@ -100,9 +89,10 @@ class LocalDeployer:
         self._exits: dict[tuple[int, float], int] = {}  # status of our own children, by leader
 
     def check(self, spec: EngineSpec) -> None:
-        lines = render(spec, self._launch)
-        self._check_place(lines)
-        faults = []
+        lines, faults = render(spec, self._launch), []
+        nodes = sorted({line.node for line in lines})
+        if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
+            raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
         if shutil.which(lines[0].argv[0]) is None:
             faults.append(f"{self._launch.where}.python: is no program of this machine, got {lines[0].argv[0]!r}")
         if spec.weights and not Path(spec.weights).is_dir():
@@ -173,11 +163,6 @@ class LocalDeployer:
         except OSError as error:
             raise Retryable(f"engine {spec.engine}: {error}", LATER_S) from error
 
-    def _check_place(self, lines: Sequence[CommandLine]) -> None:
-        nodes = sorted({line.node for line in lines})
-        if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
-            raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
-
     def _existing_instance(self, held: _Seen, spec: EngineSpec) -> DeployedInstance:
         """The engine that is there already, if it is as wanted."""
         if held.record is None or held.record.spec != spec:
@@ -216,7 +201,7 @@ class LocalDeployer:
 
     def _exit_status(self, leader: tuple[int, float]) -> int | None:
         """Of a child of ours. It is waited for once: later its id may be another child's."""
-        if leader not in self._exits and (status := exit_status(leader[0])) is not None:
+        if leader not in self._exits and (status := local_machine.exit_status(leader[0])) is not None:
             self._exits[leader] = status
         return self._exits.get(leader)
 
@@ -233,7 +218,7 @@ class LocalDeployer:
             log, spawned = self._logs.rotate(spec.engine), []
             try:
                 for line in lines:
-                    spawned.append(spawn(line.argv, line.environment, self._fleet, record, log, holder.fileno()))
+                    spawned.append(local_machine.spawn(line, self._fleet, record, log, holder.fileno()))
             except OSError as error:
                 self._clear(_Seen(spec.engine, record, self._processes_of(spec.engine)))
                 self._records.remove(spec.engine)
@@ -274,7 +259,7 @@ class LocalDeployer:
         record = self._records.read_one(engine)
         if record is None or record.state is not RecordState.STARTED:
             return None
-        return _instance_of(record) if all(map(is_alive, record.leaders)) else None
+        return _instance_of(record) if all(map(local_machine.is_alive, record.leaders)) else None
 
     def _list(self) -> tuple[DeployedInstance, ...]:
         with self._records.alone():
@@ -311,10 +296,10 @@ class LocalDeployer:
         return f"{self._identity.name} in {os.path.realpath(self._identity.folder)}"
 
     def _processes_of(self, engine: EngineId) -> tuple[FoundProcess, ...]:
-        return tuple(find_processes(self._fleet, self._logs).get(engine, ()))
+        return tuple(local_machine.find_processes(self._fleet, self._logs).get(engine, ()))
 
     def _scan(self) -> dict[EngineId, _Seen]:
-        records, found = self._records.read(), find_processes(self._fleet, self._logs)
+        records, found = self._records.read(), local_machine.find_processes(self._fleet, self._logs)
         seen = {}
         for engine in sorted({*records, *found}):
             processes = tuple(found.get(engine, ()))
@@ -332,12 +317,8 @@ class LocalDeployer:
 
     def _obituary(self, seen: _Seen, record: EngineRecord) -> str:
         living = {found.process.pid for found in seen.leaders}
-        ends = []
-        for leader in record.leaders:
-            pid = leader[0]
-            if pid in living:
-                continue
-            ends.append(f"process {pid} {_how(self._exit_status(leader))}")
+        gone = [leader for leader in record.leaders if leader[0] not in living]
+        ends = [f"process {leader[0]} {_how(self._exit_status(leader))}" for leader in gone]
         if seen.cut_short:
             what = "is being stopped" if record.state is RecordState.STOPPING else "was not started to the end"
             ends.append(f"it {what}: {len(living)} of {record.processes} processes are there")

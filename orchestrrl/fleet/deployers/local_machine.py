@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec
 from orchestrrl.fleet.deployers.machine import log_tail
 from planner.model import EngineId
 
@@ -181,26 +181,28 @@ class FoundProcess:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.send_signal(number)
 
+    def is_same(self, leader: tuple[int, float]) -> bool:
+        """Whether it is the process that was noted down, and no later one of its id."""
+        pid, created_s = leader
+        return self.process.pid == pid and abs(self.created_s - created_s) <= CREATED_WITHIN_S
+
     @property
     def alive(self) -> bool:
         """Those that nobody has waited for are not."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return False
 
 
-def spawn(
-    argv: Sequence[str], environment: Mapping[str, str], fleet: str, record: EngineRecord, log: Path, port_holder: int
-) -> tuple[int, float]:
+def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
     """Start a process in a session of its own, and return its id and when it was created. It keeps the descriptor
     `port_holder`, and with it the port, for as long as it lives. Raises OSError where there is no such program."""
     mark = json.dumps({"fleet": fleet, "record": record.document()})
     with log.open("ab") as output:
         pid = os.posix_spawnp(
-            argv[0],
-            list(argv),
-            {**os.environ, **environment, MARK: mark},
+            line.argv[0],
+            list(line.argv),
+            {**os.environ, **line.environment, MARK: mark},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
@@ -225,21 +227,13 @@ def find_processes(fleet: str, logs: EngineLogs) -> dict[EngineId, list[FoundPro
     return engines
 
 
-def same(found: FoundProcess, leader: tuple[int, float]) -> bool:
-    """Whether it is the process that was noted down, and no later one of its id."""
-    pid, created_s = leader
-    return found.process.pid == pid and abs(found.created_s - created_s) <= CREATED_WITHIN_S
-
-
 def is_alive(leader: tuple[int, float]) -> bool:
     """Whether the process that was noted down lives."""
-    pid, created_s = leader
-    try:
-        process = psutil.Process(pid)
-        there = abs(process.create_time() - created_s) <= CREATED_WITHIN_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(leader[0])
+        there = abs(process.create_time() - leader[1]) <= CREATED_WITHIN_S
         return there and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def exit_status(pid: int) -> int | None:

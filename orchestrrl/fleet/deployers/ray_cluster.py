@@ -78,7 +78,10 @@ class RayCluster:
                         return {"found": found}
                     self._remove(engine)
                     del records[engine]
-                self._refuse_taken(engine, gpus, records)
+                owner = {gpu: other for other, record in records.items() for gpu in record["gpus"]}
+                if taken := [f"{gpu} by {owner[gpu]}" for gpu in gpus if gpu in owner]:
+                    why = f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}"
+                    raise RayRefusal("permanent", why)
                 record: Json = {"spec": spec, "gpus": gpus, "seats": [], "url": ""}
                 if self._settings["placement_groups"]:
                     record["seats"] = self._places.offered(parts)
@@ -303,14 +306,9 @@ class RayCluster:
 
     # Records, and what Ray has of the fleet.
 
-    def _refuse_taken(self, engine: str, gpus: Iterable[int], records: Mapping[str, Json]) -> None:
-        owner = {gpu: other for other, record in records.items() for gpu in record["gpus"]}
-        taken = [f"{gpu} by {owner[gpu]}" for gpu in gpus if gpu in owner]
-        if taken:
-            raise RayRefusal("permanent", f"engine {engine} cannot have GPUs that are in use: {', '.join(taken)}")
-
     def _refuse_unreachable(self, engine: str, address: str, host: str) -> None:
-        if (host == "localhost" or host.startswith("127.") or host == "::1") and address not in _own_addresses():
+        local = host in ("localhost", "::1") or host.startswith("127.")
+        if local and address not in ("127.0.0.1", "::1", ray.util.get_node_ip_address()):
             why = f"it would listen on {host} of {address}, where only {address} reaches it"
             raise RayRefusal("permanent", f"engine {engine}: {why}; set fleet.launch.host: 0.0.0.0")
 
@@ -345,10 +343,6 @@ class RayCluster:
 
     def _lost_nodes(self) -> dict[str, str]:
         return {node["NodeID"]: node.get("DeathReasonMessage") or "dead" for node in ray.nodes() if not node["Alive"]}
-
-
-def _own_addresses() -> set[str]:
-    return {"127.0.0.1", "::1", ray.util.get_node_ip_address()}
 
 
 def _name(engine: str, process: int, seat: int) -> str:

@@ -100,8 +100,7 @@ class RedeployActions:
             return self._fence()
         if step.kind is StepKind.ADMIT:
             engines = [spec.engine for spec in self.redeployment.preparing]
-            self._check_weights()
-            await self._check_there(engines)
+            await self._check_before_admission(engines)
             return await self._admit(engines, self.redeployment.new)
         if step.engine is None:
             return ""
@@ -189,8 +188,12 @@ class RedeployActions:
         self.control_plane.engines_deployed(self.running)
         return f"{len(leaving)} engines take nothing new"
 
-    async def _check_there(self, engines: Sequence[EngineId]) -> None:
-        """Where others took long to come up, who was verified first may have ended meanwhile. Raises Permanent."""
+    async def _check_before_admission(self, engines: Sequence[EngineId]) -> None:
+        """Where others took long to come up, who was verified first may have ended meanwhile, and requests would stand
+        still at engines that come with yesterday's weights. Raises Permanent."""
+        began, now = self.redeployment.weights, self.control_plane.current_weights()
+        if now.version != began.version and now.source:
+            raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
         for engine in engines:
             told = await self.deployer.status(engine)
             if told is None or told.life is EngineLife.ENDED:
@@ -217,12 +220,6 @@ class RedeployActions:
     def _reference(self) -> AnswerExcerpt | None:
         """Of the same weights."""
         return self.redeployment.reference if self._weights.version == self.redeployment.weights.version else None
-
-    def _check_weights(self) -> None:
-        """Requests would stand still at engines that come with yesterday's weights."""
-        began, now = self.redeployment.weights, self.control_plane.current_weights()
-        if now.version != began.version and now.source:
-            raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
 
     def facts(self, engine: EngineId) -> EngineFacts:
         """Its KV as verified, else as planned."""

@@ -89,10 +89,8 @@ class FleetDeployment:
             try:
                 gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
                 self.deployer.check(self.make_spec(fleet, EngineId(f"{id}-0"), id, gpus))
-            except ProblemFaults as error:
-                why[id] = "; ".join(error.faults)
-            except Permanent as error:
-                why[id] = str(error)
+            except (ProblemFaults, Permanent) as error:
+                why[id] = "; ".join(str(error).splitlines())
         return why
 
 
@@ -241,7 +239,7 @@ class RedeploymentController:
         return StandingEngine(
             serving=tuple(serving),
             asleep=tuple(asleep),
-            elastic=self._elastic(),
+            elastic=self._offering(lambda told: told.scale_elastic_ep) if self._deployer.can_scale else frozenset(),
             alive=frozenset(e for e, deployed in self._running.items() if self._serves(deployed)),
             drained=frozenset(view.id for view in views if view.draining),
             lost=frozenset(lost),
@@ -286,6 +284,7 @@ class RedeploymentController:
                 f"engines that are started need the weights of version {weights.version}, and nobody has told where"
                 f" they are: `orchestrrl engines set-version {weights.version} --weights FOLDER`"
             )
+        may_sleep = self._deployer.can_lend and not wanted.sleepers_too
         redeployment = Redeployment(
             id=id,
             plan=plan,
@@ -294,7 +293,7 @@ class RedeploymentController:
             old=standing.serving,
             new=wanted.new,
             asleep=standing.asleep,
-            can_sleep=frozenset() if wanted.sleepers_too else self._can_sleep(standing, wanted.new),
+            can_sleep=standing.alive & self._offering(lambda told: told.sleep) if may_sleep else frozenset(),
             keep_asleep=self.policy.keep_asleep and not wanted.sleepers_too,
             destinations=wanted.destinations,
             weights=weights,
@@ -322,25 +321,27 @@ class RedeploymentController:
         verified = None if self._run is None else self._run.acts.offers.get(engine)
         return self._control_plane.state.capabilities(engine) or verified
 
-    def _elastic(self) -> frozenset[EngineId]:
-        if not self._deployer.can_scale:
-            return frozenset()
-        offers = self._offers
-        return frozenset(e for e in self._running if (told := offers(e)) is not None and told.scale_elastic_ep)
+    def _offering(self, what: Callable[[EngineCapabilities], bool]) -> frozenset[EngineId]:
+        return frozenset(e for e in self._running if (told := self._offers(e)) is not None and what(told))
 
-    def _can_sleep(self, standing: StandingEngine, new: Sequence[EngineSpec]) -> frozenset[EngineId]:
-        if not self._deployer.can_lend:
-            return frozenset()
-        wanted = {spec.engine for spec in new}
-        offers = self._offers
-        return frozenset(
-            spec.engine
-            for spec in standing.serving
-            if spec.engine not in wanted
-            and spec.engine in standing.alive
-            and (told := offers(spec.engine)) is not None
-            and told.sleep
-        )
+    # --- what `GenerationCircuits` asks
+
+    def serving(self) -> list[EngineSpec]:
+        """Engines that run, as they were started; of one whose record was lost it is not known what its ranks send."""
+        there = (deployed for _, deployed in sorted(self._running.items()) if deployed.life is EngineLife.ALIVE)
+        return [deployed.spec for deployed in there if deployed.spec is not None and not deployed.lent]
+
+    def redeploying(self) -> bool:
+        return self._turn.busy
+
+    def idle(self) -> bool | None:
+        """As engines and gateways report. None while one of the engines, or every gateway, has reported nothing yet."""
+        snapshot = self._control_plane.state.snapshot(self._control_plane.clock.now_s())
+        heard = {view.id: view for view in snapshot.engines if view.age_s is not None}
+        if snapshot.requests or any(view.running or view.waiting for view in heard.values()):
+            return False
+        known = snapshot.requests_age_s is not None and all(spec.engine in heard for spec in self.serving())
+        return True if known else None
 
     # --- one at a time
 
@@ -399,7 +400,7 @@ class RedeploymentController:
             self.policy.tolerance,
             redeployment,
         )
-        return RedeploymentRun(redeployment, acts, self._book.log, self._control_plane.clock, self._changed)
+        return RedeploymentRun(acts, self._book.log, self._control_plane.clock, self._changed)
 
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:

@@ -33,7 +33,6 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeployStep,
     StepKind,
     goes_on,
-    order_faults,
     stages_back,
     stages_of,
 )
@@ -48,19 +47,10 @@ _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 class RedeploymentRun(Description[RedeployStep]):
     """One redeployment under way. `changed` is called with each new state of the report."""
 
-    def __init__(
-        self,
-        redeployment: Redeployment,
-        acts: RedeployActions,
-        log: OperationJournal,
-        clock: Clock,
-        changed: Callable[[], None],
-    ) -> None:
+    def __init__(self, acts: RedeployActions, log: OperationJournal, clock: Clock, changed: Callable[[], None]) -> None:
         self.acts = acts
         self._clock = clock
-        self._stages = stages_of(redeployment)
-        fault = next(order_faults(redeployment, self._stages), "")
-        assert not fault, fault
+        self._stages = stages_of(acts.redeployment)
         self._present: set[EngineId] = set()  # as observed last
         self._expects = False  # gateways have been told which engines are to come
         self._has_written_reference = False

@@ -5,13 +5,13 @@ about to stop; none stops while a request is there that its gateway would not ta
 time; new engines serve once all of them have been verified. Carrying the steps out is run.py.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from typing import NewType
 
-from orchestrrl.core.operation import OperationState, Stage, StepReport, steps_in
+from orchestrrl.core.operation import OperationState, Stage, StepReport
 from orchestrrl.engines.managed import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import EngineId, GpuId, PlanId, RequestId
@@ -115,11 +115,6 @@ class Redeployment:
     def preparing(self) -> tuple[EngineSpec, ...]:
         """Those to be verified before they serve: who comes, and who is scaled, as wanted."""
         return (*self.coming, *(new for _, new in self.scaled))
-
-    @property
-    def staying(self) -> tuple[EngineSpec, ...]:
-        before = {spec.engine: spec for spec in self.old}
-        return tuple(s for s in self.new if s.engine in before and before[s.engine].gpus == s.gpus)
 
     @property
     def scaled(self) -> tuple[tuple[EngineSpec, EngineSpec], ...]:
@@ -282,69 +277,6 @@ def _numbered(plan: _Plan, limits: RedeployTimeouts) -> tuple[Stage[RedeployStep
         )
         for place, stage in enumerate(filter(None, plan), 1)
     )
-
-
-def order_faults(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> Iterator[str]:
-    """Check the order of the steps forward. What follows the first fault yielded depends on it."""
-    specs = {spec.engine: spec for spec in (*redeployment.asleep, *redeployment.old, *redeployment.new)}
-    staying = {spec.engine for spec in redeployment.staying}
-    before = {old.engine: old for old, _ in redeployment.scaled}
-    coming = {spec.engine for spec in redeployment.coming} | before.keys()
-    asleep = {spec.engine for spec in redeployment.asleep}
-    owner = {gpu: spec.engine for spec in redeployment.old for gpu in spec.gpus}
-    serving = {spec.engine for spec in redeployment.old}
-    evacuated: set[EngineId] = set()
-    passed: dict[EngineId, list[StepKind]] = {}  # of who comes: what has been done, in order
-    for step in steps_in(stages):
-        engine = step.engine
-        if engine is None:
-            if step.kind is StepKind.FENCE:
-                serving -= {spec.engine for spec in redeployment.leaving} | before.keys()
-            elif step.kind is StepKind.ADMIT:
-                if unready := sorted(e for e in coming if StepKind.VERIFY not in passed.get(e, ())):
-                    yield f"requests go to {unready} unverified"
-                serving |= coming
-            continue
-        if engine in staying:
-            yield f"{engine} is touched, and stays"
-        match step.kind:
-            case StepKind.EVACUATE:
-                if engine in serving:
-                    yield f"{engine} is evacuated before it is fenced"
-                evacuated.add(engine)
-            case StepKind.STOP | StepKind.SLEEP:
-                if engine not in evacuated or engine not in owner.values():
-                    yield f"{engine} stops before its requests have left, or twice"
-                owner = {gpu: of for gpu, of in owner.items() if of != engine}
-                if step.kind is StepKind.SLEEP:
-                    asleep.add(engine)
-            case StepKind.SCALE:
-                if engine not in evacuated or engine in passed:
-                    yield f"{engine} is scaled before its requests have left, or twice"
-                owner = {gpu: of for gpu, of in owner.items() if of != engine}
-                yield from _take(owner, specs[engine])
-                passed[engine] = []
-            case StepKind.RETIRE:
-                if engine not in asleep:
-                    yield f"{engine} is retired, and does not sleep"
-                asleep.remove(engine)
-            case StepKind.START | StepKind.WAKE:
-                if (engine in asleep) is not (step.kind is StepKind.WAKE):
-                    yield f"{engine} is to {step.kind}, and {'sleeps' if engine in asleep else 'does not sleep'}"
-                yield from _take(owner, specs[engine])
-                asleep.discard(engine)
-                passed[engine] = []
-            case _:
-                if engine not in passed or passed[engine] != list(BRING_UP[: BRING_UP.index(step.kind)]):
-                    yield f"{step.kind} of {engine} comes out of order"
-                passed[engine].append(step.kind)
-
-
-def _take(owner: dict[GpuId, EngineId], spec: EngineSpec) -> Iterator[str]:
-    for gpu in spec.gpus:
-        if gpu in owner:
-            yield f"{spec.engine} comes to GPU {gpu}, which {owner[gpu]} has"
-        owner[gpu] = spec.engine
 
 
 def goes_on(

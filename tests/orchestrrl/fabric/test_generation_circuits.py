@@ -21,7 +21,6 @@ from orchestrrl.fabric.generation_circuits import HEARD_WITHIN_S, PERIOD
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.found_engines import FoundFleet
 from orchestrrl.fleet.redeployment.steps import (
     RedeployRequest,
 )
@@ -350,8 +349,7 @@ async def test_a_redeployment_goes_before_what_was_found(narrow: Harness) -> Non
 
 
 async def test_a_fleet_is_idle_when_engines_and_gateways_say_so(narrow: Harness) -> None:
-    async with narrow.daemon() as redeployer:
-        found = FoundFleet(narrow.plane.fleet.state, narrow.plane.clock, redeployer)
+    async with narrow.daemon() as found:
         assert [spec.engine for spec in found.serving()] == ["a", "b", "c", "d"]
         assert found.idle() is False  # as the gateway says
         narrow.gateway.requests.clear()

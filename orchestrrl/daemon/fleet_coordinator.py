@@ -23,8 +23,7 @@ from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.fleet.cancellation import Canceller
-from orchestrrl.fleet.engine_facts import engine_facts
-from orchestrrl.fleet.membership_changes import MembershipChanges
+from orchestrrl.fleet.membership_changes import MembershipChanges, engine_facts
 from orchestrrl.fleet.move_orders import MovedRequest, MovesOutcome, checked_move, moved_requests, run_moves
 from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
@@ -96,7 +95,6 @@ class FleetCoordinator:
         self.config = config
         self.routes.reconfigure(config)
         self.membership_changes.reconfigure(config)
-        self.state.set_facts(engine_facts(config))
 
     async def close(self, drain_s: float, acting: Iterable["asyncio.Task[Any]"] = ()) -> None:
         """Let results that are on their way come in; what stays open is the next generation's to settle. The tasks in

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.launch import DeployerSettings, Standby
+from orchestrrl.core.config.launch import Standby
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
@@ -16,9 +16,9 @@ from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import deployer_of
+from orchestrrl.fleet.redeployment.actions import FleetDeployment
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance
-from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeployPolicy
 from orchestrrl.fleet.redeployment.steps import RedeployTimeouts, ServedWeights
 from orchestrrl.weights.controller.controller import WeightSync
 from planner.model import EngineId, Plan, PlanId
@@ -111,10 +111,6 @@ def deployment_of(config: Config, clock: Clock) -> FleetDeployment | None:
     assert launch is not None
     assert gpus is not None
     connect = partial(connect_managed, launch.engine, timeout_s=ASK_TIMEOUT_S)
-    return FleetDeployment(deployer, connect, gpus.count, gpus.per_node, policy=policy_of(settings))
-
-
-def policy_of(settings: DeployerSettings) -> RedeployPolicy:
     limits = RedeployTimeouts(
         drain_s=settings.drain_within_s,
         stop_s=settings.stop_within_s,
@@ -123,6 +119,8 @@ def policy_of(settings: DeployerSettings) -> RedeployPolicy:
         load_s=settings.load_within_s,
         check_s=settings.check_within_s,
     )
-    return RedeployPolicy(
-        limits, AnswerTolerance(settings.compare_tokens, settings.compare_nats), settings.standby is Standby.KEEP
+    tolerance = AnswerTolerance(settings.compare_tokens, settings.compare_nats)
+    keep_asleep = settings.standby is Standby.KEEP
+    return FleetDeployment(
+        deployer, connect, gpus.count, gpus.per_node, limits=limits, tolerance=tolerance, keep_asleep=keep_asleep
     )

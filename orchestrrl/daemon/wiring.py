@@ -27,7 +27,8 @@ from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
-from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController
+from orchestrrl.fleet.redeployment.actions import FleetDeployment
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from planner.model import RequestId

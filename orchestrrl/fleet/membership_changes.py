@@ -20,7 +20,6 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fleet.engine_facts import engine_facts, facts_of
 from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import EngineFacts, FleetState
@@ -88,6 +87,22 @@ class Membership:
 MEMBERSHIP = TypeAdapter(Membership)
 
 
+def engine_facts(config: Config) -> list[EngineFacts]:
+    """What the configuration says of each engine."""
+    known = {configuration.id: configuration for configuration in config.fleet.configuration_values()}
+    return [
+        EngineFacts(
+            id=EngineId(engine.id),
+            url=engine.url,
+            gpus=engine.gpu_ids,
+            max_sequences=engine.max_sequences,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+            pool=engine.pool,
+        ).of(known.get(ConfigurationId(engine.configuration or "")))
+        for engine in config.fleet.engines
+    ]
+
+
 def recovered_roster(journal: Journal) -> Membership:
     """The roster as the daemon before left it."""
     return journal.newest(EntryKind.ENGINES, lambda body: MEMBERSHIP.validate_python(body["roster"])) or Membership()
@@ -151,7 +166,9 @@ class MembershipChanges:
         self._report_state()
 
     def reconfigure(self, config: Config) -> None:
+        """Take over a reloaded configuration."""
         self._config = config
+        self._report_state()
 
     # --- an operator's words
 
@@ -169,7 +186,7 @@ class MembershipChanges:
             raise ProblemFaults(faults)
         configured_as = {each.id: each for each in self._config.fleet.configuration_values()}
         configuration = configured_as.get(ConfigurationId(new.configuration))
-        facts = facts_of(engine, new.url, configuration, list(map(GpuId, new.gpus)), pool=new.pool)
+        facts = EngineFacts(engine, new.url, gpus=tuple(map(GpuId, new.gpus)), pool=new.pool).of(configuration)
         self._change("add", engine, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:

@@ -1,8 +1,9 @@
 """What agents and gateways tell the daemon, as values. rpc/codecs/telemetry.py puts them on the wire; state.py folds
 them."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
+from operator import add
 
 from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.engines.base import EngineCapabilities, EngineSample
@@ -60,11 +61,7 @@ class FailoverCounts:
     tokens_recomputed: int = 0  # of their contexts, prefilled again where they went on
 
     def __add__(self, other: "FailoverCounts") -> "FailoverCounts":
-        return FailoverCounts(
-            self.failovers + other.failovers,
-            self.requests_recomputed + other.requests_recomputed,
-            self.tokens_recomputed + other.tokens_recomputed,
-        )
+        return FailoverCounts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,8 @@ class ServerNames:
     """The engine that each source means by each of its ids."""
 
     engines: frozenset[EngineId] = frozenset()  # ids that are kept
-    of: Mapping[NodeId, Mapping[EngineId, EngineId]] = field(
-        default_factory=dict
-    )  # where it is another id than its own
+    # Where it is another id than the source's own.
+    of: Mapping[NodeId, Mapping[EngineId, EngineId]] = field(default_factory=dict)
 
     def engine(self, source: NodeId, id: EngineId) -> EngineId:
         return self.of[source].get(id, id) if source in self.of else id

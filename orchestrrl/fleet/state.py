@@ -29,6 +29,7 @@ from orchestrrl.fleet.request_groups import FinishedGroups, keep_newest
 from orchestrrl.fleet.same_servers import CONFIGURATION, ServerClaim, ServerNames, find_names
 from orchestrrl.fleet.sender_clocks import SenderClock
 from planner.model import (
+    Configuration,
     ConfigurationId,
     EngineHealth,
     EngineId,
@@ -72,6 +73,14 @@ class EngineFacts:
     max_sequences: int | None = None
     kv_capacity_tokens: int | None = None
     pool: str = ""
+
+    def of(self, configuration: Configuration | None) -> "EngineFacts":
+        """Return them for an engine of that configuration: its limits stand where the engine's own are not given."""
+        if configuration is None:
+            return self
+        sequences = self.max_sequences or configuration.max_sequences
+        tokens = self.kv_capacity_tokens or configuration.kv_capacity_tokens
+        return replace(self, configuration=configuration.id, max_sequences=sequences, kv_capacity_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

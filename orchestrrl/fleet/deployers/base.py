@@ -153,10 +153,8 @@ def read_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
         raise ProblemFaults([f"options.{fault}" for fault in faults_of(error, kind)]) from None
 
 
-def gpus_in_use(
-    engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId, Collection[GpuId]]
-) -> Permanent | None:
-    """Return why the engine cannot have these GPUs, if others hold some of them."""
+def check_free(engine: EngineId, gpus: Collection[GpuId], held: Mapping[EngineId, Collection[GpuId]]) -> None:
+    """Raise Permanent where others hold some of the GPUs that the engine is to have."""
     owners = {gpu: other for other, theirs in held.items() if other != engine for gpu in theirs}
-    taken = ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners)
-    return Permanent(f"engine {engine} cannot have GPUs that are in use: {taken}") if taken else None
+    if taken := ", ".join(f"{gpu} by {owners[gpu]}" for gpu in sorted(gpus) if gpu in owners):
+        raise Permanent(f"engine {engine} cannot have GPUs that are in use: {taken}")

@@ -130,7 +130,7 @@ def _render_simulated(spec: EngineSpec, launch: EngineLaunch) -> CommandLine:
     given, faults = _given(spec, launch)
     group = _groups(spec, launch)[0]
     values = {"--host": launch.host, "--port": str(_http_port(spec, group))}
-    values |= layout_flags.simulated_layout(spec.parallelism)
+    values |= layout_flags.size_flags(spec.parallelism)
     if spec.weights:
         values["--weights"] = spec.weights
     if launch.kv_directory:
@@ -213,7 +213,8 @@ def _given(spec: EngineSpec, launch: EngineLaunch) -> tuple[list[VllmArgument], 
 
 def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     pinned, faults = _pinned(spec.gpus, launch), []
-    for path, variables in _environments(spec, launch):
+    own = f"{launch.where}.configurations.{spec.configuration}.environment"
+    for path, variables in ((f"{launch.where}.environment", launch.environment), (own, spec.environment)):
         for name, value in variables.items():
             if not _VARIABLE.fullmatch(name):
                 faults.append(f"{path}: must have names that a shell takes, got {name!r}")
@@ -222,11 +223,6 @@ def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
                     theirs = f"`{ours}={pinned[ours]}` of {spec.engine}'s GPUs"
                     faults.append(f"{path}.{name}: contradicts {theirs}, got {value!r}")
     return faults
-
-
-def _environments(spec: EngineSpec, launch: EngineLaunch) -> tuple[tuple[str, Mapping[str, str]], ...]:
-    own = f"{launch.where}.configurations.{spec.configuration}.environment"
-    return (f"{launch.where}.environment", launch.environment), (own, spec.environment)
 
 
 def _groups(spec: EngineSpec, launch: EngineLaunch) -> tuple[VllmProcesses, ...]:
@@ -297,15 +293,13 @@ def _usual(spec: EngineSpec, launch: EngineLaunch) -> dict[str, str]:
 def _pinned(gpus: Sequence[GpuId], launch: EngineLaunch) -> dict[str, str]:
     """What binds a process to its GPUs, numbered as its node does."""
     local = [gpu % launch.per_node for gpu in sorted(gpus)]
-    if (
-        not local
-        or launch.engine is EngineProduct.SIMULATED
-        or (launch.device is EngineDevice.CPU and not launch.cores_per_gpu)
-    ):
+    n = launch.cores_per_gpu
+    if not local or launch.engine is EngineProduct.SIMULATED:
         return {}
     if launch.device is EngineDevice.CUDA:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))}
-    n = launch.cores_per_gpu
+    if not n:
+        return {}
     cores = (str(g * n) if n == 1 else f"{g * n}-{g * n + n - 1}" for g in local)
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)}
 
@@ -316,10 +310,8 @@ def _environment(spec: EngineSpec, launch: EngineLaunch, group: VllmProcesses, p
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each server binds to the same core as the others
     if group.afd is not None:
         ours["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # as the plugin's examples have it
-    made = {**_pinned(part.gpus, launch), **ours}
-    for _, variables in _environments(spec, launch):
-        made |= variables
-    made |= _pinned(part.gpus, launch)
+    pinned = _pinned(part.gpus, launch)
+    made = {**pinned, **ours, **launch.environment, **spec.environment, **pinned}
     if (launch.kv_directory or launch.weight_backend) and group.roles[0] is ProcessRole.SERVER:
         made["PYTHONPATH"] = ":".join(filter(None, (str(handover.MODULE_FOLDER), made.get("PYTHONPATH"))))
     return made

@@ -24,7 +24,7 @@ from orchestrrl.fleet.deployers.base import (
     EngineLife,
     FixedGpusDeployer,
     FleetIdentity,
-    gpus_in_use,
+    check_free,
     read_options,
 )
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
@@ -62,9 +62,7 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         wanted = objects.workload(spec, self._launch, self._options, self._fleet)
-        clash = gpus_in_use(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
-        if clash is not None:
-            raise clash
+        check_free(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
         self._making.append(spec)
         try:
             await self._make(spec, wanted)
@@ -114,9 +112,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
-        clash = gpus_in_use(spec.engine, spec.gpus, _gpus_by_engine(everyone))
-        if clash is not None:
-            raise clash
+        check_free(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         kind = reading.workloads_path(self._options.namespace, wanted["apiVersion"])
         try:
             await self._api.create(kind, wanted)
@@ -152,9 +148,12 @@ class KubernetesDeployer(FixedGpusDeployer):
             if made is None or reading.deleting(made):
                 raise Permanent(f"engine {engine} was stopped before it was up")
             # Two daemons may have made engines for one GPU: who sees the other's before its own has run withdraws.
-            held = _gpus_by_engine(everyone)
-            if not reading.uids(made) and (clash := gpus_in_use(engine, held[engine], held)) is not None:
-                return clash
+            if not reading.uids(made):
+                held = _gpus_by_engine(everyone)
+                try:
+                    check_free(engine, held[engine], held)
+                except Permanent as clash:
+                    return clash
             refused = reading.cannot_be_made(made)
             if refused and not pods:
                 return self._no_room(engine, refused) if "exceeded quota" in refused else Permanent(refused)
@@ -208,9 +207,8 @@ class KubernetesDeployer(FixedGpusDeployer):
             if reading.deleting(one) or uid in asked:
                 continue
             order = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
-            with contextlib.suppress(
-                ResourceNotFound, ResourceConflict
-            ):  # it is gone, and perhaps another is there by that name
+            # It may be gone, and another be there by that name.
+            with contextlib.suppress(ResourceNotFound, ResourceConflict):
                 await self._api.delete(path, {**order, "propagationPolicy": "Foreground"})
             asked.add(uid)
 

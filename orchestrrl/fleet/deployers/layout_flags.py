@@ -130,15 +130,21 @@ def shares(gpus: Sequence[GpuId], per_node: int) -> tuple[NodeProcesses, ...]:
     return tuple(NodeProcesses(node, tuple(sorted(gpu for gpu in gpus if gpu // per_node == node))) for node in nodes)
 
 
-def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> dict[str, str]:
-    """How the GPUs of a group work together, for its process on one of the nodes."""
-    p, parts = group.parallelism, group.parts
+def size_flags(p: Parallelism) -> dict[str, str]:
     flags = {"--tensor-parallel-size": str(p.tp)}
     if p.pp > 1:
         flags["--pipeline-parallel-size"] = str(p.pp)
     if p.dp > 1:
         flags["--data-parallel-size"] = str(p.dp)
-    if p.ep > 1 or group.afd is not None:
+    if p.ep > 1:
+        flags["--enable-expert-parallel"] = SET
+    return flags
+
+
+def parallel_flags(group: VllmProcesses, place: int, nodes: Sequence[str]) -> dict[str, str]:
+    """How the GPUs of a group work together, for its process on one of the nodes."""
+    p, parts, flags = group.parallelism, group.parts, size_flags(group.parallelism)
+    if group.afd is not None:
         flags["--enable-expert-parallel"] = SET
     if place == 0 and p.dp > 1:
         # By default there are as many servers behind the port as replicas, and what ends or stops requests by name
@@ -202,17 +208,6 @@ SIMULATED_DECIDED: Mapping[str, str | None] = {
     "--data-parallel-size": "1",
     "--enable-expert-parallel": UNSET,
 }
-
-
-def simulated_layout(p: Parallelism) -> dict[str, str]:
-    flags = {"--tensor-parallel-size": str(p.tp)}
-    if p.pp > 1:
-        flags["--pipeline-parallel-size"] = str(p.pp)
-    if p.dp > 1:
-        flags["--data-parallel-size"] = str(p.dp)
-    if p.ep > 1:
-        flags["--enable-expert-parallel"] = SET
-    return flags
 
 
 def simulated_costs(configuration: Configuration, p: Parallelism) -> dict[str, str]:

@@ -22,14 +22,8 @@ from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.documents import NonNegativeInt, PositiveFloat, Section
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fleet.deployers import local_machine
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, gpus_in_use, read_options
-from orchestrrl.fleet.deployers.command_line import (
-    EngineLaunch,
-    EngineSpec,
-    ports_to_try,
-    render,
-    url_of,
-)
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity, check_free, read_options
+from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, ports_to_try, render, url_of
 from orchestrrl.fleet.deployers.local_machine import EngineLogs, EngineRecord, EngineRecords, FoundProcess, RecordState
 from orchestrrl.fleet.deployers.machine import hold_port
 from planner.model import ConfigurationId, EngineId
@@ -177,9 +171,7 @@ class LocalDeployer:
 
     def _check_gpus(self, spec: EngineSpec, seen: Mapping[EngineId, _Seen]) -> None:
         records = [each.record for each in seen.values() if each.record is not None and not each.record.lent]
-        taken = gpus_in_use(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
-        if taken is not None:
-            raise taken
+        check_free(spec.engine, spec.gpus, {each.spec.engine: each.spec.gpus for each in records})
 
     def _clear(self, held: _Seen) -> None:
         """What a start or a stop that was cut short has left."""

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from orchestrrl.fleet.deployers.command_line import CommandLine, EngineSpec
 from orchestrrl.fleet.deployers.machine import log_tail
@@ -52,19 +51,8 @@ class EngineRecord:
     leaders: tuple[tuple[int, float], ...] = ()  # their ids, and when they were created (s since the epoch)
     lent: bool = False
 
-    def document(self) -> Any:
-        return _RECORD.dump_python(self, mode="json")
-
 
 _RECORD = TypeAdapter(EngineRecord)
-
-
-def read_record(document: Any) -> EngineRecord | None:
-    """None: it is none."""
-    try:
-        return _RECORD.validate_python(document)
-    except (ValidationError, ValueError):
-        return None
 
 
 class EngineRecords:
@@ -97,7 +85,7 @@ class EngineRecords:
         draft = path.with_suffix(".draft")
         # A record has the engine's environment, which may have secrets.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(record.document(), file)
+            json.dump(_RECORD.dump_python(record, mode="json"), file)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -120,14 +108,12 @@ class EngineRecords:
 
 def _read(path: Path) -> EngineRecord | None:
     try:
-        record = read_record(json.loads(path.read_bytes()))
+        return _RECORD.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
-        record = None
-    if record is None:
         log.warning("%s is no record of an engine", path)
-    return record
+        return None
 
 
 class EngineLogs:
@@ -197,7 +183,7 @@ class FoundProcess:
 def spawn(line: CommandLine, fleet: str, record: EngineRecord, log: Path, port_holder: int) -> tuple[int, float]:
     """Start a process in a session of its own, and return its id and when it was created. It keeps the descriptor
     `port_holder`, and with it the port, for as long as it lives. Raises OSError where there is no such program."""
-    mark = json.dumps({"fleet": fleet, "record": record.document()})
+    mark = json.dumps({"fleet": fleet, "record": _RECORD.dump_python(record, mode="json")})
     with log.open("ab") as output:
         pid = os.posix_spawnp(
             line.argv[0],
@@ -255,16 +241,12 @@ def _inspect(process: psutil.Process, fleet: str, logs: EngineLogs) -> tuple[Eng
 
 
 def _marked(process: psutil.Process, fleet: str) -> EngineRecord | None:
-    text = process.environ().get(MARK)
-    if text is None:
-        return None
-    try:
-        mark = json.loads(text)
-    except ValueError:  # cut, by a process that overwrites its environment
-        return None
-    if not isinstance(mark, dict) or mark.get("fleet") != fleet:
-        return None
-    return read_record(mark.get("record"))
+    # There is none, or it was cut by a process that overwrites its environment.
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        mark = json.loads(process.environ()[MARK])
+        if mark["fleet"] == fleet:
+            return _RECORD.validate_python(mark["record"])
+    return None
 
 
 def _writes_to(pid: int, logs: EngineLogs) -> EngineId | None:

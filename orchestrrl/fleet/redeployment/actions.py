@@ -11,19 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock, within
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.config.schema import FleetSettings
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.engine_facts import facts_of
+from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment import checks
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.emptying import Emptying, MoveControl
-from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, ServedWeights, StepKind
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, RedeployTimeouts, ServedWeights, StepKind
 from orchestrrl.fleet.state import EngineFacts
-from planner.model import Configuration, ConfigurationId, EngineId, Plan, PlanId
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +63,46 @@ class FleetControl(MoveControl, Protocol):
         Raises nothing, and takes no longer than it may."""
 
 
+MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetDeployment:
+    """How engines are started and reached, and redeployments done. `make_spec` gives what an engine of a configuration
+    on those GPUs is started with, and raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
+
+    deployer: Deployer
+    connect: Callable[[str], ManagedEngine]
+    gpus_count: int
+    per_node: int
+    make_spec: MakeSpec = spec_of
+    limits: RedeployTimeouts = field(default_factory=RedeployTimeouts)
+    tolerance: checks.AnswerTolerance = field(default_factory=checks.AnswerTolerance)
+    keep_asleep: bool = False  # engines that can sleep are kept for a later redeployment, instead of stopped
+
+    def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
+        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
+        why = {}
+        for configuration in fleet.configuration_values():
+            if configuration.gpus > self.gpus_count:
+                continue  # the planner sees that itself
+            id = configuration.id
+            try:
+                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
+                self.deployer.check(self.make_spec(fleet, EngineId(f"{id}-0"), id, gpus))
+            except (ProblemFaults, Permanent) as error:
+                why[id] = "; ".join(str(error).splitlines())
+        return why
+
+
 @dataclass(slots=True)
 class RedeployActions:
     """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
 
     control_plane: FleetControl
-    deployer: Deployer
-    connect: Callable[[str], ManagedEngine]
+    deployment: FleetDeployment
     configurations: Mapping[ConfigurationId, Configuration]
     running: dict[EngineId, DeployedInstance]
-    tolerance: checks.AnswerTolerance
     redeployment: Redeployment
     going_back: bool = False
     capacity_tokens: dict[EngineId, int] = field(default_factory=dict)  # as verified
@@ -138,7 +169,7 @@ class RedeployActions:
 
     async def _excerpt(self, engine: EngineId) -> AnswerExcerpt:
         async with self._client(engine) as client:
-            return await client.excerpt(checks.CANARY_IDS, self.tolerance.tokens)
+            return await client.excerpt(checks.CANARY_IDS, self.deployment.tolerance.tokens)
 
     async def _fetch_reference(self, engine: EngineId) -> None:
         """Of engines that stop side by side one is enough."""
@@ -175,7 +206,7 @@ class RedeployActions:
 
     async def scan(self) -> set[EngineId]:
         """What is there now, of all that the deployer has."""
-        found = {deployed.engine: deployed for deployed in await self.deployer.list_engines()}
+        found = {deployed.engine: deployed for deployed in await self.deployment.deployer.list_engines()}
         self.running.clear()
         self.running.update(found)
         return set(found)
@@ -195,7 +226,7 @@ class RedeployActions:
         if now.version != began.version and now.source:
             raise Permanent(f"the fleet's weights became version {now.version} meanwhile, from {began.version}")
         for engine in engines:
-            told = await self.deployer.status(engine)
+            told = await self.deployment.deployer.status(engine)
             if told is None or told.life is EngineLife.ENDED:
                 raise Permanent(f"{engine} ended before it served: {told.detail if told else 'nothing is left'}")
 
@@ -225,7 +256,7 @@ class RedeployActions:
         """Its KV as verified, else as planned."""
         up = self.running[engine]
         known, kv_tokens = self.configurations.get(up.configuration), self.capacity_tokens.get(engine)
-        return facts_of(engine, up.url, known, up.gpus, kv_capacity_tokens=kv_tokens)
+        return EngineFacts(engine, up.url, gpus=up.gpus, kv_capacity_tokens=kv_tokens).of(known)
 
     # --- of an engine
 
@@ -272,7 +303,7 @@ class RedeployActions:
                 metrics = await client.metrics()
         except OrchestrRLError as error:
             # One that has ended is as good as stopped: gateways take their requests back from it.
-            told = await self.deployer.status(engine)
+            told = await self.deployment.deployer.status(engine)
             return "" if told is None or told.life is EngineLife.ENDED else f"it does not say what it has: {error}"
         has = metrics.running + metrics.waiting
         return f"it has {has} requests that no gateway has told of" if has else ""
@@ -281,7 +312,7 @@ class RedeployActions:
         held = self.running.pop(engine, None)
         self.control_plane.engines_deployed(self.running)  # nobody is to watch it go
         try:
-            await self.deployer.stop(engine)
+            await self.deployment.deployer.stop(engine)
         except BaseException:
             if held is not None:
                 self.running[engine] = held
@@ -294,14 +325,14 @@ class RedeployActions:
         async with self._client(engine) as client:
             if not await client.asleep():
                 await client.sleep()
-        await self.deployer.lend(engine, lent=True)
+        await self.deployment.deployer.lend(engine, lent=True)
         self.running[engine] = replace(self.running[engine], lent=True)
         self.control_plane.engine_stopped(engine)
         self.control_plane.engines_deployed(self.running)
         return ""
 
     async def _wake(self, engine: EngineId) -> str:
-        await self.deployer.lend(engine, lent=False)
+        await self.deployment.deployer.lend(engine, lent=False)
         async with self._client(engine) as client:
             if await client.asleep():
                 await client.wake()
@@ -310,12 +341,12 @@ class RedeployActions:
 
     async def _start(self, engine: EngineId) -> str:
         spec = started_with(self._spec(engine), self._weights)
-        before = await self.deployer.status(engine)
+        before = await self.deployment.deployer.status(engine)
         if before is not None and before.life is EngineLife.ENDED:
-            await self.deployer.stop(engine)
+            await self.deployment.deployer.stop(engine)
         while True:
             try:
-                self.running[engine] = await self.deployer.start(spec)
+                self.running[engine] = await self.deployment.deployer.start(spec)
             except (Retryable, OutcomeUnknown) as error:  # starting again is harmless, and tells
                 self.waits_for[engine] = str(error)
                 await self._clock.sleep(error.after_s if isinstance(error, Retryable) else POLL_S)
@@ -327,13 +358,13 @@ class RedeployActions:
         spec = self._spec(engine)
         grows = len(spec.gpus) > len(self.running[engine].gpus)
         if grows:
-            self.running[engine] = await self.deployer.scale(spec)
+            self.running[engine] = await self.deployment.deployer.scale(spec)
         async with self._client(engine) as client:
             has, wanted = (await client.layout()).dp, spec.parallelism.dp
             if has != wanted:
                 await client.scale(wanted)
         if not grows:
-            self.running[engine] = await self.deployer.scale(spec)
+            self.running[engine] = await self.deployment.deployer.scale(spec)
         scaled = self.running.pop(engine)
         self.control_plane.engines_deployed(self.running)  # its watch begins anew: it has other seats now
         self.running[engine] = scaled
@@ -342,7 +373,7 @@ class RedeployActions:
     async def _until_ready(self, engine: EngineId) -> str:
         """A real completion is the proof: an engine can be healthy before it can generate."""
         while True:
-            deployed = await self.deployer.status(engine)
+            deployed = await self.deployment.deployer.status(engine)
             if deployed is None or deployed.life is EngineLife.ENDED:
                 self.waits_for.pop(engine, None)
                 raise Permanent(
@@ -405,17 +436,17 @@ class RedeployActions:
         return f"{layout}, KV of {metrics.kv_capacity_tokens} tokens{compared}"
 
     async def _answer_faults(self, client: ManagedEngine) -> list[str]:
-        written = await client.excerpt(checks.CANARY_IDS, self.tolerance.tokens)
-        faults = checks.reading_fault(written, await client.score(written), self.tolerance)
+        written = await client.excerpt(checks.CANARY_IDS, self.deployment.tolerance.tokens)
+        faults = checks.reading_fault(written, await client.score(written), self.deployment.tolerance)
         reference = self._reference
         if reference is not None:
-            faults += checks.answers_fault(reference, await client.score(reference), self.tolerance)
-            faults += checks.writing_fault(reference, written, self.tolerance)
+            faults += checks.answers_fault(reference, await client.score(reference), self.deployment.tolerance)
+            faults += checks.writing_fault(reference, written, self.deployment.tolerance)
         return faults
 
     @asynccontextmanager
     async def _client(self, engine: EngineId) -> AsyncIterator[ManagedEngine]:
-        client = self.connect(self.running[engine].url)
+        client = self.deployment.connect(self.running[engine].url)
         try:
             yield client
         finally:

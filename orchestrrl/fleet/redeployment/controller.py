@@ -8,8 +8,8 @@ actions.py's, where engines go targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from orchestrrl.core.clock import stop
@@ -18,12 +18,9 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.core.operation import OperationState, Stage
 from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.engines.managed import ManagedEngine
-from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.engine_facts import facts_of
-from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment.actions import POLL_S, FleetControl, RedeployActions, started_with
+from orchestrrl.fleet.redeployment.actions import POLL_S, FleetControl, FleetDeployment, RedeployActions, started_with
 from orchestrrl.fleet.redeployment.book import (
     EngineStart,
     RecordedFleet,
@@ -33,7 +30,6 @@ from orchestrrl.fleet.redeployment.book import (
     read_open,
     summary_text,
 )
-from orchestrrl.fleet.redeployment.checks import AnswerTolerance
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import (
     Redeployment,
@@ -41,12 +37,12 @@ from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
     RedeployRequest,
     RedeployStep,
-    RedeployTimeouts,
     stages_of,
 )
 from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId
+from orchestrrl.fleet.state import EngineFacts
+from planner.model import Configuration, ConfigurationId, EngineId, Plan, PlanId
 
 logger = logging.getLogger(__name__)
 
@@ -55,52 +51,12 @@ TEND_S = 2.0  # between looks at what the deployer has
 VANISHED = "nothing is left of it, and nobody here has stopped it"
 
 
-@dataclass(frozen=True, slots=True)
-class RedeployPolicy:
-    """How redeployments are done."""
-
-    limits: RedeployTimeouts = field(default_factory=RedeployTimeouts)
-    tolerance: AnswerTolerance = field(default_factory=AnswerTolerance)
-    keep_asleep: bool = False  # engines that can sleep are kept for a later redeployment, instead of stopped
-
-
-MakeSpec = Callable[[FleetSettings, EngineId, ConfigurationId, Sequence[GpuId]], EngineSpec]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetDeployment:
-    """How engines are started and reached. `make_spec` gives what an engine of a configuration on those GPUs is started
-    with, and raises ProblemFaults; `gpus_count` and `per_node` are of the fleet."""
-
-    deployer: Deployer
-    connect: Callable[[str], ManagedEngine]
-    gpus_count: int
-    per_node: int
-    make_spec: MakeSpec = spec_of
-    policy: RedeployPolicy = field(default_factory=RedeployPolicy)
-
-    def unstartable(self, fleet: FleetSettings) -> dict[ConfigurationId, str]:
-        """Configurations of which no engine can be started, and why: nothing that a plan should choose."""
-        why = {}
-        for configuration in fleet.configuration_values():
-            if configuration.gpus > self.gpus_count:
-                continue  # the planner sees that itself
-            id = configuration.id
-            try:
-                gpus = [GpuId(gpu) for gpu in range(configuration.gpus)]
-                self.deployer.check(self.make_spec(fleet, EngineId(f"{id}-0"), id, gpus))
-            except (ProblemFaults, Permanent) as error:
-                why[id] = "; ".join(str(error).splitlines())
-        return why
-
-
 class RedeploymentController:
     """One change at a time."""
 
     def __init__(
         self, control_plane: FleetControl, deployment: FleetDeployment, turn: DeploymentTurn, fleet: FleetSettings
     ) -> None:
-        self.policy = deployment.policy
         self.configurations: Mapping[ConfigurationId, Configuration] = {}
         self._control_plane = control_plane
         self._deployment = deployment
@@ -215,8 +171,8 @@ class RedeploymentController:
         for deployed in self._running.values():
             if deployed.life is EngineLife.ALIVE and deployed.url and not deployed.lent:
                 known = self.configurations.get(deployed.configuration)
-                facts = facts_of(deployed.engine, deployed.url, known, deployed.gpus)
-                self._control_plane.state.add_engine(facts)
+                facts = EngineFacts(deployed.engine, deployed.url, gpus=deployed.gpus)
+                self._control_plane.state.add_engine(facts.of(known))
                 if known is None:
                     logger.error(
                         "engine %s runs as %s, which is not configured", deployed.engine, deployed.configuration
@@ -246,6 +202,8 @@ class RedeploymentController:
             others={gpu: view.id for view in views if view.id not in self._running for gpu in view.gpus},
             gpus_count=self._deployment.gpus_count,
             per_node=self._deployment.per_node,
+            configurations=self.configurations,
+            make_spec=self._make_spec,
         )
 
     def _serves(self, deployed: DeployedInstance) -> bool:
@@ -260,9 +218,9 @@ class RedeploymentController:
         standing = self._standing()
         id = self._next_id()
         if wish.plan and not wish.targets:
-            wanted = wanted_by_plan(self._control_plane.plan_named(wish.plan), standing, self._make_spec)
+            wanted = wanted_by_plan(self._control_plane.plan_named(wish.plan), standing)
         else:
-            wanted = wanted_by_targets(wish, id, standing, self.configurations, self._make_spec)
+            wanted = wanted_by_targets(wish, id, standing)
         redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
         return redeployment, stages_of(redeployment) if _changes(redeployment) else ()
 
@@ -294,10 +252,10 @@ class RedeploymentController:
             new=wanted.new,
             asleep=standing.asleep,
             can_sleep=standing.alive & self._offering(lambda told: told.sleep) if may_sleep else frozenset(),
-            keep_asleep=self.policy.keep_asleep and not wanted.sleepers_too,
+            keep_asleep=self._deployment.keep_asleep and not wanted.sleepers_too,
             destinations=wanted.destinations,
             weights=weights,
-            limits=self.policy.limits,
+            limits=self._deployment.limits,
         )
         self._check_starts(redeployment)
         return redeployment
@@ -357,7 +315,7 @@ class RedeploymentController:
             await self._scan()
             standing = self._standing()
             id = self._next_id()
-            wanted = wanted_by_plan(plan, standing, self._make_spec)
+            wanted = wanted_by_plan(plan, standing)
             redeployment = self._redeployment(id, plan.id, plan.verdict.detail, standing, wanted)
             task = self._begin(redeployment, tell=False)
         return await asyncio.shield(task)
@@ -391,15 +349,8 @@ class RedeploymentController:
         return task
 
     def _new_run(self, redeployment: Redeployment) -> RedeploymentRun:
-        acts = RedeployActions(
-            self._control_plane,
-            self._deployer,
-            self._deployment.connect,
-            self.configurations,
-            self._running,
-            self.policy.tolerance,
-            redeployment,
-        )
+        engines = self.configurations, self._running
+        acts = RedeployActions(self._control_plane, self._deployment, *engines, redeployment)
         return RedeploymentRun(acts, self._book.log, self._control_plane.clock, self._changed)
 
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
@@ -445,7 +396,7 @@ class RedeploymentController:
 
     def _as_usual(self, run: RedeploymentRun, engine: EngineId) -> bool:
         """Engines that are kept asleep start once and are woken from then on, which is what the next will take."""
-        if not self.policy.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
+        if not self._deployment.keep_asleep or engine in {spec.engine for spec in run.redeployment.asleep}:
             return True
         told = self._offers(engine)
         return told is not None and not told.sleep

@@ -11,15 +11,7 @@ from orchestrrl.fleet.move_orders import MovesOutcome
 from orchestrrl.fleet.redeployment.steps import Redeployment
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import FleetState
-from planner.model import (
-    Configuration,
-    ConfigurationId,
-    EngineId,
-    RequestId,
-    RequestMove,
-    RequestView,
-    Snapshot,
-)
+from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestMove, RequestView, Snapshot
 
 # A gateway that hears no more of the redeployment keeps a request for its engine at least this long, and twice the time
 # that this should take; then it goes elsewhere.

@@ -29,6 +29,8 @@ class StandingEngine:
     others: Mapping[GpuId, EngineId]
     gpus_count: int
     per_node: int
+    configurations: Mapping[ConfigurationId, Configuration]
+    make_spec: MakeSpec  # for an engine that is to be started
 
     @property
     def kept_anyway(self) -> tuple[EngineSpec, ...]:
@@ -43,7 +45,7 @@ class TargetEngine:
     sleepers_too: bool = False  # who sleeps is to end as well
 
 
-def wanted_by_plan(plan: Plan, standing: StandingEngine, make_spec: MakeSpec) -> TargetEngine:
+def wanted_by_plan(plan: Plan, standing: StandingEngine) -> TargetEngine:
     """Raises Permanent where the fleet is no longer the one that the plan was made for."""
     if not plan.instances:
         raise Permanent(f"plan {plan.id} names no engines")
@@ -57,7 +59,7 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine, make_spec: MakeSpec) ->
         elif instance.id not in foreign:
             if instance.kept:
                 raise Permanent(f"plan {plan.id} keeps engine {instance.id}, which is not there any more")
-            new.append(make_spec(instance.id, instance.configuration, instance.gpus))
+            new.append(standing.make_spec(instance.id, instance.configuration, instance.gpus))
     wanted = {instance.id for instance in plan.instances}
     if unowned := sorted(foreign - wanted):
         raise Permanent(
@@ -69,24 +71,18 @@ def wanted_by_plan(plan: Plan, standing: StandingEngine, make_spec: MakeSpec) ->
     return _reusing(TargetEngine(tuple(new), destinations), standing)
 
 
-def wanted_by_targets(
-    wish: RedeployRequest,
-    name: str,
-    standing: StandingEngine,
-    configurations: Mapping[ConfigurationId, Configuration],
-    make_spec: MakeSpec,
-) -> TargetEngine:
+def wanted_by_targets(wish: RedeployRequest, name: str, standing: StandingEngine) -> TargetEngine:
     """Engines of each configuration, those that are there kept as far as they fit in; new ones are called after `name`.
     `nothing` is a target, too. Raises ProblemFaults with every fault of the wish."""
-    faults = _target_faults(wish, configurations)
-    if faults:
-        raise ProblemFaults(faults)
     if wish.targets == NOTHING:
         return TargetEngine(standing.kept_anyway, sleepers_too=True)
+    configurations = standing.configurations
+    if faults := _target_faults(wish, configurations):
+        raise ProblemFaults(faults)
     targets = [(ConfigurationId(target), count) for target, count in wish.targets]
     keepable = _keepable(targets, standing)
     for dropped in range(len(keepable) + 1):  # as few as need be
-        new = _filled(targets, name, standing, configurations, make_spec, keepable[dropped:])
+        new = _filled(targets, name, standing, keepable[dropped:])
         if new is not None:
             return _reusing(TargetEngine((*standing.kept_anyway, *new)), standing)
     free = len(_free(standing, standing.kept_anyway))
@@ -108,8 +104,6 @@ def _taken_by(standing: StandingEngine) -> str:
 
 def _target_faults(wish: RedeployRequest, configurations: Mapping[ConfigurationId, Configuration]) -> list[str]:
     faults = []
-    if wish.targets == NOTHING:
-        return []
     if wish.plan and wish.targets:
         faults.append(f"plan_id: cannot go with targets, got {wish.plan!r}")
     if not wish.targets:
@@ -139,15 +133,10 @@ def _keepable(targets: Sequence[tuple[ConfigurationId, int]], standing: Standing
 
 
 def _filled(
-    targets: Sequence[tuple[ConfigurationId, int]],
-    name: str,
-    standing: StandingEngine,
-    configurations: Mapping[ConfigurationId, Configuration],
-    make_spec: MakeSpec,
-    kept: Sequence[EngineSpec],
+    targets: Sequence[tuple[ConfigurationId, int]], name: str, standing: StandingEngine, kept: Sequence[EngineSpec]
 ) -> list[EngineSpec] | None:
     """None where they do not fit. The largest are placed first: small ones find room anywhere."""
-    new = list(kept)
+    new, configurations = list(kept), standing.configurations
     have = Counter(spec.configuration for spec in kept)
     free = _free(standing, [*standing.kept_anyway, *new])
 
@@ -156,7 +145,7 @@ def _filled(
         if gpus is None:
             return False
         free.difference_update(gpus)
-        new.append(make_spec(EngineId(f"{name}.{len(new) - len(kept)}"), target, gpus))
+        new.append(standing.make_spec(EngineId(f"{name}.{len(new) - len(kept)}"), target, gpus))
         return True
 
     by_size = sorted(targets, key=lambda one: (-configurations[one[0]].gpus, one[0]))

@@ -20,7 +20,7 @@ from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.redeployment.controller import FleetDeployment
+from orchestrrl.fleet.redeployment.actions import FleetDeployment
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines

@@ -22,7 +22,8 @@ from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fabric.coordinator import CircuitCoordinator
-from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController
+from orchestrrl.fleet.redeployment.actions import FleetDeployment
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.rpc.codecs.control import status_to_pb
 from orchestrrl.rpc.plain_values import plain

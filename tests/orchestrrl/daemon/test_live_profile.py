@@ -29,7 +29,7 @@ from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile
 from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.engines.profiles.store import write_profile
-from orchestrrl.fleet.engine_facts import engine_facts
+from orchestrrl.fleet.membership_changes import engine_facts
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.state import FleetState
 from orchestrrl.lab.sim.engines import EngineKind, fleet_section, homogeneous, kinds_of

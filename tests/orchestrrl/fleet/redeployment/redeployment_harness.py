@@ -32,7 +32,8 @@ from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
-from orchestrrl.fleet.redeployment.controller import FleetDeployment, RedeploymentController, RedeployPolicy
+from orchestrrl.fleet.redeployment.actions import FleetDeployment
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
     RedeployTimeouts,
@@ -430,7 +431,8 @@ class Harness:
             lambda url: Client(url, self.machines, lambda engine: len(self.gateway.on(engine))),
             gpus_count=4,
             per_node=8,
-            policy=RedeployPolicy(LIMITS, keep_asleep=self.keep_asleep),
+            limits=LIMITS,
+            keep_asleep=self.keep_asleep,
         )
         edges = DaemonEdges(deployment=deployment, watch=lambda _: Watch(self.watched), stopwatch=lambda: 0.0)
         parts = build_daemon(self.config, journal, self.clock, edges)

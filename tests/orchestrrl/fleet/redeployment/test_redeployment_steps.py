@@ -1,6 +1,7 @@
 """The order of a redeployment's steps, and which GPUs engines get: for any fleet, against what they must never do."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -232,9 +233,9 @@ def test_a_redeployment_of_two_engines_on_one_gpu_is_none() -> None:
 
 
 def standing(serving: tuple[EngineSpec, ...], drained: frozenset[EngineId] = frozenset()) -> StandingEngine:
-    return StandingEngine(
-        serving, (), frozenset(), frozenset(s.engine for s in serving), drained, frozenset(), {}, GPUS, 4
-    )
+    alive = frozenset(spec.engine for spec in serving)
+    places: Any = (GPUS, 4, KNOWN, make_spec)
+    return StandingEngine(serving, (), frozenset(), alive, drained, frozenset(), {}, *places)
 
 
 targets = st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.integers(0, 4)), min_size=1, unique_by=lambda t: t[0])
@@ -248,7 +249,7 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
     now = standing(serving, drained)
     fixed = {gpu for spec in serving if spec.engine in drained for gpu in spec.gpus}
     try:
-        wanted = wanted_by_targets(RedeployRequest(tuple(wish)), "s1", now, KNOWN, make_spec)  # type: ignore[arg-type]
+        wanted = wanted_by_targets(RedeployRequest(tuple(wish)), "s1", now)
     except ProblemFaults:
         # Not even with nobody kept: the largest first is the best that can be done with sizes that divide each other.
         need = sum(SIZES[name] * max(count, 1) for name, count in wish)
@@ -270,8 +271,8 @@ def test_targets_get_what_they_ask_for_or_are_told_that_it_does_not_fit(
 def test_what_is_there_already_is_kept() -> None:
     serving = (make_spec("a", "tp2", (0, 1)), make_spec("b", "tp2", (2, 3)), make_spec("c", "tp4", (4, 5, 6, 7)))
     now = standing(serving)
-    assert wanted_by_targets(RedeployRequest((("tp2", 2), ("tp4", 1))), "s", now, KNOWN, make_spec).new == serving  # type: ignore[arg-type]
-    fewer = wanted_by_targets(RedeployRequest((("tp1", 2), ("tp2", 0))), "s", now, KNOWN, make_spec).new  # type: ignore[arg-type]
+    assert wanted_by_targets(RedeployRequest((("tp2", 2), ("tp4", 1))), "s", now).new == serving
+    fewer = wanted_by_targets(RedeployRequest((("tp1", 2), ("tp2", 0))), "s", now).new
     assert {spec.engine for spec in fewer} >= {"a", "b"}
     assert sorted(spec.configuration for spec in fewer) == ["tp1", "tp1", "tp2", "tp2", "tp2"]
 
@@ -294,7 +295,7 @@ def test_what_is_there_already_is_kept() -> None:
 )
 def test_every_fault_of_a_wish_is_told(wish: RedeployRequest, faults: list[str]) -> None:
     with pytest.raises(ProblemFaults) as told:
-        wanted_by_targets(wish, "s", standing(()), KNOWN, make_spec)  # type: ignore[arg-type]
+        wanted_by_targets(wish, "s", standing(()))
     assert told.value.faults == faults
 
 

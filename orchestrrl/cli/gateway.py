@@ -71,12 +71,6 @@ class GatewayFlags:
     processes: Annotated[
         int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
     ] = 1
-    plain_http: Annotated[
-        bool,
-        typer.Option(
-            "--plain-http", help="Serve all requests by aiohttp, which costs more, and none by the fast path."
-        ),
-    ] = False
     ledger: Annotated[
         Path | None,
         typer.Option(help="Keep what requests with an id have generated in this file: they survive the gateway."),

@@ -67,7 +67,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
             max_version_lag=None if flags.max_version_lag < 0 else flags.max_version_lag,
             on_stale=OnStale(flags.on_stale),
         ),
-        **fields(flags, "engine_kind daemon queue_depth report_interval_s drain_s processes log_level plain_http"),
+        **fields(flags, "engine_kind daemon queue_depth report_interval_s drain_s processes log_level"),
         keep=keep,
     )
 

@@ -57,7 +57,6 @@ class GatewayOptions:
     drain_s: float
     processes: int
     log_level: str
-    plain_http: bool = False  # aiohttp serves everything
     keep: RetentionPolicy | None = None  # what is generated for requests that their clients named
 
     def operator_port_at(self, place: ProcessPlace | None) -> int:
@@ -99,7 +98,7 @@ async def serve(
     daemon = None if options.daemon is None else DaemonPause(options.daemon)
     elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
     barrier = PauseEndpoints(core, daemon, alone=place is None)
-    server = GatewayServer(core, plain=options.plain_http, barrier=barrier, elsewhere=elsewhere)
+    server = GatewayServer(core, barrier=barrier, elsewhere=elsewhere)
     with listening("listen", options.host, options.port):
         core.url = await server.start(options.host, 0 if place else options.port)
     operator_port = options.operator_port_at(place)

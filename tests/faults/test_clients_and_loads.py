@@ -27,7 +27,7 @@ from front import (
     until,
 )
 
-from orchestrrl.gateway.http.server import MAX_BODY_BYTES
+from orchestrrl.gateway.http.connections import MOST_BODY_BYTES
 from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 from tests.system.streams import Answer
@@ -87,7 +87,7 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 async def test_a_client_that_leaves_is_aborted_on_its_engine_and_its_kv_is_freed(start: Start, how: str) -> None:
-    """Streamed or not, running or waiting for its turn, by the fast path or aiohttp's; who stays is not disturbed."""
+    """Streamed or not, running or waiting for its turn, its connection kept or not; who stays is not disturbed."""
     front = await start(speed=3, max_num_seqs=5)
     staying = Question(next(numbers), prompt_tokens=100, max_tokens=1200, stream=True)
     leaving = [Question(next(numbers), 100, 20_000, stream=index % 2 == 0) for index in range(8)]
@@ -246,14 +246,14 @@ async def test_bodies_at_the_limit(start: Start, prompt: Callable[[int], str], t
     pid = front.gateway.pid
     before_bytes = resident_bytes(pid)
     for _ in range(2):
-        status, answer = await post_raw(front, body_of(MAX_BODY_BYTES - 1024, prompt))
+        status, answer = await post_raw(front, body_of(MOST_BODY_BYTES - 1024, prompt))
         assert status == 400, answer
         assert "maximum context length is 32768 tokens" in answer["error"]["message"]
-    status, answer = await post_raw(front, body_of(MAX_BODY_BYTES + 1, prompt))
+    status, answer = await post_raw(front, body_of(MOST_BODY_BYTES + 1, prompt))
     assert (status, answer["error"]["code"]) == (413, 413)
     grown_bytes = resident_peak_bytes(pid) - before_bytes
-    print(f"{grown_bytes / MIB:.0f} MiB more at the most, {grown_bytes / MAX_BODY_BYTES:.1f} times the body")
-    assert grown_bytes < times * MAX_BODY_BYTES
+    print(f"{grown_bytes / MIB:.0f} MiB more at the most, {grown_bytes / MOST_BODY_BYTES:.1f} times the body")
+    assert grown_bytes < times * MOST_BODY_BYTES
     await front.ask_all([Question(next(numbers)), Question(next(numbers), stream=True)])
 
 

@@ -1,13 +1,8 @@
-"""The gateway's connections: the usual request for tokens is served here, any other is handed to aiohttp.
+"""The gateway's HTTP server: reads requests by httptools and writes their answers, one connection at a time.
 
 A general HTTP server costs more for each request and each piece of an answer than all that the gateway does for them.
-A usual request is a POST to one of the two endpoints, in HTTP/1.1, whose body has a known and moderate length. The
-first request of a connection that is anything else takes the whole connection, with what has been read, to aiohttp.
-
-It can be left out: with `orchestrrl gateway --plain-http` all requests are aiohttp's. Both must give the same
-answers (tests/orchestrrl/gateway/test_http_connection_oracle.py sends the same bytes to both), so whatever is not
-plainly usual is handed over, and aiohttp judges it. As with aiohttp, a client that closes its side of the connection,
-or only half of it, has left.
+What a client sends is judged as aiohttp's server judges it (tests/orchestrrl/gateway/test_http_connection_oracle.py
+sends the same bytes to both). As there, a client that closes its side of the connection, or only half of it, has left.
 """
 
 import asyncio
@@ -15,103 +10,104 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.client import responses as reasons
 from typing import Any, cast
 
-from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.http.faults import DEFECT
-from orchestrrl.gateway.http.headers import end_to_end
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from orchestrrl.core.errors import cut
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.http.responses import error_body
 
 logger = logging.getLogger(__name__)
 
-# As aiohttp has them, which judges what has more.
-MOST_HEAD_BYTES = 8190
+DEFECT = "a defect of the gateway"  # the message of a 500
+MOST_FIELD_BYTES = 8190  # of the request line's URL, and of each header
 MOST_HEADERS = 128
-MOST_BODY_BYTES = 4 << 20
+MOST_FRAMING_BYTES = 65_536  # in a row: of a head, of chunk sizes, of trailers
+MOST_BODY_BYTES = 64 << 20
 MOST_AHEAD_BYTES = 1 << 16  # of requests that a client sends before it has its answer
 REQUEST_WITHIN_S = 120.0  # from a request's first byte to its last
+LINGER_S = 5.0  # a client that is refused reads its answer, and stops sending, within this time
 # A client whose machine is gone is found out after two minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
+# The parser does not name the header at fault.
+_FAULTY_HEADER = re.compile(rb"^([A-Za-z0-9-]+):[^\n]*?[\0-\x08\x0b\x0c\x0e-\x1f\x7f]", re.MULTILINE)
+_JSON = "application/json; charset=utf-8"
 
-_LINES = {
-    b"POST /v1/completions HTTP/1.1": CompletionEndpoint.COMPLETIONS,
-    b"POST /v1/chat/completions HTTP/1.1": CompletionEndpoint.CHAT,
-}
-# Tabs and the ends of lines are looked at on their own.
-_CONTROL = re.compile(rb"[\0-\x08\x0b\x0c\x0e-\x1f\x7f]")
-# What these ask for is not done here.
-_UNUSUAL = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})
-_LABELS = (b"x-request-id", b"x-group-id", b"x-tag")
-_READ_HERE = frozenset({b"host", b"content-length", b"connection", *_LABELS})
-_STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\n"
-)
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """One request. Header values are UTF-8; bytes that are not are surrogate escapes."""
+
+    method: str
+    url: str
+    headers: tuple[tuple[str, str], ...] = field(repr=False)  # credentials among them
+    body: bytes = field(repr=False)  # as it was sent: perhaps compressed
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        """Headers by their names in lower case, the first one of each name."""
+        return {name.lower(): value for name, value in reversed(self.headers)}
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHead:
-    """A completion request without its body. Labels are as aiohttp reads headers."""
+class HttpAnswer:
+    """A whole answer."""
 
-    endpoint: CompletionEndpoint
-    request_id: str
-    group: str
-    tag: str
-    body_bytes: int
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # for engines; credentials among them
+    body: bytes
+    status: int = 200
+    content_type: str = _JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_head(head: bytes) -> RequestHead | None:
-    """The head of a usual request, without the empty line at its end; None for any other. Pure."""
-    first, *lines = head.split(b"\r\n")
-    endpoint = _LINES.get(first)
-    if endpoint is None or head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
-        return None
-    if len(head) > MOST_HEAD_BYTES or len(lines) > MOST_HEADERS or _CONTROL.search(head) is not None:
-        return None
-    read: dict[bytes, bytes] = {}
-    others: list[tuple[str, str]] = []
-    for line in lines:
-        shown_name, separator, value = line.partition(b":")
-        name, value = shown_name.lower(), value.strip(b" \t")
-        if not separator or not name.replace(b"-", b"").isalnum() or name in _UNUSUAL or name in read:
-            return None
-        if name in _READ_HERE:
-            read[name] = value
-        else:
-            others.append((shown_name.decode(), value.decode("utf-8", "surrogateescape")))
-    length = read.get(b"content-length", b"")
-    if not length.isdigit() or len(length) > 10 or int(length) > MOST_BODY_BYTES or b"host" not in read:
-        return None
-    if read.get(b"connection", b"keep-alive").lower() != b"keep-alive":
-        return None
-    request_id, group, tag = (read.get(name, b"").decode("utf-8", "surrogateescape") for name in _LABELS)
-    return RequestHead(endpoint, request_id, group, tag, int(length), end_to_end(others))
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
+    return HttpAnswer(json.dumps(value).encode(), status, headers=headers or {})
 
 
-def may_be_a_head(data: bytes) -> bool:
-    """Whether what has come may be the beginning of a head, and is worth waiting for the rest. Pure."""
-    return len(data) <= MOST_HEAD_BYTES and data[:1].isalpha() and data.count(b"\n") == data.count(b"\r\n")
+def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
+    """Log a client's fault in one line, whatever characters its input has; other failures are logged where they
+    happen."""
+    if status >= 500:
+        return
+    text = "".join(character if character.isprintable() else " " for character in f"{asked}: {status}: {message}")
+    logger.warning("refused to %s: %s", peer or "a client that has left", cut(text, 500))
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection. What answers a request is given the door to write to, and is cancelled when the client leaves."""
+    """One connection. The handler of a request writes to it, and is cancelled when the client leaves."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._data = b""
-        self._head: RequestHead | None = None  # of a request that is not all there
-        self._body = bytearray()  # of the same
+        self._parser = HttpRequestParser(self)
+        self._framing_bytes = 0  # received since the last piece of a body
+        self._begun = False  # a request is there in part
+        self._begin_request()
+        self._requests: deque[tuple[HttpRequest | HttpRefusal, bool, str]] = deque()  # with keep-alive and version
+        self._ahead_bytes = 0  # received while a request is answered
+        self._refusing = False  # what comes is not read any more
         self._task: asyncio.Task[None] | None = None
+        self._keep = True  # the connection serves further requests after the present one
+        self._version = "1.1"  # of the present request
+        self._bodiless = False  # it is a HEAD
         self.answered = False  # the head of an answer has been written
         self._paused = False
         self.writable = True
         self._drained: asyncio.Future[None] | None = None
         self.on_writable: Callable[[], None] | None = None
+
+    def _begin_request(self) -> None:
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._next_keep = True  # `_keep` and `_version` of this request, once it is answered
+        self._next_version = "1.1"
 
     @property
     def peer(self) -> object:
@@ -127,26 +123,41 @@ class HttpConnection(asyncio.Protocol):
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    def whole(self, status: int, body: bytes) -> None:
-        """The whole answer, a JSON document."""
+    def whole(self, answer: HttpAnswer) -> None:
         assert self._transport is not None
         self.answered = True
-        self._transport.write(
-            b"HTTP/1.1 %d %b\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n%b"
-            % (status, reasons.get(status, "Error").encode(), len(body), body)
+        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
+        head = (
+            f"HTTP/1.1 {answer.status} {reasons.get(answer.status, 'Error')}\r\nContent-Type: {answer.content_type}\r\n"
+            f"Content-Length: {len(answer.body)}\r\n{more}{self._connection_header()}\r\n"
         )
+        self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
 
     def piece(self, data: bytes) -> None:
-        """A piece of a streamed answer, the first of which brings the head."""
-        self._write_piece(b"%x\r\n%b\r\n" % (len(data), data))
+        """Write a piece of a streamed answer; the first one brings the head."""
+        self._write_piece(data, b"")
 
     def last_piece(self, data: bytes) -> None:
-        self._write_piece(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+        self._write_piece(data, b"0\r\n\r\n")
 
-    def _write_piece(self, chunk: bytes) -> None:
+    def _write_piece(self, data: bytes, end: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(chunk if self.answered else _STREAM_HEAD + chunk)
-        self.answered = True
+        chunked = self._version == "1.1"  # before that, the connection's end is the answer's
+        head = b""
+        if not self.answered:
+            self.answered = True
+            self._keep = self._keep and chunked
+            coding = "Transfer-Encoding: chunked\r\n" if chunked else ""
+            head = (
+                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+                f"{coding}{self._connection_header()}\r\n"
+            ).encode()
+        self._transport.write(b"%b%x\r\n%b\r\n%b" % (head, len(data), data, end) if chunked else head + data)
+
+    def _connection_header(self) -> str:
+        if not self._keep:
+            return "Connection: close\r\n"
+        return "Connection: keep-alive\r\n" if self._version == "1.0" else ""
 
     async def drain(self) -> None:
         """Return when the client has read enough for more to be written."""
@@ -155,7 +166,7 @@ class HttpConnection(asyncio.Protocol):
             await self._drained
 
     async def close(self) -> None:
-        """Whatever is under way is cut."""
+        """Cut whatever is under way."""
         task = self._task
         if self._transport is not None:
             self._transport.close()
@@ -163,14 +174,22 @@ class HttpConnection(asyncio.Protocol):
             self._cut(task)
             await asyncio.wait({task})
 
-    def fail(self, status: int, message: str) -> None:
-        """Answer with an error of the gateway's, and close the connection."""
+    def refuse(self, refusal: HttpRefusal) -> None:
+        """Answer with an error of the gateway's. The connection ends: what follows on it is not read."""
         assert self._transport is not None
-        self.whole(status, json.dumps(error_body(message, status)).encode())
-        self._transport.close()
+        self._refusing, self._keep = True, False
+        self._requests.clear()
+        self.whole(json_answer(error_body(str(refusal), refusal.status, refusal.param), refusal.status))
+        if self._transport.can_write_eof():
+            # A connection that is closed with data unread is reset, and its client may lose the answer.
+            self._transport.write_eof()
+            self._resume_reading()
+            asyncio.get_running_loop().call_later(LINGER_S, self._transport.close)
+        else:
+            self._transport.close()
 
     def _cut(self, task: "asyncio.Task[None]") -> None:
-        """Once: a second cancellation would break off what the first one has to clean up."""
+        """Cancel once: a second cancellation would break off what the first one has to clean up."""
         if not task.cancelling():
             task.cancel()
 
@@ -179,7 +198,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio's by their methods only. Both set TCP_NODELAY.
         self._transport = cast(asyncio.Transport, transport)
-        self._server.doors.add(self)
+        self._server.connections.add(self)
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None:  # a client that is gone without a word is found out
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -188,7 +207,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.forget(self)
-        self._data = b""  # requests that nobody waits for
+        self._requests.clear()
         if self._task is not None:
             self._cut(self._task)
 
@@ -202,101 +221,170 @@ class HttpConnection(asyncio.Protocol):
             drained.set_result(None)
         if self.on_writable is not None:
             self.on_writable()
-        if self._task is None:
-            self._go_on()
+        self._advance()
 
     def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            self._more_of_body(data)
+        if self._refusing:
             return
-        self._data = self._data + data if self._data else data
-        if self._task is None and self.writable:
-            self._next_request()
-        elif len(self._data) > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        self._feed(data)
+        self._advance()
+        if self._task is not None or self._requests:
+            self._ahead_bytes += len(data)
+            if self._ahead_bytes > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
+                self._paused = True
+                self._transport.pause_reading()
 
-    # --- requests ----------------------------------------------------------------------------------------------------
+    def _feed(self, data: bytes) -> None:
+        self._framing_bytes += len(data)
+        try:
+            while data:
+                try:
+                    self._parser.feed_data(data)
+                    data = b""
+                except HttpParserUpgrade as upgrade:
+                    data = self._without_upgrade() + data[upgrade.args[0] :]
+            if self._framing_bytes > MOST_FRAMING_BYTES:
+                raise HttpRefusal("a head, a chunk size or a trailer has no end", status=431)
+        except (HttpParserError, HttpRefusal) as error:
+            # What has begun is refused after the answers to what came before it.
+            cause = error.__context__ if isinstance(error, HttpParserError) else error
+            refusal = cause if isinstance(cause, HttpRefusal) else _parser_refusal(error, data)
+            self._refusing = True
+            self._ended()
+            self._requests.append((refusal, False, "1.1"))
 
-    def _next_request(self) -> None:
-        data = self._data
-        head_stop = data.find(b"\r\n\r\n")
-        if head_stop < 0:
-            if not may_be_a_head(data):
-                self._hand_over()
-            else:
-                self._server.expect(self)
-            return
-        head = read_head(data[:head_stop])
-        if head is None:
-            self._hand_over()
-            return
-        self._data = b""
-        self._head = head
-        self._more_of_body(data[head_stop + 4 :])
+    def _without_upgrade(self) -> bytes:
+        """Return the head of a request that asks for another protocol without that: the parser leaves out its body."""
+        headers = [b"%b: %b\r\n" % header for header in self._headers if header[0].lower() != b"upgrade"]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._url, b"".join(headers))
+        self._parser = HttpRequestParser(self)
+        self._begin_request()
+        return head
 
-    def _more_of_body(self, data: bytes) -> None:
-        head = self._head
-        assert head is not None
-        missing_bytes = head.body_bytes - len(self._body)
-        self._body += data[:missing_bytes]
-        if len(data) < missing_bytes:
-            self._server.expect(self)
+    # --- httptools ---------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._begun = True
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        if len(self._url) > MOST_FIELD_BYTES:
+            raise _too_long()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+        if len(name) + len(value) > MOST_FIELD_BYTES:
+            raise _too_long()
+        if len(self._headers) > MOST_HEADERS:
+            raise HttpRefusal(f"there must be at most {MOST_HEADERS} headers", status=431)
+
+    def on_headers_complete(self) -> None:
+        self._framing_bytes = 0
+        self._next_keep, self._next_version = self._parser.should_keep_alive(), self._parser.get_http_version()
+        names = [name.lower() for name, _ in self._headers]
+        if self._parser.get_method() == b"CONNECT":
+            raise HttpRefusal("CONNECT: Method Not Allowed", status=405)
+        if self._next_version == "1.1" and names.count(b"host") != 1:
+            raise HttpRefusal(f"Host: must be given once, got {names.count(b'host')} of them", "Host")
+        if b"content-length" in names and int(self._headers[names.index(b"content-length")][1]) > MOST_BODY_BYTES:
+            raise _too_large()
+        if b"expect" in names:
+            expected = self._headers[names.index(b"expect")][1].strip().decode(errors="replace")
+            if expected.lower() != "100-continue":
+                raise HttpRefusal(f"Expect: must be 100-continue, got {cut(repr(expected), 80)}", "Expect", status=417)
+            if self._task is None and not self._requests and self._transport is not None:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        self._body.append(body)
+        self._body_bytes += len(body)
+        if self._body_bytes > MOST_BODY_BYTES:
+            raise _too_large()
+
+    def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():  # it is read again, without
             return
-        self._data = data[missing_bytes:]
-        body, self._body = bytes(self._body), bytearray()
+        headers = tuple(
+            (name.decode("latin-1"), value.strip(b" \t").decode("utf-8", "surrogateescape"))
+            for name, value in self._headers
+        )
+        method, url = self._parser.get_method().decode(), self._url.decode("utf-8", "surrogateescape")
+        request = HttpRequest(method, url, headers, b"".join(self._body))
+        self._requests.append((request, self._next_keep, self._next_version))
+        self._ended()
+
+    def _ended(self) -> None:
+        self._begun = False
         self._server.unfinished.pop(self, None)
-        self._head = None
-        self.answered = False
-        self._task = asyncio.get_running_loop().create_task(self._server.answer(head, body, self))
-        self._task.add_done_callback(self._over)
+        self._begin_request()
+
+    # --- one request after the other ---------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Answer the next request, if there is one and the client has read the answers before."""
+        if self._task is not None or not self.writable or self._transport is None or self._transport.is_closing():
+            return
+        if self._requests:
+            request, self._keep, self._version = self._requests.popleft()
+            self.answered = False
+            if isinstance(request, HttpRefusal):
+                log_refusal("HTTP", self.peer, request.status, str(request))
+                self.refuse(request)
+                return
+            self._bodiless = request.method == "HEAD"
+            self._task = asyncio.get_running_loop().create_task(self._server.answer(request, self))
+            self._task.add_done_callback(self._over)
+            return
+        self._ahead_bytes = 0
+        self._resume_reading()
+        if self._begun:
+            self._server.expect(self)
 
     def _over(self, task: "asyncio.Task[None]") -> None:
         self._task = self.on_writable = None
-        if task.cancelled() or task.exception() is not None:
-            if not task.cancelled():
-                logger.error("a request could not be served", exc_info=task.exception())
-            if self._transport is not None:
-                if self.answered or task.cancelled():
-                    self._transport.close()
-                else:
-                    self.fail(500, DEFECT)
+        self._bodiless = False
+        failed = not task.cancelled() and task.exception() is not None
+        if failed:
+            logger.error("a request could not be served", exc_info=task.exception())
+        if self._transport is None:
             return
-        if self.writable:  # a client that does not read its answers gets no more of them
-            self._go_on()
+        if failed and not self.answered:
+            self.refuse(HttpRefusal(DEFECT, status=500))
+        elif failed or task.cancelled() or not self._keep:
+            self._transport.close()
+        else:
+            self._advance()
 
-    def _go_on(self) -> None:
-        """With what the client has sent meanwhile."""
-        if self._transport is None or self._transport.is_closing():
-            return
-        if self._paused:
+    def _resume_reading(self) -> None:
+        if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
-        if self._data:
-            self._next_request()
 
-    def _hand_over(self) -> None:
-        """The connection is aiohttp's from here on."""
-        assert self._transport is not None
-        self._server.forget(self)
-        protocol = self._server.general()
-        data, self._data = self._data, b""
-        self._transport.set_protocol(protocol)
-        protocol.connection_made(self._transport)
-        protocol.data_received(data)
+
+def _too_long() -> HttpRefusal:
+    return HttpRefusal(f"the request line and each header must have at most {MOST_FIELD_BYTES} bytes", status=431)
+
+
+def _too_large() -> HttpRefusal:
+    return HttpRefusal(f"the body must have at most {MOST_BODY_BYTES} bytes", status=413)
+
+
+def _parser_refusal(error: Exception, data: bytes) -> HttpRefusal:
+    """Return the parser's reason, without quotations of the request, which may hold a credential."""
+    if data.startswith(b"\x16\x03"):
+        return HttpRefusal("the request is HTTPS, and HTTP is served here")
+    named = _FAULTY_HEADER.search(data)
+    name = None if named is None else named[1].decode()
+    return HttpRefusal(f"{name}: {error}" if name else f"the request is not HTTP: {error}", name)
 
 
 class HttpServer:
-    """All doors, what answers usual requests, and what makes aiohttp's side of a connection."""
+    """All connections, and the handler of their requests."""
 
-    def __init__(
-        self,
-        answer: Callable[[RequestHead, bytes, HttpConnection], Coroutine[Any, Any, None]],
-        general: Callable[[], asyncio.Protocol],
-    ) -> None:
+    def __init__(self, answer: Callable[[HttpRequest, HttpConnection], Coroutine[Any, Any, None]]) -> None:
         self.answer = answer
-        self.general = general
-        self.doors: set[HttpConnection] = set()
+        self.connections: set[HttpConnection] = set()
         # By when the rest of its request must have come; the first is first.
         self.unfinished: dict[HttpConnection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -306,7 +394,7 @@ class HttpServer:
 
     @property
     def busy(self) -> bool:
-        return any(connection.busy for connection in self.doors)
+        return any(connection.busy for connection in self.connections)
 
     def expect(self, connection: HttpConnection) -> None:
         """A part of a request has come."""
@@ -317,13 +405,13 @@ class HttpServer:
                 self._timer = loop.call_at(until_s, self._refuse_slow)
 
     def forget(self, connection: HttpConnection) -> None:
-        self.doors.discard(connection)
+        self.connections.discard(connection)
         self.unfinished.pop(connection, None)
 
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(*(connection.close() for connection in self.doors))
+        await asyncio.gather(*(connection.close() for connection in self.connections))
 
     def _refuse_slow(self) -> None:
         loop = asyncio.get_running_loop()
@@ -332,6 +420,6 @@ class HttpServer:
             if until_s > now_s:
                 break
             del self.unfinished[connection]
-            connection.fail(408, f"the request was not all there after {REQUEST_WITHIN_S:g} s")
+            connection.refuse(HttpRefusal(f"the request was not all there after {REQUEST_WITHIN_S:g} s", status=408))
         following_s = next(iter(self.unfinished.values()), None)
         self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

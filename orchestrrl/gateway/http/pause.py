@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, faults_of
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.faults import read_body
+from orchestrrl.gateway.http.bodies import read_body
+from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, json_answer
 from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 from planner.model import EngineId, RequestId
 
@@ -81,6 +81,7 @@ class CancelBody(RequestBody):
 
 # The daemon's answer to one of these, as plain values. Raises HttpRefusal.
 Daemon = Callable[[RequestBody | None], Awaitable[Mapping[str, Any]]]
+_Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer]]
 
 
 class PauseEndpoints:
@@ -93,28 +94,27 @@ class PauseEndpoints:
         self._alone = alone
         self._set_source: tuple[int | None, str] = (None, "")  # version and folder; of a gateway that is alone
 
-    def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/orchestrrl/barrier", self._handler(None, lambda _: self._shown())),
-            web.post("/orchestrrl/pause", self._handler(PauseBody, self._pause)),
-            web.post("/orchestrrl/renew", self._handler(RenewBody, self._renew)),
-            web.post("/orchestrrl/resume", self._handler(ResumeBody, self._resume)),
-            web.post("/orchestrrl/set-version", self._handler(SetVersionBody, self._set_version)),
-            web.post("/orchestrrl/cancel", self._handler(CancelBody, self._cancel)),
-        ]
+    def routes(self) -> Mapping[tuple[str, str], _Handler]:
+        """Return the handlers by path and method."""
+        return {
+            ("/orchestrrl/barrier", "GET"): self._handler(None, lambda _: self._shown()),
+            ("/orchestrrl/pause", "POST"): self._handler(PauseBody, self._pause),
+            ("/orchestrrl/renew", "POST"): self._handler(RenewBody, self._renew),
+            ("/orchestrrl/resume", "POST"): self._handler(ResumeBody, self._resume),
+            ("/orchestrrl/set-version", "POST"): self._handler(SetVersionBody, self._set_version),
+            ("/orchestrrl/cancel", "POST"): self._handler(CancelBody, self._cancel),
+        }
 
-    def _handler(
-        self, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handle(request: web.Request) -> web.Response:
-            body = None if kind is None else await _read(kind, request)
+    def _handler(self, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]) -> _Handler:
+        async def handle(request: HttpRequest, _: HttpConnection) -> HttpAnswer:
+            body = None if kind is None else _read(kind, request)
             if self._daemon is not None:
-                return web.json_response(self._with_urls(await self._daemon(body)))
+                return json_answer(self._with_urls(await self._daemon(body)))
             if not self._alone:
                 wrong = "other processes serve this port: give them a daemon, which can order all of them"
                 raise HttpRefusal(wrong, status=503)
             try:
-                return web.json_response(await act(body))
+                return json_answer(await act(body))
             except OrchestrRLError as error:
                 raise HttpRefusal(str(error), status=409) from error
 
@@ -197,10 +197,9 @@ class PauseEndpoints:
         }
 
 
-async def _read(kind: type[RequestBody], request: web.Request) -> RequestBody:
-    text = await read_body(request, empty=b"{}")
+def _read(kind: type[RequestBody], request: HttpRequest) -> RequestBody:
     try:
-        return kind.model_validate(read_json(text))
+        return kind.model_validate(read_json(read_body(request, empty=b"{}")))
     except ValidationError as error:
         faults = faults_of(error)
         raise HttpRefusal("; ".join(faults), faults[0].partition(":")[0]) from error

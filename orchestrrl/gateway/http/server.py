@@ -5,17 +5,14 @@ clients do not reach it at their port, and it stays on loopback unless it is tol
 """
 
 import asyncio
-import json
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Any
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrrl import __version__
@@ -23,30 +20,25 @@ from orchestrrl.core.errors import cut, shorten
 from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
+from orchestrrl.gateway.http.bodies import read_body
 from orchestrrl.gateway.http.completion_requests import read_completion_request
-from orchestrrl.gateway.http.connections import HttpConnection, HttpServer, RequestHead
-from orchestrrl.gateway.http.faults import (
-    MOST_BODY_BYTES,
-    FaultReportingHandler,
-    error_answer,
-    expected,
+from orchestrrl.gateway.http.connections import (
+    HttpAnswer,
+    HttpConnection,
+    HttpRequest,
+    HttpServer,
+    json_answer,
     log_refusal,
-    read_body,
 )
 from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 from orchestrrl.gateway.http.headers import end_to_end
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, error_body, event, response, usage_chunk
-from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
-logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = MOST_BODY_BYTES
 DRAIN_POLL_S = 0.05
-# aiohttp's own patience with what it serves when it ends; drain() has been patient before.
-END_WITHIN_S = 1.0
 
 ENDPOINTS = {"/v1/completions": CompletionEndpoint.COMPLETIONS, "/v1/chat/completions": CompletionEndpoint.CHAT}
 OPERATOR_PREFIX = "/orchestrrl/"
@@ -59,143 +51,65 @@ _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
 
 Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# None: the handler has written the answer itself.
+Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer | None]]
+Routes = Mapping[tuple[str, str], Handler]  # by path and method
 
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def failure_of(message: str, status: int, param: str | None = None) -> RequestFailure:
-    return RequestFailure(status, error_body(message, status, param))
-
-
-def _refuse(connection: HttpConnection, failure: RequestFailure) -> None:
-    _log_fault("a request", connection.peer, failure)
-    connection.whole(failure.status, json.dumps(failure.error).encode())
-
-
-def _log_fault(asked: str, peer: object, failure: RequestFailure) -> None:
-    """Log a client's fault in one line; other failures are logged where they happen."""
-    if failure.status < 500:
-        error = failure.error.get("error")
-        log_refusal(asked, peer, failure.status, str(error.get("message") if isinstance(error, Mapping) else error))
-
-
-async def _set_up(app: web.Application) -> web.AppRunner:
-    # A client that leaves ends its handler, which stops its request on the engine.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=END_WITHIN_S)
-    await runner.setup()
-    return runner
-
-
-def _connection(runner: web.AppRunner) -> FaultReportingHandler:
-    """Return a connection for aiohttp to serve. `read_body` decompresses, and reports what it cannot decompress."""
-    assert runner.server is not None
-    options: dict[str, Any] = {"access_log": None, "auto_decompress": False}
-    return FaultReportingHandler(runner.server, loop=asyncio.get_running_loop(), **options)
-
-
-@web.middleware
-async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What aiohttp itself refuses (no such path, body too large) as OpenAI error objects too."""
-    asked = f"{request.method} {cut(request.path, 100)}"
-    headers: Mapping[str, str] = {}
-    torn = False
-    try:
-        return await handler(request)
-    except web.HTTPException as refusal:
-        if refusal.status < 400:
-            raise
-        failure = failure_of(f"{asked}: {refusal.reason}", refusal.status)
-        headers = {name: value for name, value in refusal.headers.items() if name == "Allow"}
-    except HttpRefusal as refusal:
-        failure, headers = failure_of(str(refusal), refusal.status, refusal.param), refusal.headers
-    except (HttpProcessingError, web.RequestPayloadError) as error:
-        torn = True  # where the next request would begin is not known
-        failure = failure_of(f"the body does not match its head: {cut(' '.join(str(error).split()), 100)}", 400)
-    _log_fault(asked, request.remote, failure)
-    answer = web.json_response(failure.error, status=failure.status, headers=headers)
-    if torn:
-        answer.force_close()
-    return answer
-
-
 class GatewayServer:
-    """Serves one gateway. Call `start` and `start_operator`, then `drain` and `close`. `plain`: by aiohttp alone,
-    without the door."""
+    """Serves one gateway. Call `start` and `start_operator`, then `drain` and `close`."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        *,
-        plain: bool = False,
-        barrier: PauseEndpoints | None = None,
-        elsewhere: Elsewhere | None = None,
+        self, gateway: Gateway, *, barrier: PauseEndpoints | None = None, elsewhere: Elsewhere | None = None
     ) -> None:
         """`elsewhere` has a request moved that another gateway holds."""
         self._gateway = gateway
-        self._plain = plain
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
-        self._runner: web.AppRunner | None = None
-        self._server: HttpServer | None = None
         self._servers: list[asyncio.Server] = []
-        self._operator_runner: web.AppRunner | None = None
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self._elsewhere = elsewhere
-        barrier = barrier or PauseEndpoints(gateway)
         # Nothing of a single request is in these: both listeners have them.
-        common = [
-            web.get("/health", self._health),
-            web.get("/metrics", self._metrics),
-            web.get("/version", self._version),
-        ]
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
-        self.app.add_routes(
-            [
-                *(web.post(path, partial(self._answer, of), expect_handler=expected) for path, of in ENDPOINTS.items()),
-                web.get("/v1/models", self._models),
-                web.route("*", f"{OPERATOR_PREFIX}{{path:.*}}", self._operator_elsewhere),
-                *common,
-            ]
-        )
-        self.operator_app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[openai_errors])
-        self.operator_app.add_routes(
-            [
-                web.get(f"{OPERATOR_PREFIX}requests", self._requests),
-                web.post(f"{OPERATOR_PREFIX}move", self._move),
-                *barrier.routes(),
-                *common,
-            ]
-        )
+        common: dict[tuple[str, str], Handler] = {
+            ("/health", "GET"): self._health,
+            ("/metrics", "GET"): self._metrics,
+            ("/version", "GET"): self._version,
+        }
+        self.routes: Routes = {
+            **{(path, "POST"): partial(self._complete, endpoint) for path, endpoint in ENDPOINTS.items()},
+            ("/v1/models", "GET"): self._models,
+            **common,
+        }
+        self.operator_routes: Routes = {
+            (f"{OPERATOR_PREFIX}requests", "GET"): self._requests,
+            (f"{OPERATOR_PREFIX}move", "POST"): self._move,
+            **(barrier or PauseEndpoints(gateway)).routes(),
+            **common,
+        }
+        self._trainers = HttpServer(partial(self._answer, self.routes))
+        self._operators = HttpServer(partial(self._answer, self.operator_routes))
 
     async def start(self, host: str, port: int) -> str:
         """Listen for trainers; returns the URL, with the port that was chosen where 0 was asked for."""
-        self._runner = await _set_up(self.app)
-        self._server = HttpServer(self._usual, partial(_connection, self._runner))
-        bound_port = await self.listen(host, port)
-        return url_of(host, bound_port)
+        return url_of(host, await self.listen(host, port))
 
     async def start_operator(self, host: str, port: int) -> str:
         """Serve the operator API; returns its URL, as `start` does."""
-        self._operator_runner = await _set_up(self.operator_app)
-        self._operator_at = host, await self._serve(partial(_connection, self._operator_runner), host, port)
+        self._operator_at = host, await self._serve(self._operators, host, port)
         return url_of(*self._operator_at)
 
     async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen on one more port. `shared`: other processes may listen on it, too."""
-        assert self._server is not None
-        return await self._serve(
-            self._server.general if self._plain else self._server.connection, host, port, shared=shared
-        )
+        """Listen on one more port for trainers. `shared`: other processes may listen on it, too."""
+        return await self._serve(self._trainers, host, port, shared=shared)
 
-    async def _serve(
-        self, connected: Callable[[], asyncio.BaseProtocol], host: str, port: int, *, shared: bool = False
-    ) -> int:
+    async def _serve(self, served: HttpServer, host: str, port: int, *, shared: bool = False) -> int:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(connected, host, port, backlog=4096, reuse_port=shared or None)
+        server = await loop.create_server(served.connection, host, port, backlog=4096, reuse_port=shared or None)
         self._servers.append(server)
         bound_port: int = server.sockets[0].getsockname()[1]
         return bound_port
@@ -210,108 +124,96 @@ class GatewayServer:
 
     def _busy(self) -> bool:
         """A request runs, or its answer is still being written."""
-        return len(self._gateway.ledger) > 0 or (self._server is not None and self._server.busy)
+        return len(self._gateway.ledger) > 0 or self._trainers.busy
 
     async def close(self) -> None:
         for server in self._servers:
             server.close()
-        if self._server is not None:
-            await self._server.close()
-        for runner in (self._runner, self._operator_runner):
-            if runner is not None:
-                await runner.cleanup()
+        await self._trainers.close()
+        await self._operators.close()
+
+    async def _answer(self, routes: Routes, request: HttpRequest, connection: HttpConnection) -> None:
+        asked = f"{request.method} {cut(request.url, 100)}"
+        try:
+            answer = await self._handler(routes, request)(request, connection)
+        except HttpRefusal as refusal:
+            log_refusal(asked, connection.peer, refusal.status, str(refusal))
+            body = error_body(str(refusal), refusal.status, refusal.param)
+            answer = json_answer(body, refusal.status, refusal.headers)
+        if answer is not None:
+            connection.whole(answer)
+
+    def _handler(self, routes: Routes, request: HttpRequest) -> Handler:
+        """Raises HttpRefusal where there is none."""
+        method = "GET" if request.method == "HEAD" else request.method
+        if (handler := routes.get((request.url, method))) is not None:
+            return handler
+        path = _parts(request).path
+        if (handler := routes.get((unquote(path), method))) is not None:
+            return handler
+        asked = f"{request.method} {cut(unquote(path), 100)}"
+        if routes is self.routes and path.startswith(OPERATOR_PREFIX):
+            url = self._operator_url(request)
+            where = "is not served" if url is None else f"is at {url}"
+            raise HttpRefusal(f"{asked}: Not Found; the operator API {where}", status=404)
+        if allowed := [method for other, method in routes if other == path]:
+            raise HttpRefusal(f"{asked}: Method Not Allowed", status=405, headers={"Allow": ",".join(allowed)})
+        raise HttpRefusal(f"{asked}: Not Found", status=404)
 
     # --- OpenAI ------------------------------------------------------------------------------------------------------
 
-    async def _usual(self, head: RequestHead, body: bytes, connection: HttpConnection) -> None:
-        """A usual request, answered at its door."""
-        try:
-            job = self._job(head, body)
-            if job.request.streaming:
-                await _stream_at(connection, job)
-                return
-            await job.run()
-        except HttpRefusal as refusal:
-            _refuse(connection, failure_of(str(refusal), refusal.status, refusal.param))
-            return
-        if job.failure is not None:
-            _refuse(connection, job.failure)
+    async def _complete(
+        self, endpoint: CompletionEndpoint, request: HttpRequest, connection: HttpConnection
+    ) -> HttpAnswer | None:
+        job = self._job(endpoint, request)
+        if job.request.streaming:
+            await _stream(connection, job)
+            if connection.answered:
+                return None
         else:
-            connection.whole(200, json.dumps(_whole(job)).encode())
+            await job.run()
+        if job.failure is None:
+            return json_answer(response(job.request.form, job.records, job.request.answers_per_prompt))
+        error = job.failure.error.get("error")
+        message = str(error.get("message") if isinstance(error, Mapping) else error)
+        log_refusal(f"{request.method} {request.url}", connection.peer, job.failure.status, message)
+        return json_answer(job.failure.error, job.failure.status)
 
-    async def _answer(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
-        """A request that is unusual for its HTTP."""
-        request_id, group, tag = (request.headers.get(name, "") for name in ("X-Request-Id", "X-Group-Id", "X-Tag"))
-        body = await read_body(request)
-        head = RequestHead(endpoint, request_id, group, tag, len(body), end_to_end(request.headers.items()))
-        job = self._job(head, body)
-        held = False
-        try:
-            async with job:
-                held = True
-                if job.request.streaming:
-                    return await self._stream(request, job)
-                await job.finished()
-                return _refused(request, job.failure) if job.failure is not None else web.json_response(_whole(job))
-        finally:
-            # aiohttp may cancel this a second time while it tidies up: no record stays in the ledger for that.
-            if held:
-                job.close()
-
-    def _job(self, head: RequestHead, text: bytes) -> RequestGroup:
+    def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
         """Return the requests that the body asks for. Raises HttpRefusal."""
         if self._draining:
             raise HttpRefusal("the gateway is shutting down", status=503)
-        body = read_json(text)
-        name = head.request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
+        body = read_json(read_body(request))
+        headers = end_to_end(request.headers)
+        request_id, group, tag = (request.fields.get(name, "") for name in ("x-request-id", "x-group-id", "x-tag"))
+        name = request_id or str((body.get("request_id") if isinstance(body, dict) else None) or "")
         ask = read_completion_request(
-            head.endpoint,
+            endpoint,
             body,
             request_id=name or uuid.uuid4().hex,
-            group=head.group,
-            tag=head.tag,
+            group=group,
+            tag=tag,
             default_model=self._gateway.default_model(),
             now_s=self._gateway.clock.now_s(),
-            headers=head.headers,
+            headers=headers,
             max_version_lag=self._gateway.limits.max_version_lag,
             on_stale=self._gateway.limits.on_stale,
         )
-        return self._gateway.request_group(ask, _named(body, head.headers) if name else None)
+        return self._gateway.request_group(ask, _named(body, headers) if name else None)
 
-    async def _stream(self, request: web.Request, job: RequestGroup) -> web.StreamResponse:
-        """Server-sent events. Headers wait for the first token, so that an engine's refusal keeps its status."""
-        while not job.done and all(record.started_s is None for record in job.records):
-            await job.progress()
-        if job.failure is not None:
-            return _refused(request, job.failure)
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await answer.prepare(request)
-        writers = [ChunkWriter(job.request.form, index, record) for index, record in enumerate(job.records)]
-        open_answers = list(zip(job.records, writers, strict=True))
-        while open_answers and job.failure is None:
-            data = b"".join(_news(record, writer) for record, writer in open_answers)
-            open_answers = [(record, writer) for record, writer in open_answers if record.finish_reason is None]
-            if data:
-                await answer.write(data)
-            elif open_answers:
-                await job.progress()
-        await answer.write(_closing(job))
-        await answer.write_eof()
-        return answer
-
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         models = await self._gateway.models()
         if not models:
-            return error_answer("no engine has told its models", 503)
+            raise HttpRefusal("no engine has told its models", status=503)
         data = [
             {"id": name, "object": "model", "created": 0, "owned_by": "orchestrrl", "max_model_len": longest}
             for name, longest in models.items()
         ]
-        return web.json_response({"object": "list", "data": data})
+        return json_answer({"object": "list", "data": data})
 
     # --- operation ---------------------------------------------------------------------------------------------------
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         """200 while a request would find an engine, or waits for one that is being started."""
         engines, expected = self._gateway.usable_engines(), sorted(self._gateway.fleet.expected)
         status = 200 if (engines or expected) and not self._draining else 503
@@ -320,52 +222,46 @@ class GatewayServer:
             told["expected"] = expected
         if self._gateway.store is not None:  # a client that finds it gone may wait for its answer to come back with it
             told["ledger"] = True
-        return web.json_response(told, status=status)
+        return json_answer(told, status)
 
-    async def _version(self, request: web.Request) -> web.Response:
+    async def _version(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         told = {"version": __version__, "gateway": self._gateway.node}
         if (url := self._operator_url(request)) is not None:
             told["operator_url"] = url
-        return web.json_response(told)
+        return json_answer(told)
 
-    def _operator_url(self, request: web.Request) -> str | None:
+    def _operator_url(self, request: HttpRequest) -> str | None:
         """Where the client finds the operator API; None where it is not served."""
         if self._operator_at is None:
             return None
         host, port = self._operator_at
         if host in WILDCARDS:
             with suppress(ValueError):  # a Host header that names none
-                host = request.url.host or host
+                host = urlsplit(f"//{request.fields.get('host', '')}").hostname or host
         return url_of(host, port)
 
-    async def _operator_elsewhere(self, request: web.Request) -> web.Response:
-        """The trainers' port has no operator API, and says where it is."""
-        url = self._operator_url(request)
-        where = "is not served" if url is None else f"is at {url}"
-        return error_answer(f"{request.method} {request.path}: Not Found; the operator API {where}", 404)
-
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         text = generate_latest(self._registry)
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return HttpAnswer(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _requests(self, request: web.Request) -> web.Response:
+    async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         """The ledger: everything in flight and what ended last. `?id=R` gives the tokens of R too."""
-        wanted = request.query.get("id")
+        wanted = next(iter(parse_qs(_parts(request).query).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
             record = self._gateway.ledger.get(RequestId(wanted))
             if record is None:
-                return error_answer(f"request {wanted!r} is not in flight", 404)
-            return web.json_response(_shown(record, now_s, tokens=True))
+                raise HttpRefusal(f"request {wanted!r} is not in flight", status=404)
+            return json_answer(_shown(record, now_s, tokens=True))
         finished = [_fields(summary, _FINISHED_FIELDS) for summary in self._gateway.ledger.finished]
         in_flight = [_shown(record, now_s, tokens=False) for record in self._gateway.ledger]
-        return web.json_response({"in_flight": in_flight, "finished": finished})
+        return json_answer({"in_flight": in_flight, "finished": finished})
 
-    async def _move(self, request: web.Request) -> web.Response:
+    async def _move(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         """Body: `{"moves": [{"request_id", "to_engine_id", "from_engine_id", "method" (optional)}]}`."""
-        moves = self._read_moves(read_json(await read_body(request)))
+        moves = self._read_moves(read_json(read_body(request)))
         results = await asyncio.gather(*(self._carry_out(move) for move in moves))
-        return web.json_response({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
+        return json_answer({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
         if self._elsewhere is not None and not self._gateway.has_request(move.request):
@@ -398,9 +294,11 @@ class GatewayServer:
         return moves
 
 
-def _refused(request: web.Request, failure: RequestFailure) -> web.Response:
-    _log_fault(f"{request.method} {request.path}", request.remote, failure)
-    return web.json_response(failure.error, status=failure.status)
+def _parts(request: HttpRequest) -> SplitResult:
+    try:
+        return urlsplit(request.url)
+    except ValueError as error:
+        raise HttpRefusal(f"the request line must have a URL, got {cut(repr(request.url), 80)}") from error
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:
@@ -412,11 +310,7 @@ def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mappi
     return {**body, "Authorization": blake2b("\0".join(credentials).encode(errors="surrogateescape")).hexdigest()}
 
 
-def _whole(job: RequestGroup) -> dict[str, Any]:
-    return response(job.request.form, job.records, job.request.answers_per_prompt)
-
-
-async def _stream_at(connection: HttpConnection, job: RequestGroup) -> None:
+async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
     """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
@@ -441,7 +335,6 @@ async def _stream_at(connection: HttpConnection, job: RequestGroup) -> None:
     connection.on_writable = write_all
     await job.run(write)
     if job.failure is not None and not connection.answered:
-        _refuse(connection, job.failure)
         return
     for record in job.records:
         while not connection.writable:

@@ -1,4 +1,4 @@
-"""A gateway before one scripted engine, whose log is read: by the door, or by aiohttp alone."""
+"""A gateway before one scripted engine, whose log is read."""
 
 import asyncio
 import json
@@ -215,9 +215,7 @@ def _port(url: str) -> int:
 
 
 @asynccontextmanager
-async def http_harness(
-    *, plain: bool, engines: int = 1, store: LedgerStore | None = None
-) -> AsyncIterator[HttpHarness]:
+async def http_harness(*, engines: int = 1, store: LedgerStore | None = None) -> AsyncIterator[HttpHarness]:
     upstream, runners = [], []
     for _ in range(engines):
         engine = UpstreamEngine()
@@ -239,7 +237,7 @@ async def http_harness(
     gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
     gateway.store = store
     gateway.set_routes([EngineRoute(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(upstream)])
-    server = GatewayServer(gateway, plain=plain)
+    server = GatewayServer(gateway)
     url, operator_url = await server.start("127.0.0.1", 0), await server.start_operator("127.0.0.1", 0)
     try:
         yield HttpHarness(_port(url), upstream, gateway, server, log, _port(operator_url))

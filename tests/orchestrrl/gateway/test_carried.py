@@ -28,9 +28,9 @@ EXPERTS = {"routed_experts": "k05VTVBZ"}
 NAMED = b"X-Request-Id: r\r\n"
 
 
-@pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
-    async with http_harness(plain=request.param, engines=2) as fixture:
+@pytest.fixture
+async def harness() -> AsyncIterator[HttpHarness]:
+    async with http_harness(engines=2) as fixture:
         yield fixture
 
 
@@ -308,7 +308,7 @@ async def test_the_ledger_keeps_fields_but_no_credential_and_gives_them_to_its_b
     async def asked(credential: bytes) -> tuple[int, Any]:
         store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
         store.start()
-        async with http_harness(plain=False, store=store) as harness:
+        async with http_harness(store=store) as harness:
             harness.engine.choice_fields = EXPERTS
             answer = await harness.post(SANE, PATH, NAMED + credential)
             tries = harness.tries

@@ -1,4 +1,4 @@
-"""Requests that are wrong as HTTP or as JSON: refused by both of the gateway's ways in, in one line of its log."""
+"""Requests that are wrong as HTTP or as JSON: refused in one line of the gateway's log."""
 
 import asyncio
 import gzip
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrrl.gateway.http.faults import MOST_BODY_BYTES, MOST_MEMBERS, decompressed
+from orchestrrl.gateway.http.bodies import MOST_BODY_BYTES, MOST_MEMBERS, decompressed
 from orchestrrl.gateway.http.field_types import HttpRefusal
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, SANE, HttpHarness, http_harness, request
 
@@ -18,9 +18,9 @@ BODY = json.dumps(SANE).encode()
 SECRET = b"Authorization: Bearer s3cret\x01\r\n"
 
 
-@pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
-    async with http_harness(plain=request.param) as fixture:
+@pytest.fixture
+async def harness() -> AsyncIterator[HttpHarness]:
+    async with http_harness() as fixture:
         yield fixture
 
 

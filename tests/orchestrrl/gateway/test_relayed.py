@@ -32,9 +32,9 @@ ECHO: dict[str, Any] = {"prompt": "sane", "max_tokens": 3, "echo": True}
 NAMED = b"X-Request-Id: r\r\n"
 
 
-@pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[HttpHarness]:
-    async with http_harness(plain=request.param, engines=2) as fixture:
+@pytest.fixture
+async def harness() -> AsyncIterator[HttpHarness]:
+    async with http_harness(engines=2) as fixture:
         yield fixture
 
 
@@ -214,7 +214,7 @@ async def test_nothing_of_it_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(store_module, "BATCH_S", 0.001)
     store = LedgerStore(RetentionPolicy(tmp_path / "ledger.db", from_s=0.0), WallClock())
     store.start()
-    async with http_harness(plain=False, store=store) as harness:
+    async with http_harness(store=store) as harness:
         for tries in (1, 2):
             assert (await harness.post(ECHO, headers=NAMED))[0] == 200
             assert harness.tries == tries

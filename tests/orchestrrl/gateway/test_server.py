@@ -13,7 +13,8 @@ import pytest
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.server import MAX_BODY_BYTES, GatewayServer
+from orchestrrl.gateway.http.connections import MOST_BODY_BYTES
+from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
@@ -272,7 +273,7 @@ async def test_what_is_not_json_not_there_or_too_large(harness: Harness) -> None
     status, answer_body = await harness.get("/v2/nothing")
     assert status == 404
     assert answer_body["error"]["code"] == 404
-    async with harness.http.post(harness.url + "/v1/completions", data=b" " * (MAX_BODY_BYTES + 1)) as answer:
+    async with harness.http.post(harness.url + "/v1/completions", data=b" " * (MOST_BODY_BYTES + 1)) as answer:
         assert answer.status == 413
 
 

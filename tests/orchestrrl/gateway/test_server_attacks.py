@@ -1,4 +1,4 @@
-"""The whole gateway under attack, by the door and by aiohttp alone: nothing lost, nothing twice, and an end to all."""
+"""The whole gateway under attack: nothing lost, nothing twice, and an end to all."""
 
 import asyncio
 import json
@@ -14,8 +14,8 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.connections import RequestHead
-from orchestrrl.gateway.http.server import MAX_BODY_BYTES, GatewayServer, _stream_at
+from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, HttpRequest
+from orchestrrl.gateway.http.server import GatewayServer, _stream
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from planner.model import EngineId, NodeId
@@ -122,8 +122,8 @@ class Harness:
                 await asyncio.sleep(0.01)
 
 
-@pytest.fixture(params=[False, True], ids=["door", "plain"])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
+@pytest.fixture
+async def harness() -> AsyncIterator[Harness]:
     engine = ScriptedEngine(answer_all)
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, backlog=4096)
     engine.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
@@ -131,7 +131,7 @@ async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Harness]:
     fleet = EngineBackends(VllmEngine, clock=clock)
     gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
     gateway.set_routes([EngineRoute(EngineId("e0"), engine.url)])
-    server = GatewayServer(gateway, plain=request.param)
+    server = GatewayServer(gateway)
     url = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         yield Harness(url, int(url.rpartition(":")[2]), engine, gateway, server, http)
@@ -185,7 +185,7 @@ async def test_a_body_that_waits_for_a_word(harness: Harness, more: bytes) -> No
 
 async def test_large_bodies(harness: Harness) -> None:
     """Up to 64 MB they are taken, beyond that refused; either way the next request is served."""
-    prompt = "x" * (MAX_BODY_BYTES - 100)
+    prompt = "x" * (MOST_BODY_BYTES - 100)
     status, _ = await harness.post({"prompt": prompt, "max_tokens": 3})
     assert status == 200
     assert harness.engine.bodies[-1]["prompt"] == prompt
@@ -407,9 +407,11 @@ async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
         "stream": True,
         "return_token_ids": True,
     }
-    job = server._job(RequestHead(CompletionEndpoint.COMPLETIONS, "r", "", "", 0), json.dumps(body).encode())
+    headers = (("X-Request-Id", "r"), ("Content-Length", "1"))
+    asked = HttpRequest("POST", PATH, headers, json.dumps(body).encode())
+    job = server._job(CompletionEndpoint.COMPLETIONS, asked)
     connection = OnePieceDoor()
-    streaming = asyncio.create_task(_stream_at(connection, job))  # type: ignore[arg-type]
+    streaming = asyncio.create_task(_stream(connection, job))  # type: ignore[arg-type]
     async with asyncio.timeout(DEADLINE_S):
         while not streaming.done():
             engine.step()

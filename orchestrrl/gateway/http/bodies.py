@@ -1,0 +1,64 @@
+"""Read the body of a request without its coding. Pure."""
+
+import zlib
+
+from orchestrrl.core.errors import cut
+from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, HttpRequest
+from orchestrrl.gateway.http.field_types import HttpRefusal
+
+MOST_MEMBERS = 16  # of a gzip body: each costs a copy of what follows it
+_CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+def read_body(request: HttpRequest, *, empty: bytes | None = None) -> bytes:
+    """Return the body, decompressed; `empty` replaces one that is left out. Raises HttpRefusal."""
+    if empty is None and request.fields.keys().isdisjoint(("content-length", "transfer-encoding")):
+        raise HttpRefusal("Content-Length: must be given, got nothing", "Content-Length", status=411)
+    data = request.body
+    for coding in reversed(_codings(request)):
+        data = decompressed(data, coding)
+    return data or empty or b""
+
+
+def _codings(request: HttpRequest) -> list[str]:
+    if "content-encoding" not in request.fields:
+        return []
+    named = ",".join(value for name, value in request.headers if name.lower() == "content-encoding")
+    codings = [coding for part in named.split(",") if (coding := part.strip().lower()) not in ("", "identity")]
+    if any(coding not in _CODINGS for coding in codings) or len(codings) > 2:
+        wrong = f"Content-Encoding: must be gzip or deflate, or left out, got {cut(repr(named), 80)}"
+        accepted = {"Accept-Encoding": "gzip, deflate"}
+        raise HttpRefusal(wrong, "Content-Encoding", status=415, headers=accepted)
+    return codings
+
+
+def decompressed(data: bytes, coding: str) -> bytes:
+    """Return the data without its coding. Raises HttpRefusal where it is not of that coding, ends early or grows too
+    large. Some clients omit the zlib frame of `deflate`."""
+    try:
+        return _decompressed(data, _CODINGS[coding])
+    except zlib.error as error:
+        if coding == "deflate":
+            try:
+                return _decompressed(data, -zlib.MAX_WBITS)
+            except zlib.error:
+                pass
+        wrong = f"Content-Encoding: must be that of the body, got {coding!r}: {error}"
+        raise HttpRefusal(wrong, "Content-Encoding") from error
+
+
+def _decompressed(data: bytes, wbits: int) -> bytes:
+    whole = b""
+    for _ in range(MOST_MEMBERS):
+        stream = zlib.decompressobj(wbits)
+        whole += stream.decompress(data, MOST_BODY_BYTES + 1 - len(whole))
+        if len(whole) > MOST_BODY_BYTES:
+            wrong = f"the body must have at most {MOST_BODY_BYTES} bytes when it is decompressed"
+            raise HttpRefusal(wrong, status=413)
+        if not stream.eof:
+            raise zlib.error("it ends early")
+        data = stream.unused_data  # gzip's next member
+        if not data:
+            return whole
+    wrong = f"Content-Encoding: the body must have at most {MOST_MEMBERS} compressed members, got more"
+    raise HttpRefusal(wrong, "Content-Encoding")

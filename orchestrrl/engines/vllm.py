@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 from orchestrrl.core.operations import PauseMode
@@ -24,18 +23,15 @@ from orchestrrl.engines.base import (
     Chunk,
     CompletionEndpoint,
     EngineCapabilities,
-    EngineSample,
     GenerationRequest,
     RequestRefused,
 )
 from orchestrrl.engines.exchange import ConnectionPool, EngineConnection, EngineExchange
-from orchestrrl.engines.handover import EXTERNAL_SOURCE
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.engines.openai_chunks import ChunkReader, StreamError, parse_event
 from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, VllmCalls, failure
-from orchestrrl.engines.vllm_info import VllmServerInfo, server_identity
-from orchestrrl.engines.vllm_managed import VllmManagement
+from orchestrrl.engines.vllm_info import VllmServerInfo
+from orchestrrl.engines.vllm_managed import ManagedVllm
 from orchestrrl.engines.vllm_transfer import VllmTransfers
 from orchestrrl.engines.vllm_weights import VllmWeights
 
@@ -43,17 +39,6 @@ from orchestrrl.engines.vllm_weights import VllmWeights
 ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
 
 USAGE_WITHIN_S = 1.0  # after an answer's last token
-
-RUNNING = "vllm:num_requests_running"
-WAITING = "vllm:num_requests_waiting"
-KV_USAGE = "vllm:kv_cache_usage_perc"
-GENERATED = "vllm:generation_tokens_total"
-PROMPT = "vllm:prompt_tokens_total"
-PREEMPTIONS = "vllm:num_preemptions_total"
-CACHE_CONFIG = "vllm:cache_config_info"
-BY_SOURCE = "vllm:prompt_tokens_by_source_total"  # not every version has it
-_NAMES = (RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS, CACHE_CONFIG, BY_SOURCE)
-_SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 
 @dataclass(slots=True)
@@ -69,7 +54,7 @@ class _Attempt:
         self.exchange.close()
 
 
-class VllmEngine:
+class VllmEngine(ManagedVllm):
     """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream.
 
     Control calls use `session`, which is left open when it is given; else one is opened at the first and closed by
@@ -86,26 +71,24 @@ class VllmEngine:
         session: aiohttp.ClientSession | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
         self._headers = dict(headers or {})
-        self._calls = VllmCalls(self.url, self.name, timeout_s=timeout_s, session=session, headers=self._headers)
-        self._where = self._calls.where
-        self._management = VllmManagement(self._calls)
-        self.weights = VllmWeights(self._calls, self._management, self.metrics, self._model)
-        self.transfers = VllmTransfers(self._where, self._management)
+        super().__init__(
+            VllmCalls(url.rstrip("/"), self.name, timeout_s=timeout_s, session=session, headers=self._headers)
+        )
+        self.weights = VllmWeights(self)
+        self.transfers = VllmTransfers(self)
         self._pool: ConnectionPool | None = None
         self._attempts: dict[str, _Attempt] = {}
 
     async def capabilities(self) -> EngineCapabilities:
-        api = await self._calls.json("GET", "/openapi.json")
-        with self._calls.reading("/openapi.json"):
+        api = await self.calls.json("GET", "/openapi.json")
+        with self.calls.reading("/openapi.json"):
             paths = set(api["paths"])
             completion = api["components"]["schemas"].get("CompletionRequest", {})
             token_ids = "return_token_ids" in completion.get("properties", {})
-        version = (await self._calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
-        served = await self._served()
-        info = await self._management.info() if "/server_info" in paths else VllmServerInfo()
+        version = (await self.calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
+        served = await self.served()
+        info = await self.info() if "/server_info" in paths else VllmServerInfo()
         main = next(iter(served), {})
         model = named(main.get("root")) or info.serving.model or named(main.get("id"))
         return EngineCapabilities(
@@ -126,26 +109,21 @@ class VllmEngine:
             serving=replace(info.serving, model=model),
         )
 
-    async def metrics(self) -> EngineSample:
-        page = await self._management.metrics_page()
-        with self._calls.reading("/metrics"):
-            return parse_metrics(page)
-
     async def healthy(self) -> bool:
         try:
-            status, _ = await self._calls.exchange("GET", "/health")
+            status, _ = await self.calls.exchange("GET", "/health")
         except OrchestrRLError:
             return False
         return status == 200
 
     async def probe(self) -> float:
-        model = await self._model()
+        model = await self.model()
         started_s = time.monotonic()
         body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
-        answer = await self._calls.json("POST", "/v1/completions", body)
-        with self._calls.reading("/v1/completions"):
+        answer = await self.calls.json("POST", "/v1/completions", body)
+        with self.calls.reading("/v1/completions"):
             if answer["choices"][0]["finish_reason"] not in ("length", "stop"):
-                raise Permanent(f"{self._where}: a completion of one token ended as {shorten(answer['choices'][0])}")
+                raise Permanent(f"{self.where}: a completion of one token ended as {shorten(answer['choices'][0])}")
         return time.monotonic() - started_s
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -161,7 +139,7 @@ class VllmEngine:
             if connection.status != 200:
                 text = (await connection.read_all()).decode(errors="replace")
                 exchange.leave()
-                raise failure(self._where + path, connection.status, text, connection.headers.get("retry-after"))
+                raise failure(self.where + path, connection.status, text, connection.headers.get("retry-after"))
             streamed = connection.headers.get("content-type", "").startswith("text/event-stream")
             if request.verbatim and not streamed:
                 chunks = self._whole(path, connection)
@@ -176,7 +154,7 @@ class VllmEngine:
                     yield chunk
             if not finished:
                 raise OutcomeUnknown(
-                    f"{self._where}{path}: the stream of {request.request_id} ended without a finish_reason"
+                    f"{self.where}{path}: the stream of {request.request_id} ended without a finish_reason"
                 )
         except OutcomeUnknown:
             if not attempt.abandoned:
@@ -194,7 +172,7 @@ class VllmEngine:
         events, reader = sse.ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
-            with self._calls.reading(path):
+            with self.calls.reading(path):
                 received, at = events.feed(data), 0
             while at < len(received):
                 if received[at] == sse.DONE:
@@ -223,7 +201,7 @@ class VllmEngine:
     async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read an answer that comes as one JSON document."""
         text = await connection.read_all()
-        with self._calls.reading(path):
+        with self.calls.reading(path):
             answer = json.loads(text)
             reasons = [choice["finish_reason"] for choice in answer["choices"]]
         yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
@@ -232,7 +210,7 @@ class VllmEngine:
         """Read a streamed answer event by event, each as the engine wrote it."""
         events, finish_reason = sse.ServerSentEvents(), None
         while data := await connection.read():
-            with self._calls.reading(path):
+            with self.calls.reading(path):
                 received = events.feed(data)
             for each in received:
                 if each == sse.DONE:
@@ -260,7 +238,7 @@ class VllmEngine:
             return
         engine_ids = [form.format(request_id) for request_id in known for form in ENGINE_ID_FORMS]
         try:
-            await self._calls.json("POST", "/abort_requests", {"request_ids": engine_ids})
+            await self.calls.json("POST", "/abort_requests", {"request_ids": engine_ids})
         except RequestRefused as refusal:
             if refusal.status not in (404, 405):
                 raise
@@ -273,61 +251,24 @@ class VllmEngine:
         timeout_s = math.inf if mode is PauseMode.WAIT else None
         # By default vLLM drops the KV of what it keeps, to prefill it again later.
         clear = "&clear_cache=false" if mode is PauseMode.KEEP and not drop_kv else ""
-        await self._calls.json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
+        await self.calls.json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        await self._calls.json("POST", "/resume")
-
-    async def is_paused(self) -> bool:
-        return await self._management.is_paused()
+        await self.calls.json("POST", "/resume")
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        answer = await self._calls.json("POST", "/detokenize", {"tokens": list(token_ids)})
-        with self._calls.reading("/detokenize"):
+        answer = await self.calls.json("POST", "/detokenize", {"tokens": list(token_ids)})
+        with self.calls.reading("/detokenize"):
             return str(answer["prompt"])
-
-    async def layout(self) -> ReportedLayout:
-        return await self._management.layout()
-
-    async def weight_version(self) -> int | None:
-        return await self._management.weight_version()
 
     async def load_weights(self, source: str, policy_version: int | None) -> None:
         if policy_version is not None and await self.weights.has_backend():
             await self.weights.load_weights(Path(source), policy_version)
         else:
-            await self._management.load_weights(source, policy_version)
-
-    async def name_weights(self, policy_version: int) -> None:
-        await self._management.name_weights(policy_version)
-
-    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
-        return await self._management.excerpt(await self._model(), prompt_ids, tokens)
-
-    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
-        return await self._management.score(await self._model(), excerpt)
-
-    async def sleep(self) -> None:
-        await self._management.check_sleep()
-        if await self.asleep():
-            return
-        if (now := await self.metrics()).running or now.waiting:
-            raise Permanent(
-                f"{self._where}: has {now.running + now.waiting} requests, which it would lose in its sleep"
-            )
-        await self._management.sleep()
-
-    async def wake(self) -> None:
-        await self._management.wake()
-
-    async def asleep(self) -> bool:
-        return await self._management.asleep()
-
-    async def scale(self, dp: int) -> None:
-        await self._management.scale(dp)
+            await super().load_weights(source, policy_version)
 
     async def close(self) -> None:
-        await self._calls.close()
+        await self.calls.close()
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -335,7 +276,7 @@ class VllmEngine:
     def _open_pool(self) -> ConnectionPool:
         """For requests alone. Raises Permanent where the URL is none."""
         if self._pool is None:
-            self._pool = ConnectionPool(self.url, connect_timeout_s=self._timeout_s, headers=self._headers)
+            self._pool = ConnectionPool(self.url, connect_timeout_s=self.calls.timeout_s, headers=self._headers)
         return self._pool
 
     @contextmanager
@@ -346,53 +287,11 @@ class VllmEngine:
         except StreamError as told:
             status, message = told.error.get("code"), told.error.get("message")
             if isinstance(status, int) and 400 <= status < 500 and status not in BUSY_STATUSES:
-                raise RequestRefused(f"{self._where}{path}: {message}", status, told.event) from told
+                raise RequestRefused(f"{self.where}{path}: {message}", status, told.event) from told
             # The engine gave up midway, often because it is dying: as good as a cut stream.
-            raise OutcomeUnknown(f"{self._where}{path}: the stream ended with an error: {message}") from told
+            raise OutcomeUnknown(f"{self.where}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
-            raise self._calls.nonsense(path, error) from error
-
-    async def _model(self) -> str:
-        return next((str(model["id"]) for model in await self._served()), "")
-
-    async def _served(self) -> list[dict[str, Any]]:
-        """The entries of /v1/models, each with an `id`, the served model first."""
-        answer = await self._calls.json("GET", "/v1/models")
-        with self._calls.reading("/v1/models"):
-            return [{**model, "id": str(model["id"])} for model in answer["data"]]
-
-
-def parse_metrics(text: str) -> EngineSample:
-    """vLLM's `/metrics`, summed over the engines of one server (data parallelism), with the mean of their KV usage.
-
-    Raises ValueError or KeyError for a page that lacks any of them, or has what is no count.
-    """
-    # Most of the page is histograms, which cost much to parse and say nothing here.
-    wanted = "\n".join(line for line in text.splitlines() if line.startswith(_SAMPLES))
-    values: dict[str, list[float]] = {}
-    capacity_tokens, loaded_tokens = 0, None
-    for family in text_string_to_metric_families(wanted + "\n"):
-        for sample in family.samples:
-            if not (math.isfinite(sample.value) and sample.value >= 0):
-                raise ValueError(f"{sample.name}: must be a finite number >= 0, got {sample.value}")
-            values.setdefault(sample.name, []).append(sample.value)
-            if sample.name == CACHE_CONFIG:
-                # Each of a server's engines has a line, and in each line are the blocks of them all.
-                told_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
-                capacity_tokens = max(capacity_tokens, told_tokens)
-            elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
-                loaded_tokens = (loaded_tokens or 0) + int(sample.value)
-    return EngineSample(
-        running=int(sum(values[RUNNING])),
-        waiting=int(sum(values[WAITING])),
-        kv_usage_fraction=sum(values[KV_USAGE]) / len(values[KV_USAGE]),
-        kv_capacity_tokens=capacity_tokens,
-        generation_tokens_total=int(sum(values[GENERATED])),
-        prompt_tokens_total=max(0, int(sum(values[PROMPT])) - (loaded_tokens or 0)),
-        preemptions_total=int(sum(values[PREEMPTIONS])),
-        loaded_tokens_total=loaded_tokens,
-        server=server_identity(text),
-    )
+            raise self.calls.nonsense(path, error) from error
 
 
 def _request_body(request: GenerationRequest) -> dict[str, Any]:

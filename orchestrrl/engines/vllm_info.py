@@ -1,13 +1,18 @@
-"""What a vLLM server tells of its own configuration in `/server_info?config_format=json`. Pure.
+"""Read what a vLLM server tells of itself, in `/server_info?config_format=json` and in its metrics. Pure.
 
 Its endpoints do not tell: `/sleep` and `/scale_elastic_ep` are there also where the engine cannot do either. On CPU,
 `/sleep` even answers 200, and frees nothing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrrl.engines.base import EngineSample
+from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.serving import CPU, ServingFacts, gpu_of, kv_bits, listed_gpus, named, ranks, weight_bits
 
@@ -15,7 +20,19 @@ PATH = "/server_info?config_format=json"
 MOST_IDENTITY = 256  # characters
 BEGAN_AT = "process_start_time_seconds "
 COUNTED_SINCE = "vllm:generation_tokens_created{"
+SLEEP_STATE = "vllm:engine_sleep_state"
 TIMEOUT_S = 60.0  # the first answer collects facts about the machine, which takes seconds
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+KV_USAGE = "vllm:kv_cache_usage_perc"
+GENERATED = "vllm:generation_tokens_total"
+PROMPT = "vllm:prompt_tokens_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+CACHE_CONFIG = "vllm:cache_config_info"
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"  # not every version has it
+_NAMES = (RUNNING, WAITING, KV_USAGE, GENERATED, PROMPT, PREEMPTIONS, CACHE_CONFIG, BY_SOURCE)
+_SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +137,51 @@ def server_identity(metrics_page: str) -> str:
             created = min(created, since) if created else since  # of the replicas in the process
     identity = f"{began}/{created}"
     return identity if began and created and len(identity) <= MOST_IDENTITY and identity.isprintable() else ""
+
+
+def parse_metrics(text: str) -> EngineSample:
+    """vLLM's `/metrics`, summed over the engines of one server (data parallelism), with the mean of their KV usage.
+
+    Raises ValueError or KeyError for a page that lacks any of them, or has what is no count.
+    """
+    # Most of the page is histograms, which cost much to parse and say nothing here.
+    wanted = "\n".join(line for line in text.splitlines() if line.startswith(_SAMPLES))
+    values: dict[str, list[float]] = {}
+    capacity_tokens, loaded_tokens = 0, None
+    for family in text_string_to_metric_families(wanted + "\n"):
+        for sample in family.samples:
+            if not (math.isfinite(sample.value) and sample.value >= 0):
+                raise ValueError(f"{sample.name}: must be a finite number >= 0, got {sample.value}")
+            values.setdefault(sample.name, []).append(sample.value)
+            if sample.name == CACHE_CONFIG:
+                # Each of a server's engines has a line, and in each line are the blocks of them all.
+                told_tokens = int(sample.labels["block_size"]) * int(sample.labels["num_gpu_blocks"])
+                capacity_tokens = max(capacity_tokens, told_tokens)
+            elif sample.name == BY_SOURCE and sample.labels["source"] == EXTERNAL_SOURCE:
+                loaded_tokens = (loaded_tokens or 0) + int(sample.value)
+    return EngineSample(
+        running=int(sum(values[RUNNING])),
+        waiting=int(sum(values[WAITING])),
+        kv_usage_fraction=sum(values[KV_USAGE]) / len(values[KV_USAGE]),
+        kv_capacity_tokens=capacity_tokens,
+        generation_tokens_total=int(sum(values[GENERATED])),
+        prompt_tokens_total=max(0, int(sum(values[PROMPT])) - (loaded_tokens or 0)),
+        preemptions_total=int(sum(values[PREEMPTIONS])),
+        loaded_tokens_total=loaded_tokens,
+        server=server_identity(text),
+    )
+
+
+def is_asleep(metrics_page: str) -> bool:
+    """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
+    lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
+    awake = [
+        sample.value
+        for family in text_string_to_metric_families("\n".join(lines) + "\n")
+        for sample in family.samples
+        if sample.labels.get("sleep_state") == "awake"
+    ]
+    return min(awake, default=0.0) == 0
 
 
 def _replicas_served(parallel: Mapping[str, Any]) -> int:

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
-from orchestrrl.engines.base import RequestRefused
+from orchestrrl.engines.base import EngineSample, RequestRefused
 from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
 from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, VllmCalls, failure
 from orchestrrl.engines.vllm_info import StartedSettings, VllmServerInfo
@@ -26,15 +24,15 @@ LOAD_NEEDS = frozenset({"/pause", "/resume", "/is_paused", "/is_sleeping", "/col
 LOADING = "loading"  # what weights are called from the begin of a load until it has succeeded
 UNNAMED = "default"  # what vLLM calls weights that nobody has named
 NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
-SLEEP_STATE = "vllm:engine_sleep_state"
 
 
-class VllmManagement:
-    """Of the server that `calls` go to."""
+class ManagedVllm:
+    """A client of the server that `calls` go to, as far as redeployments and weights need it."""
 
     def __init__(self, calls: VllmCalls) -> None:
-        self._calls = calls
-        self._url = calls.where  # for messages
+        self.url = calls.url
+        self.calls = calls
+        self.where = calls.where  # for messages
         self._known: tuple[str, StartedSettings] | None = None  # when the process was started that told it
 
     async def as_started(self, page: str | None = None) -> StartedSettings:
@@ -51,22 +49,34 @@ class VllmManagement:
             self._known = began, told
         return told
 
+    async def model(self) -> str:
+        return next((str(model["id"]) for model in await self.served()), "")
+
+    async def served(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models, each with an `id`, the served model first."""
+        answer = await self.calls.json("GET", "/v1/models")
+        with self.calls.reading("/v1/models"):
+            return [{**model, "id": str(model["id"])} for model in answer["data"]]
+
+    async def metrics(self) -> EngineSample:
+        page = await self.metrics_page()
+        with self.calls.reading("/metrics"):
+            return vllm_info.parse_metrics(page)
+
     async def metrics_page(self) -> str:
-        status, page = await self._calls.exchange("GET", "/metrics")
+        status, page = await self.calls.exchange("GET", "/metrics")
         if status != 200:
-            raise failure(f"{self._url}/metrics", status, page, None)
+            raise failure(f"{self.where}/metrics", status, page, None)
         return page
 
     async def info(self) -> VllmServerInfo:
-        answer = await self._calls.json(
-            "GET", vllm_info.PATH, timeout_s=max(self._calls.timeout_s, vllm_info.TIMEOUT_S)
-        )
-        with self._calls.reading(vllm_info.PATH):
+        answer = await self.calls.json("GET", vllm_info.PATH, timeout_s=max(self.calls.timeout_s, vllm_info.TIMEOUT_S))
+        with self.calls.reading(vllm_info.PATH):
             return vllm_info.read_server_info(answer)
 
     async def paths(self) -> set[str]:
-        answer = await self._calls.json("GET", "/openapi.json")
-        with self._calls.reading("/openapi.json"):
+        answer = await self.calls.json("GET", "/openapi.json")
+        with self.calls.reading("/openapi.json"):
             return set(answer["paths"])
 
     async def layout(self) -> ReportedLayout:
@@ -82,13 +92,13 @@ class VllmManagement:
 
     async def weight_name(self) -> str:
         answer = await self._if_offered("/weight_info")
-        with self._calls.reading("/weight_info"):
+        with self.calls.reading("/weight_info"):
             return UNNAMED if answer is None else str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int) -> None:
         """A server that takes no names goes on without."""
         if "/update_weight_version" in await self.paths():
-            await self.name(str(policy_version))
+            await self.set_weight_name(str(policy_version))
 
     async def load_weights(self, source: str, policy_version: int | None) -> None:
         """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
@@ -108,7 +118,7 @@ class VllmManagement:
         try:
             await self.pause_without_kv()
             if takes_names:  # until it has the new ones, no reader shall take them for those that were named last
-                await self.name(LOADING)
+                await self.set_weight_name(LOADING)
                 renamed = True
             yield before
         except (Retryable, Permanent) as error:
@@ -120,11 +130,11 @@ class VllmManagement:
         try:
             await self._leave(name if renamed else None, was_paused)
         except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: loaded {source}, but then: {error}") from error
+            raise OutcomeUnknown(f"{self.where}: loaded {source}, but then: {error}") from error
 
     async def _leave(self, name: str | None, stays_paused: bool) -> None:
         if name is not None:
-            await self.name(name)
+            await self.set_weight_name(name)
         await self.resume_if(not stays_paused)
 
     async def pause_without_kv(self) -> None:
@@ -135,28 +145,28 @@ class VllmManagement:
         """Raises Permanent where no weights can be loaded. `page`: its metrics, where they have just been read."""
         if missing := needed - paths:
             raise Permanent(
-                f"{self._url}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
+                f"{self.where}: cannot load weights without {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1"
                 " offers"
             )
         if await self.asleep(page):
-            raise Permanent(f"{self._url}: is asleep: weights can be loaded once it is awake")
+            raise Permanent(f"{self.where}: is asleep: weights can be loaded once it is awake")
 
     async def reload(self, source: str) -> None:
         """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
-        status, text = await self._calls.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
+        status, text = await self.calls.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
             raise OutcomeUnknown(
-                f"{self._url}: failed to load {source}, which it must see under this path; it is paused, and may have"
+                f"{self.where}: failed to load {source}, which it must see under this path; it is paused, and may have"
                 f" half of it: {failure(path, status, text, None)}"
             )
 
-    async def name(self, name: str) -> None:
+    async def set_weight_name(self, name: str) -> None:
         await self.order("/update_weight_version", {"new_version": name})
 
     async def is_paused(self) -> bool:
-        answer = await self._calls.json("GET", "/is_paused")
-        with self._calls.reading("/is_paused"):
+        answer = await self.calls.json("GET", "/is_paused")
+        with self.calls.reading("/is_paused"):
             return bool(answer["is_paused"])
 
     async def resume_if(self, wanted: bool) -> None:
@@ -165,28 +175,28 @@ class VllmManagement:
 
     # --- what it makes of a text
 
-    async def excerpt(self, model: str, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
-        choice = await self._greedy(model, prompt_ids, {**_going_on(tokens), "logprobs": 0})
-        with self._calls.reading("/v1/completions"):
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
+        choice = await self._greedy(prompt_ids, {**_going_on(tokens), "logprobs": 0})
+        with self.calls.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
             return AnswerExcerpt(tuple(prompt_ids), tuple(map(int, ids)), tuple(map(float, logprobs)))
 
-    async def go_on(self, model: str, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
+    async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
         """An excerpt's tokens alone: log-probabilities have vLLM compile code for several seconds at the first."""
-        choice = await self._greedy(model, prompt_ids, _going_on(tokens))
-        with self._calls.reading("/v1/completions"):
+        choice = await self._greedy(prompt_ids, _going_on(tokens))
+        with self.calls.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
             if not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(ids)} tokens, {tokens} asked for")
             return ids
 
-    async def score(self, model: str, excerpt: AnswerExcerpt) -> tuple[float, ...]:
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
         read = [*excerpt.prompt_ids, *excerpt.token_ids]
         # vLLM does not read cached prefixes for a request that asks for this.
-        choice = await self._greedy(model, read, {"max_tokens": 1, "prompt_logprobs": 0})
-        with self._calls.reading("/v1/completions"):
+        choice = await self._greedy(read, {"max_tokens": 1, "prompt_logprobs": 0})
+        with self.calls.reading("/v1/completions"):
             told = choice["prompt_logprobs"]
             if len(told) != len(read):
                 raise ValueError(f"{len(told)} prompt_logprobs of {len(read)} tokens")
@@ -195,65 +205,70 @@ class VllmManagement:
                 float(told[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
             )
 
-    async def _greedy(self, model: str, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
+    async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
         """The one choice of a completion. It changes nothing, so that it may be asked again."""
         path = "/v1/completions"
-        body = {"model": model, "prompt": list(prompt_ids), "temperature": 0, **asked}
+        body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:
-            answer = await self._calls.json("POST", path, body)
+            answer = await self.calls.json("POST", path, body)
         except OutcomeUnknown as error:
             raise Retryable(str(error), RETRY_AFTER_S) from error
-        with self._calls.reading(path):
+        with self.calls.reading(path):
             (choice,) = answer["choices"]
             if choice["finish_reason"] not in ("length", "stop"):
-                raise Retryable(f"{self._url}{path}: it was broken off: {choice['finish_reason']}", RETRY_AFTER_S)
+                raise Retryable(f"{self.where}{path}: it was broken off: {choice['finish_reason']}", RETRY_AFTER_S)
             found: dict[str, Any] = choice
             return found
 
     # --- sleep
 
     async def sleep(self) -> None:
+        await self.check_sleep()
+        if await self.asleep():
+            return
+        if (now := await self.metrics()).running or now.waiting:
+            raise Permanent(f"{self.where}: has {now.running + now.waiting} requests, which it would lose in its sleep")
         await self.order("/sleep?level=1", timeout_s=SLEEP_TIMEOUT_S)
 
     async def wake(self) -> None:
         await self.check_sleep()
         text = await self.order("/wake_up", timeout_s=SLEEP_TIMEOUT_S)
-        with self._calls.reading("/wake_up"):
+        with self.calls.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
-                raise OutcomeUnknown(f"{self._url}: is awake in part only: {shorten(answer)}")
+                raise OutcomeUnknown(f"{self.where}: is awake in part only: {shorten(answer)}")
 
     async def asleep(self, page: str | None = None) -> bool:
         """`page`: its metrics, where they have just been read."""
         answer = await self._if_offered("/is_sleeping")
-        with self._calls.reading("/is_sleeping"):
+        with self.calls.reading("/is_sleeping"):
             if answer is None or not answer["is_sleeping"]:
                 return False
         # vLLM says so of an engine that is only paused, too.
         page = await self.metrics_page() if page is None else page
-        with self._calls.reading("/metrics"):
-            return _is_asleep(page)
+        with self.calls.reading("/metrics"):
+            return vllm_info.is_asleep(page)
 
     async def check_sleep(self) -> None:
         """Raises Permanent where it cannot."""
         if not ("/server_info" in await self.paths() and (await self.info()).sleep):
-            raise Permanent(f"{self._url}: cannot sleep: it was not started with --enable-sleep-mode")
+            raise Permanent(f"{self.where}: cannot sleep: it was not started with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
         """Replicas that go are drained first, for so long as vLLM does it by itself."""
         if not ("/server_info" in await self.paths() and (await self.info()).elastic_ep):
-            raise Permanent(f"{self._url}: cannot be scaled: it was not started with --enable-elastic-ep")
+            raise Permanent(f"{self.where}: cannot be scaled: it was not started with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
         if (has := (await self.layout()).dp) != dp:
-            raise OutcomeUnknown(f"{self._url}: was scaled to DP={dp}, and says DP={has}")
+            raise OutcomeUnknown(f"{self.where}: was scaled to DP={dp}, and says DP={has}")
 
     async def _if_offered(self, path: str) -> Any | None:
         """Return the answer to a GET; None where the server has no such path."""
         try:
-            return await self._calls.json("GET", path)
+            return await self.calls.json("GET", path)
         except RequestRefused as refusal:
             if refusal.status in (404, 405):
                 return None
@@ -261,10 +276,10 @@ class VllmManagement:
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
         """Something that changes the engine. What it failed at may be half done."""
-        status, text = await self._calls.exchange("POST", path, body, timeout_s)
+        status, text = await self.calls.exchange("POST", path, body, timeout_s)
         if status == 200:
             return text
-        error = failure(self._url + path, status, text, None)
+        error = failure(self.where + path, status, text, None)
         if status in NOT_BEGUN or not isinstance(error, Retryable):
             raise error
         raise OutcomeUnknown(str(error))
@@ -273,15 +288,3 @@ class VllmManagement:
 def _going_on(tokens: int) -> dict[str, Any]:
     # Penalties may come with the model's own generation_config.json.
     return {"max_tokens": tokens, "ignore_eos": True, "repetition_penalty": 1.0, "return_token_ids": True}
-
-
-def _is_asleep(metrics_page: str) -> bool:
-    """Whether any replica is; so where the page does not tell, since `/is_sleeping` did."""
-    lines = [line for line in metrics_page.splitlines() if line.startswith(f"{SLEEP_STATE}{{")]
-    awake = [
-        sample.value
-        for family in text_string_to_metric_families("\n".join(lines) + "\n")
-        for sample in family.samples
-        if sample.labels.get("sleep_state") == "awake"
-    ]
-    return min(awake, default=0.0) == 0

@@ -7,7 +7,7 @@ VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where the folder can
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.engines.base import EngineSample, LoadedWeights
-from orchestrrl.engines.vllm_calls import VllmCalls
+from orchestrrl.engines.base import LoadedWeights
 from orchestrrl.engines.vllm_info import StartedSettings
-from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, VllmManagement
+from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, ManagedVllm
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
@@ -55,31 +54,22 @@ _WORKERS: TypeAdapter[list[WorkerReport]] = TypeAdapter(list[WorkerReport])
 
 
 class VllmWeights:
-    """Of the server that `calls` go to. `metrics` and `model` are those of its client."""
+    """Of one server."""
 
-    def __init__(
-        self,
-        calls: VllmCalls,
-        management: VllmManagement,
-        metrics: Callable[[], Awaitable[EngineSample]],
-        model: Callable[[], Awaitable[str]],
-    ) -> None:
-        self._calls = calls
-        self._url = calls.where  # for messages
-        self._management = management
-        self._metrics = metrics
-        self._model = model
+    def __init__(self, server: ManagedVllm) -> None:
+        self._server = server
+        self._url = server.where  # for messages
 
     async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
-        page = await self._management.metrics_page()
-        started = await self._management.as_started(page)
-        await self._management.check_load(LOAD_NEEDS | {"/update_weight_version"}, started.paths, page)
+        page = await self._server.metrics_page()
+        started = await self._server.as_started(page)
+        await self._server.check_load(LOAD_NEEDS | {"/update_weight_version"}, started.paths, page)
         has_backend = _has_backend(started)
         given = ""
         if not has_backend:
             # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
             given = await asyncio.to_thread(_checked_sum, folder, started.model, known_sum)
-        async with self._management.loading(folder, str(version)) as before:
+        async with self._server.loading(folder, str(version)) as before:
             if has_backend:
                 loaded = await self._transfer(folder, version)
             else:
@@ -87,7 +77,7 @@ class VllmWeights:
         return loaded
 
     async def loaded(self) -> LoadedWeights | None:
-        version = await self._management.weight_version()
+        version = await self._server.weight_version()
         if version is None:
             return None
         if await self.has_backend():
@@ -104,16 +94,15 @@ class VllmWeights:
 
     async def has_backend(self) -> bool:
         """From its configuration: a call of a method that its workers lack may unsettle vLLM."""
-        return _has_backend(await self._management.as_started())
+        return _has_backend(await self._server.as_started())
 
     async def continue_greedily(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-        model = await self._model()
-        was_paused = await self._management.is_paused()
+        was_paused = await self._server.is_paused()
         if was_paused:
             await self._until_empty()
         try:
-            await self._management.resume_if(was_paused)
-            asked = self._management.go_on(model, prompt_ids, max_tokens)
+            await self._server.resume_if(was_paused)
+            asked = self._server.go_on(prompt_ids, max_tokens)
             return await (self._kept_running(asked) if was_paused else asked)
         finally:
             if was_paused:
@@ -125,7 +114,7 @@ class VllmWeights:
         task = asyncio.create_task(asked)
         try:
             while not (await asyncio.wait({task}, timeout=RECHECK_S))[0]:
-                await self._management.resume_if(await self._management.is_paused())
+                await self._server.resume_if(await self._server.is_paused())
             return task.result()
         finally:
             if not task.done():
@@ -134,12 +123,12 @@ class VllmWeights:
 
     async def _transfer(self, folder: Path, version: int) -> LoadedWeights:
         if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
-            await self._management.order("/finish_weight_update")
+            await self._server.order("/finish_weight_update")
         try:
-            await self._management.order("/start_weight_update")
+            await self._server.order("/start_weight_update")
             update = {"update_info": {"folder": str(folder), "version": version}}
-            await self._management.order("/update_weights", update, LOAD_TIMEOUT_S)
-            await self._management.order("/finish_weight_update")
+            await self._server.order("/update_weights", update, LOAD_TIMEOUT_S)
+            await self._server.order("/finish_weight_update")
         except OrchestrRLError as error:
             await self._judge(await self._workers_after(error), error)
             raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {error}") from error
@@ -163,27 +152,27 @@ class VllmWeights:
         """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
         take those of the next load for it, and only the one after that finds every layer at its beginning."""
         for _ in range(2 if again else 1):
-            await self._management.reload(str(folder))
+            await self._server.reload(str(folder))
         return LoadedWeights(version, given)
 
     async def _pause_again(self) -> None:
         try:
-            await self._management.order("/pause?mode=keep&clear_cache=false")
+            await self._server.order("/pause?mode=keep&clear_cache=false")
         except OrchestrRLError as error:
             raise OutcomeUnknown(f"{self._url}: may run, which was paused: {error}") from error
 
     async def _until_empty(self) -> None:
         """Requests that are frozen would go on. Raises Permanent where there are any."""
         for _ in range(round(EMPTY_WITHIN_S / POLL_S)):
-            now = await self._metrics()
+            now = await self._server.metrics()
             if not now.running + now.waiting:
                 return
             await asyncio.sleep(POLL_S)
         raise Permanent(f"{self._url}: has {now.running + now.waiting} requests, which would go on with it")
 
     async def _workers(self) -> list[WorkerReport]:
-        answer = await self._calls.json("POST", "/collective_rpc", {"method": METHOD})
-        with self._calls.reading("/collective_rpc"):
+        answer = await self._server.calls.json("POST", "/collective_rpc", {"method": METHOD})
+        with self._server.calls.reading("/collective_rpc"):
             try:
                 workers = _WORKERS.validate_python(answer["results"])
             except ValidationError as error:

@@ -14,8 +14,8 @@ from aiohttp.test_utils import TestServer, unused_port
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest, RequestRefused
-from orchestrrl.engines.vllm import VllmEngine, parse_metrics
-from orchestrrl.engines.vllm_info import server_identity
+from orchestrrl.engines.vllm import VllmEngine
+from orchestrrl.engines.vllm_info import parse_metrics, server_identity
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Serve = Callable[..., Awaitable[VllmEngine]]

@@ -11,7 +11,7 @@ import re
 import ssl
 from base64 import b64encode
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
@@ -281,7 +281,7 @@ class EngineExchange:
 class ConnectionPool:
     """Connections to one engine, opened when they are needed, without limit. `close` releases them."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float, headers: Mapping[str, str]) -> None:
+    def __init__(self, url: str, *, connect_timeout_s: float) -> None:
         """Raises Permanent for what is no URL."""
         try:
             parts = urlsplit(url)
@@ -296,10 +296,10 @@ class ConnectionPool:
         self._port = port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        own = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
+        own = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json"}
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            own.setdefault("Authorization", f"Basic {b64encode(login.encode()).decode()}")
+            own["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
         self._own_names = frozenset(name.lower() for name in own)
         self._head = written(own.items())
         self._idle: deque[EngineConnection] = deque()  # the last used is the last

@@ -8,17 +8,14 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines import sse
 from orchestrrl.engines.base import (
     Chunk,
     CompletionEndpoint,
@@ -27,7 +24,7 @@ from orchestrrl.engines.base import (
     RequestRefused,
 )
 from orchestrrl.engines.exchange import ConnectionPool, EngineConnection, EngineExchange
-from orchestrrl.engines.openai_chunks import ChunkReader, StreamError, parse_event
+from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
 from orchestrrl.engines.serving import named
 from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, VllmCalls, failure
 from orchestrrl.engines.vllm_info import VllmServerInfo
@@ -55,26 +52,12 @@ class _Attempt:
 
 
 class VllmEngine(ManagedVllm):
-    """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream.
-
-    Control calls use `session`, which is left open when it is given; else one is opened at the first and closed by
-    `close`.
-    """
+    """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream."""
 
     name = "vllm"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 10.0,
-        session: aiohttp.ClientSession | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._headers = dict(headers or {})
-        super().__init__(
-            VllmCalls(url.rstrip("/"), self.name, timeout_s=timeout_s, session=session, headers=self._headers)
-        )
+    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+        super().__init__(VllmCalls(url.rstrip("/"), self.name, timeout_s))
         self.weights = VllmWeights(self)
         self.transfers = VllmTransfers(self)
         self._pool: ConnectionPool | None = None
@@ -169,13 +152,13 @@ class VllmEngine(ManagedVllm):
 
     async def _chunks(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read a streamed answer. The finishing chunk waits for the engine's usage, which follows at once."""
-        events, reader = sse.ServerSentEvents(), ChunkReader()
+        events, reader = ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
             with self.calls.reading(path):
                 received, at = events.feed(data), 0
             while at < len(received):
-                if received[at] == sse.DONE:
+                if received[at] == DONE:
                     at += 1
                     # vLLM leaves out the last chunk of a request that was aborted before its first token.
                     if last is None and not begun:
@@ -208,12 +191,12 @@ class VllmEngine(ManagedVllm):
 
     async def _events(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read a streamed answer event by event, each as the engine wrote it."""
-        events, finish_reason = sse.ServerSentEvents(), None
+        events, finish_reason = ServerSentEvents(), None
         while data := await connection.read():
             with self.calls.reading(path):
                 received = events.feed(data)
             for each in received:
-                if each == sse.DONE:
+                if each == DONE:
                     yield Chunk(finish_reason=finish_reason or "abort", event={})
                     return
                 with self._raising(path):
@@ -276,7 +259,7 @@ class VllmEngine(ManagedVllm):
     def _open_pool(self) -> ConnectionPool:
         """For requests alone. Raises Permanent where the URL is none."""
         if self._pool is None:
-            self._pool = ConnectionPool(self.url, connect_timeout_s=self.calls.timeout_s, headers=self._headers)
+            self._pool = ConnectionPool(self.url, connect_timeout_s=self.calls.timeout_s)
         return self._pool
 
     @contextmanager

@@ -23,27 +23,14 @@ NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, Over
 
 class VllmCalls:
     """To the server at `url`, which calls itself `product`. `timeout_s` bounds connecting, and each call that brings no
-    time of its own.
+    time of its own. Connections are opened when they are used; `close` releases them."""
 
-    `session` is used and left open when it is given; else one is opened at the first call and closed by `close`.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        product: str,
-        *,
-        timeout_s: float,
-        session: aiohttp.ClientSession | None,
-        headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, url: str, product: str, timeout_s: float) -> None:
         self.url = url
         self.where = without_login(url)  # for messages
         self.timeout_s = timeout_s
         self._product = product
-        self._session = session
-        self._owns_session = session is None
-        self._headers = headers
+        self._session: aiohttp.ClientSession | None = None
 
     async def json(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
@@ -63,14 +50,12 @@ class VllmCalls:
         total_s = self.timeout_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=None if total_s == math.inf else total_s, sock_connect=self.timeout_s)
         with self._reporting(path, sent=Retryable if method == "GET" else OutcomeUnknown):
-            async with self._open_session().request(
-                method, self.url + path, json=body, headers=self._headers, timeout=timeout
-            ) as response:
+            async with self._open_session().request(method, self.url + path, json=body, timeout=timeout) as response:
                 return response.status, await response.text(errors="replace")
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        if self._session is not None and self._owns_session:
+        if self._session is not None:
             await self._session.close()
             self._session = None
 

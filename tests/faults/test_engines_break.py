@@ -36,7 +36,7 @@ from front import (
     until,
 )
 
-from orchestrrl.engines.sse import MOST_LINE_BYTES
+from orchestrrl.engines.openai_chunks import MOST_LINE_BYTES
 from orchestrrl.lab.testbed.engines import LocalEngine
 from tests.orchestrrl.gateway.processes import GatewayProcess
 

@@ -19,7 +19,7 @@ DEADLINE_S = 120.0
 
 def fed(*pieces: bytes) -> EngineConnection:
     """A connection that has received these as the answer to its request."""
-    connection = EngineConnection(ConnectionPool("http://h", connect_timeout_s=1, headers={}))
+    connection = EngineConnection(ConnectionPool("http://h", connect_timeout_s=1))
     for piece in pieces:
         connection.data_received(piece)
     return connection
@@ -95,7 +95,7 @@ def test_a_header_stays_in_its_line() -> None:
 @pytest.mark.parametrize("url", ["", "h:1", "http://", "ftp://h", "http://h:x", "http://[::1"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(Permanent):
-        ConnectionPool(url, connect_timeout_s=1, headers={})
+        ConnectionPool(url, connect_timeout_s=1)
 
 
 # --- against a server that does what it is told ---
@@ -120,9 +120,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         servers.append(await asyncio.start_server(handle, "127.0.0.1", 0))
         port = servers[-1].sockets[0].getsockname()[1]
-        pools.append(
-            ConnectionPool(f"http://user:pass@127.0.0.1:{port}/base/", connect_timeout_s=5, headers={"K": "v"})
-        )
+        pools.append(ConnectionPool(f"http://user:pass@127.0.0.1:{port}/base/", connect_timeout_s=5))
         return pools[-1]
 
     yield start
@@ -161,7 +159,7 @@ async def test_one_connection_serves_what_ends_well(serve: Serve) -> None:
     assert [await answer(pool) for _ in range(4)] == [(200, b"abc"), (200, b"xy")] * 2
     assert len(connections) == 1
     assert seen[0].startswith(b"POST /base/p HTTP/1.1\r\nHost: 127.0.0.1:")
-    for line in (b"K: v", b"X-Request-Id: r", b"Authorization: Basic dXNlcjpwYXNz", b"Content-Type: application/json"):
+    for line in (b"X-Request-Id: r", b"Authorization: Basic dXNlcjpwYXNz", b"Content-Type: application/json"):
         assert line + b"\r\n" in seen[0]
 
 
@@ -384,6 +382,6 @@ async def test_an_engine_is_held_back_while_nobody_reads(serve: Serve) -> None:
 
 
 async def test_nobody_there_is_retryable(unused_tcp_port: int) -> None:
-    pool = ConnectionPool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5, headers={})
+    pool = ConnectionPool(f"http://127.0.0.1:{unused_tcp_port}", connect_timeout_s=5)
     with pytest.raises(Retryable):
         await pool.exchange("/p", b"{}", ()).begin()

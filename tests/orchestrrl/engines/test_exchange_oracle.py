@@ -88,7 +88,7 @@ async def answers_by_both(pieces: list[bytes]) -> tuple[tuple[int, bytes] | None
 
 
 async def _ours(url: str) -> tuple[int, bytes] | None:
-    pool = ConnectionPool(url, connect_timeout_s=5, headers={})
+    pool = ConnectionPool(url, connect_timeout_s=5)
     asked = pool.exchange("/p", b"{}", ())
     try:
         connection = await asked.begin()

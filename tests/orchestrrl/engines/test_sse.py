@@ -4,7 +4,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.sse import DONE, ServerSentEvents
+from orchestrrl.engines.openai_chunks import DONE, ServerSentEvents
 
 STREAM = b'data: {"text": "\xc3\xa9\\n"}\r\n\r\n: keep-alive\n\nevent: x\ndata:{"a": 1}\n\ndata: [DONE]\n\ndata: cut'
 

@@ -13,8 +13,7 @@ from orchestrrl.gateway.ledger.file import check
 from orchestrrl.gateway.ledger.store import RetentionPolicy
 from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.relay import RelayLimits
-from orchestrrl.gateway.routing.policies.base import AffinitySlack
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, RoutingPolicy
 from orchestrrl.gateway.service import GatewayOptions
 from planner.model import EngineId, NodeId
 

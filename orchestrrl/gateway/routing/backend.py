@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.policies.base import concurrency_cap
-from planner.model import EngineHealth, EngineId, RequestId, RequestState
+from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap
+from planner.model import EngineHealth, RequestId, RequestState
 
 
-@dataclass(slots=True)
-class EngineBackend:
-    """One engine, and the gateway's requests on it."""
+@dataclass(slots=True, kw_only=True)
+class EngineBackend(EngineLoad):
+    """One engine, and the gateway's requests on it. It is its own load, since a choice reads those of every engine."""
 
-    id: EngineId
     engine: Engine
     route: EngineRoute
     routed: bool = True  # False: left the routes, and only finishes what it has
@@ -27,10 +26,6 @@ class EngineBackend:
     whole_field: str = ""  # of its whole answers, which its streams lack; empty: none has been seen
     server: str = ""  # identifies the server's process, as it was last read; empty: unknown
     records: dict[RequestId, RequestRecord] = field(default_factory=dict)
-    running: int = 0
-    waiting: int = 0  # without a token yet; those for whom a place is reserved count
-    running_tokens: int = 0
-    waiting_tokens: int = 0
     reserved: dict[RequestId, int] = field(default_factory=dict)  # context tokens of those who are about to enter
     waiting_of_others: int = 0  # requests that others have waiting there
     waited_most: int = 0  # of ours, since the last route, and before
@@ -38,13 +33,7 @@ class EngineBackend:
     progressed_s: float = 0.0  # last token of any request
     failures_total: int = 0
     detokenize_failed_s: float | None = None  # None: its last call succeeded, or there was none
-    # With the counts above, what routing.Load asks for: plain fields, since a choice reads those of every engine.
-    kv_capacity_tokens: int = 0
-    kv_free_tokens: int = 0  # as last told, less what we have running since
-    max_sequences: int = 0
     own_pool: str = ""  # where the daemon names none
-    pool: str = ""
-    seconds_per_token: float | None = None
     policy_version: int | None = None  # of its weights; None: nobody has told
     mixed: bool = False  # a lease ended by itself while weights were being changed: nobody knows which it has
     outdated: bool = False  # it did not get the fleet's weights, and gets no requests until its version is told

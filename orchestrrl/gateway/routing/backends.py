@@ -16,10 +16,8 @@ from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
-from orchestrrl.gateway.routing.policies.base import RoutedRequest
-from orchestrrl.gateway.routing.policies.prefix_affinity import prefix_of
 from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
-from orchestrrl.gateway.routing.strategies import RoutingPolicy
+from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy, prefix_of
 from planner.model import EngineHealth, EngineId
 
 logger = logging.getLogger(__name__)
@@ -128,7 +126,9 @@ class EngineBackends:
                 if not route.url:
                     faults.append(f"{route.engine}: no URL is known")
                     continue
-                backend = EngineBackend(route.engine, self._connect(route.url), EngineRoute(route.engine, route.url))
+                backend = EngineBackend(
+                    route.engine, engine=self._connect(route.url), route=EngineRoute(route.engine, route.url)
+                )
                 backend.own_pool = self._pools.get(route.engine, "")
                 self._backends[route.engine] = backend
             backend.follow(route)

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import TypeVar
 
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.policies.base import RoutedRequest
+from orchestrrl.gateway.routing.strategies import RoutedRequest
 from planner.model import EngineId
 
 T = TypeVar("T")

@@ -27,8 +27,7 @@ from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.policies.base import BackendLoad
-from orchestrrl.gateway.routing.strategies import RoutingPolicy
+from orchestrrl.gateway.routing.strategies import EngineLoad, RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
@@ -245,7 +244,7 @@ class VirtualGateway:
 class ManyChoices:
     """The loads of a fleet, and what has been sent to it since."""
 
-    def __init__(self, loads: Sequence[BackendLoad]) -> None:
+    def __init__(self, loads: Sequence[EngineLoad]) -> None:
         self._loads = sorted(loads, key=lambda load: load.id)  # so that the first of equals has the smaller id
         known = [load.seconds_per_token for load in loads if load.seconds_per_token]
         typical_s = median(known) if known else 1.0

@@ -17,8 +17,7 @@ from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
 from orchestrrl.gateway.ledger.versions import OnStale
-from orchestrrl.gateway.routing.policies.base import AffinitySlack
-from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES
+from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES, AffinitySlack
 from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode

@@ -18,9 +18,8 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.policies.base import RoutedRequest
 from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, QueuedRequest, QueueWaits, RequestQueue
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
 from planner.model import EngineId, RequestId
 
 ENGINES = ("e0", "e1", "e2")

@@ -18,8 +18,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
-from orchestrrl.gateway.routing.policies.base import AffinitySlack
-from orchestrrl.gateway.routing.strategies import RoutingPolicy
+from orchestrrl.gateway.routing.strategies import AffinitySlack, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
 

@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing.policies.base import AffinitySlack, EngineLoad, RoutedRequest, concurrency_cap, fits
-from orchestrrl.gateway.routing.policies.prefix_affinity import PREFIX_CHARACTERS, PREFIX_TOKENS, prefix_of, score
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import (
+    PREFIX_CHARACTERS,
+    PREFIX_TOKENS,
+    STRATEGIES,
+    AffinitySlack,
+    EngineLoad,
+    RoutedRequest,
+    RoutingPolicy,
+    concurrency_cap,
+    fits,
+    prefix_of,
+    score,
+)
 from planner.model import EngineId
 
 

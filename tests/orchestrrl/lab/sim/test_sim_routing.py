@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.gateway.routing.policies.base import EngineLoad, RoutedRequest
-from orchestrrl.gateway.routing.strategies import RoutingPolicy
+from orchestrrl.gateway.routing.strategies import EngineLoad, RoutedRequest, RoutingPolicy
 from orchestrrl.lab.sim.gateway import ManyChoices
 from planner.model import EngineId
 

@@ -64,10 +64,6 @@ class GatewayFlags:
     coalesce_tokens: Annotated[
         int, typer.Option(help="Answers that are not streamed: ask engines for chunks of this many tokens.")
     ] = 8
-    max_version_lag: Annotated[
-        int, typer.Option(help="End requests whose oldest token is more policy versions behind than this; -1: none.")
-    ] = -1
-    on_stale: Annotated[str, typer.Option(help="What becomes of these: abort | restart.")] = "abort"
     processes: Annotated[
         int, typer.Option(help="Serve with this many processes on one port; the daemon sees each as a gateway.")
     ] = 1

@@ -11,7 +11,6 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.ledger.file import check
 from orchestrrl.gateway.ledger.store import RetentionPolicy
-from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, RoutingPolicy
 from orchestrrl.gateway.service import GatewayOptions
@@ -43,8 +42,6 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
     faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s report_interval_s"))
     faults += number_faults(">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth"))
     faults += number_faults(">= 1", lambda value: value >= 1, **fields(flags, "coalesce_tokens processes"))
-    faults += number_faults(">= 0, or -1 for none", lambda value: value >= -1, max_version_lag=flags.max_version_lag)
-    faults += choice_faults("--on-stale", flags.on_stale, OnStale)
     faults += choice_faults("--log-level", flags.log_level, ("debug", "info", "warning", "error"))
     try:
         connect(flags.engine_kind, "http://127.0.0.1:1")
@@ -61,11 +58,7 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         engines=tuple(routes),
         routing=RoutingPolicy(flags.policy, tags, AffinitySlack(flags.affinity_slack)),
         pools={EngineId(name): value for name, value in pool_of.items()},
-        limits=RelayLimits(
-            **fields(flags, "engine_wait_s stall_s coalesce_tokens"),
-            max_version_lag=None if flags.max_version_lag < 0 else flags.max_version_lag,
-            on_stale=OnStale(flags.on_stale),
-        ),
+        limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
         **fields(flags, "engine_kind daemon queue_depth report_interval_s drain_s processes log_level"),
         keep=keep,
     )

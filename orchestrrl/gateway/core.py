@@ -18,6 +18,7 @@ from orchestrrl.gateway.ledger.groups import InFlightGroups
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore
 from orchestrrl.gateway.ledger.versions import lag
+from orchestrrl.gateway.moves.move import MoveRefused
 from orchestrrl.gateway.pause import GatewayPause
 from orchestrrl.gateway.relay import RelayLimits, RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -270,23 +271,25 @@ class Gateway:
         return request in self.relays or any(summary.id == request for summary in reversed(self.ledger.finished))
 
     async def _move(self, move: RequestMove) -> OperationItemResult:
+        try:
+            return await self._carry_out(move)
+        except MoveRefused as refusal:
+            return OperationItemResult(move.request, done=False, detail=str(refusal))
+
+    async def _carry_out(self, move: RequestMove) -> OperationItemResult:
+        """Raises MoveRefused."""
         relay = self.relays.get(move.request)
         target = self.fleet.get(move.to_engine)
         if not self.fleet.barrier_open:
-            return OperationItemResult(move.request, done=False, detail="the pause barrier is closed")
+            raise MoveRefused("the pause barrier is closed")
         if relay is None:
-            detail = "finished before the move" if self.has_request(move.request) else "no such request"
-            return OperationItemResult(move.request, done=False, detail=detail)
+            raise MoveRefused("finished before the move" if self.has_request(move.request) else "no such request")
         to_come = target is None or not target.usable
         held = to_come and (move.hold_s > 0 or move.to_engine in self.fleet.expected)
         if target is None and not held:
-            return OperationItemResult(
-                move.request, done=False, detail=f"engine {move.to_engine!r} is not in the routes"
-            )
+            raise MoveRefused(f"engine {move.to_engine!r} is not in the routes")
         if (relay.record.engine or "") not in (move.from_engine, self.fleet.id_of(move.from_engine)):
-            return OperationItemResult(
-                move.request, done=False, detail=f"is on {relay.record.engine or 'no engine'} by now"
-            )
+            raise MoveRefused(f"is on {relay.record.engine or 'no engine'} by now")
         if not move.from_engine:
             return relay.redirect(move.to_engine, move.hold_s)
         if held:

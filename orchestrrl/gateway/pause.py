@@ -289,7 +289,7 @@ class GatewayPause:
             slots = [
                 backend for backend in self._fleet.with_retired() if backend.paused and not self._left_out(backend)
             ]
-            items = await asyncio.gather(*(self._resume(backend) for backend in slots))
+            items = await asyncio.gather(*(self._resume_as_ordered(backend) for backend in slots))
         if self.closed is None:  # it may have been closed again
             self._fleet.barrier_open = True
             self._fleet.announce()
@@ -334,16 +334,22 @@ class GatewayPause:
         for relay in list(self._relays.values()):
             self.park_to_bound(relay)
 
-    async def _resume(self, backend: EngineBackend) -> OperationItemResult:
+    async def _resume_as_ordered(self, backend: EngineBackend) -> OperationItemResult:
+        if (error := await self._resume(backend)) is None:
+            return OperationItemResult(backend.id, done=True)
+        self._fleet.suspect(backend, f"it was paused and could not be resumed: {error}")
+        self._resume_later(backend)
+        return OperationItemResult(backend.id, done=False, detail=str(error))
+
+    async def _resume(self, backend: EngineBackend) -> OrchestrRLError | None:
+        """Return why the engine does not run again; None where it does."""
         try:
             if backend.capabilities is None or backend.capabilities.pause:
                 await backend.engine.resume()
         except OrchestrRLError as error:
-            self._fleet.suspect(backend, f"it was paused and could not be resumed: {error}")
-            self._resume_later(backend)
-            return OperationItemResult(backend.id, done=False, detail=str(error))
+            return error
         self._runs_again(backend)
-        return OperationItemResult(backend.id, done=True)
+        return None
 
     def _runs_again(self, backend: EngineBackend) -> None:
         backend.paused = backend.still = False
@@ -360,8 +366,14 @@ class GatewayPause:
         try:
             while self._is_to_run(backend):
                 async with self._engines_free:
-                    if self._is_to_run(backend) and await self._resumed(backend):
-                        return
+                    error = await self._resume(backend) if self._is_to_run(backend) else None
+                if error is None:
+                    return
+                if isinstance(error, Permanent):
+                    logger.error("%s cannot be resumed: %s", backend.id, error)
+                    self._runs_again(backend)
+                    return
+                logger.debug("%s is not resumed yet: %s", backend.id, error)
                 if not backend.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
                     logger.error("%s left the routes paused, and does not answer: it is left to itself", backend.id)
                     self._runs_again(backend)
@@ -370,18 +382,6 @@ class GatewayPause:
                 delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
         finally:
             backend.resuming = False
-
-    async def _resumed(self, backend: EngineBackend) -> bool:
-        """False: it is to be tried again."""
-        try:
-            await backend.engine.resume()
-        except Permanent as error:
-            logger.error("%s cannot be resumed: %s", backend.id, error)
-        except OrchestrRLError as error:
-            logger.debug("%s is not resumed yet: %s", backend.id, error)
-            return False
-        self._runs_again(backend)
-        return True
 
     def _is_to_run(self, backend: EngineBackend) -> bool:
         """It stands still, and no order says that it should."""

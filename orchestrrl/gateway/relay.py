@@ -17,9 +17,8 @@ from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
-from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.moves.kv_handover import usable
-from orchestrrl.gateway.moves.move import MoveInProgress
+from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState
@@ -39,9 +38,6 @@ class RelayLimits:
     move_answer_s: float = 2.0  # a move is reported as done by then, unless it was refused
     slow_move_answer_s: float = 8.0  # the same for one that is predicted to take long, to see what it takes
     coalesce_tokens: int = 1  # in each chunk of an answer that is not streamed; a cut loses less than so many
-    # Of requests that do not say it themselves.
-    max_version_lag: int | None = None
-    on_stale: OnStale = OnStale.ABORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +139,12 @@ class RequestRelay:
 
     async def move(self, target: EngineBackend, order: RequestMove) -> OperationItemResult:
         """Stop the request where it runs and continue it on `target`. Answers within about `move_answer_s`, or twice
-        the time predicted."""
-        because = self._not_movable_to(target)
-        if because:
-            return OperationItemResult(self.record.id, done=False, detail=because)
+        the time predicted. Raises MoveRefused."""
+        self._check_movable()
+        if target is self.backend:
+            raise MoveRefused(f"is on {target.id} already")
+        self._check_takes_requests(target.id, target)
+        self._check_long_enough(target)
         assert self.backend is not None
         assert self._pump_task is not None
         assert self._attempted is not None
@@ -166,11 +164,9 @@ class RequestRelay:
 
     def park_for(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """Stop the request where it runs and keep it until it can go on at an engine that is yet to come: for as long
-        as that is expected, or for `hold_s` where it is not. Any other will do then."""
-        target = self._fleet.get(engine)
-        because = self._not_movable() or (self._ends_early_on(target) if target is not None else "")
-        if because:
-            return OperationItemResult(self.record.id, done=False, detail=because)
+        as that is expected, or for `hold_s` where it is not. Any other will do then. Raises MoveRefused."""
+        self._check_movable()
+        self._check_long_enough(self._fleet.get(engine))
         assert self._pump_task is not None
         tokens = self._computed_tokens
         self._await(engine, hold_s)
@@ -186,14 +182,17 @@ class RequestRelay:
 
     def redirect(self, engine: EngineId, hold_s: float) -> OperationItemResult:
         """A request that is on no engine, whatever it waits for, goes to this one: at once where that takes requests,
-        else it is kept for it as by `park_for`."""
+        else it is kept for it as by `park_for`. Raises MoveRefused."""
         target = self._fleet.get(engine)
-        because = self._not_redirectable(engine) or (self._ends_early_on(target) if target is not None else "")
-        may_wait = hold_s > 0 or engine in self._fleet.expected
-        if not because and not may_wait and (target is None or not target.usable):
-            because = _takes_none(engine, target)
-        if because:
-            return OperationItemResult(self.record.id, done=False, detail=because)
+        if self.record.done:
+            raise MoveRefused("finished before the move")
+        if self.backend is not None or self._move is not None:
+            raise MoveRefused("is between two engines")
+        if engine in self._refused_by:
+            raise MoveRefused(f"was refused by {engine}")
+        self._check_long_enough(target)
+        if hold_s <= 0 and engine not in self._fleet.expected:
+            self._check_takes_requests(engine, target)
         self._await(engine, hold_s)
         self._delay_s = 0.0
         self._interrupt()
@@ -213,46 +212,35 @@ class RequestRelay:
             self._interruptions += 1
             self._seeker.cancel()
 
-    def _not_redirectable(self, engine: EngineId) -> str:
-        if self.record.done:
-            return "finished before the move"
-        if self.backend is not None or self._move is not None:
-            return "is between two engines"
-        if engine in self._refused_by:
-            return f"was refused by {engine}"
-        return ""
+    def _check_takes_requests(self, engine: EngineId, target: EngineBackend | None) -> None:
+        if target is None or not target.usable:
+            suspected = "" if target is None else target.suspect_because
+            raise MoveRefused(f"{engine} takes no requests: {suspected or 'it is draining or not in the routes'}")
 
-    def _not_movable_to(self, target: EngineBackend) -> str:
-        if because := self._not_movable():
-            return because
-        if target is self.backend:
-            return f"is on {target.id} already"
-        if not target.usable:
-            return _takes_none(target.id, target)
-        return self._ends_early_on(target)
+    def _check_long_enough(self, target: EngineBackend | None) -> None:
+        if target is not None and self._ends_early_on(target):
+            longest = f"the {target.context_limit_tokens:g} tokens of context at {target.id}"
+            raise MoveRefused(f"may become longer than {longest}")
 
-    def _ends_early_on(self, target: EngineBackend) -> str:
-        """Why the answer should not go there from where it is, if it should not."""
+    def _ends_early_on(self, target: EngineBackend) -> bool:
+        """Whether the answer might end there before it would where it is."""
         here_tokens = float("inf") if self.backend is None else self.backend.context_limit_tokens
-        if target.id not in self._too_short() or target.context_limit_tokens >= here_tokens:
-            return ""
-        return f"may become longer than the {target.context_limit_tokens:g} tokens of context at {target.id}"
+        return target.id in self._too_short() and target.context_limit_tokens < here_tokens
 
     def _too_short(self) -> frozenset[EngineId]:
         """Engines that might end the answer before others would."""
         return self._fleet.too_short_for(self.record.prompt_tokens + (self.record.max_tokens or 0))
 
-    def _not_movable(self) -> str:
+    def _check_movable(self) -> None:
         record = self.record
         if record.done:
-            return "finished before the move"
+            raise MoveRefused("finished before the move")
         if self._move is not None:
-            return f"is being moved to {self._move.target.id} already"
+            raise MoveRefused(f"is being moved to {self._move.target.id} already")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
-            return "is between two engines"
+            raise MoveRefused("is between two engines")
         if not record.movable_now:
-            return f"cannot be continued elsewhere: {record.fixed_because}"
-        return ""
+            raise MoveRefused(f"cannot be continued elsewhere: {record.fixed_because}")
 
     def _answer_move(self, done: bool, detail: str = "") -> None:
         """The move has failed, or nobody waits any longer to see how it ends."""
@@ -544,8 +532,3 @@ class RequestRelay:
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed
         return before != computed
-
-
-def _takes_none(engine: EngineId, target: EngineBackend | None) -> str:
-    suspected = "" if target is None else target.suspect_because
-    return f"{engine} takes no requests: {suspected or 'it is draining or not in the routes'}"

@@ -59,11 +59,8 @@ def read_completion_request(
     default_model: str,
     now_s: float,
     headers: tuple[tuple[str, str], ...] = (),
-    max_version_lag: int | None = None,
-    on_stale: OnStale = OnStale.ABORT,
 ) -> CompletionRequest:
-    """Raises HttpRefusal. `headers` are the client's, for engines. `max_version_lag` and `on_stale` hold where the
-    body does not set them."""
+    """Raises HttpRefusal. `headers` are the client's, for engines."""
     if not isinstance(body, dict):
         raise HttpRefusal(f"the body must be a JSON object, got {shown(body)}")
     prompts = _prompts(body) if endpoint is CompletionEndpoint.COMPLETIONS else [None]
@@ -73,8 +70,6 @@ def read_completion_request(
     streaming = bool(body.get("stream"))
     form = _form(endpoint, body, request_id, default_model, int(now_s))
     enough = body.get("group_enough") or 0
-    lag = body.get("max_version_lag")
-    stale = OnStale(body.get("on_stale") or on_stale)
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     max_tokens = max_answer_tokens(endpoint, body)
     relayed = relayed_because(endpoint, body)
@@ -100,8 +95,8 @@ def read_completion_request(
                 group=group or (request_id if enough else ""),
                 tag=tag,
                 group_enough=enough,
-                max_version_lag=max_version_lag if lag is None else lag,
-                on_stale=stale,
+                max_version_lag=body.get("max_version_lag"),
+                on_stale=OnStale(body.get("on_stale") or OnStale.ABORT),
                 immovable_because=because,
                 relayed_because=relayed,
                 pinned_because=pinned,

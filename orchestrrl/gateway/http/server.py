@@ -196,8 +196,6 @@ class GatewayServer:
             default_model=self._gateway.default_model(),
             now_s=self._gateway.clock.now_s(),
             headers=headers,
-            max_version_lag=self._gateway.limits.max_version_lag,
-            on_stale=self._gateway.limits.on_stale,
         )
         return self._gateway.request_group(ask, _named(body, headers) if name else None)
 

@@ -11,6 +11,10 @@ from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import MoveMethod, RequestMove
 
 
+class MoveRefused(Exception):
+    """The move is not begun, and the request stays as it is."""
+
+
 @dataclass(eq=False)
 class MoveInProgress:
     """From the order until the request goes on at `target`, or does not. `result` is set once."""

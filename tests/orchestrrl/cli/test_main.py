@@ -16,7 +16,6 @@ from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
-from orchestrrl.gateway.ledger.versions import OnStale
 from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES, AffinitySlack
 from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
@@ -44,11 +43,10 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
             assert parameter.default == getattr(options, name), name
     assert EMULATED_PROTOCOLS == PROTOCOLS
     flags = inspect.signature(gateway).parameters
-    kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S, "on_stale": OnStale.ABORT}
+    kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S}
     assert {name: flags[name].default for name in kept} == kept
     assert flags["policy"].default == DEFAULT_POLICY
-    helps = {name: flags[name].annotation.__metadata__[0].help for name in ("policy", "on_stale")}
-    assert helps == {"policy": " | ".join(STRATEGIES), "on_stale": f"What becomes of these: {' | '.join(OnStale)}."}
+    assert flags["policy"].annotation.__metadata__[0].help == " | ".join(STRATEGIES)
 
 
 @pytest.mark.parametrize(

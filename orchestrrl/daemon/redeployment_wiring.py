@@ -11,7 +11,7 @@ from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
-from orchestrrl.engines.managed import connect_managed
+from orchestrrl.engines.base import connect_managed
 from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec

@@ -118,8 +118,8 @@ class NoConnection(Retryable):
     """Nothing was sent, for want of connections on this side: files or memory have run out. The engine is as it was."""
 
 
-class Engine(Protocol):
-    """A client of one engine. Construction opens nothing; `close` releases connections."""
+class ObservedEngine(Protocol):
+    """A client of one engine that reads how it is. Construction opens nothing; `close` releases connections."""
 
     url: str
 
@@ -136,6 +136,12 @@ class Engine(Protocol):
     async def probe(self) -> float:
         """Seconds that a real completion of one token took; raises when it failed."""
         ...
+
+    async def close(self) -> None: ...
+
+
+class Engine(ObservedEngine, Protocol):
+    """A client of one engine that sends it requests."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Stream one request. Closing the iterator before a chunk with a finish_reason closes the connection, which
@@ -156,8 +162,6 @@ class Engine(Protocol):
     async def is_paused(self) -> bool: ...
 
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,4 +282,78 @@ ENGINES = PlugPoint(
 def connect(name: str, url: str, **options: Any) -> Engine:
     """A client for the engine product `name` at `url`. Raises Permanent for an unknown name, listing the known ones."""
     engine: Engine = ENGINES.load(name)(url, **options)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedLayout:
+    """How the engine says that it is laid out. None: it does not say."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    ep: bool | None = None  # experts are spread over its ranks
+
+    def __str__(self) -> str:
+        said = {"TP": self.tp, "PP": self.pp, "DP": self.dp, "EP": self.ep}
+        return " ".join(f"{name}={value}" for name, value in said.items() if value is not None) or "not told"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerExcerpt:
+    """A piece of greedy text as an engine sees it: log-probabilities (natural, one per token of `token_ids`) that it
+    gives to the tokens after `prompt_ids`."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class ManagedEngine(ObservedEngine, Protocol):
+    """What a redeployment asks of an engine that it has started, beyond what the gateway and agents ask: how it is laid
+    out, which weights it has, whether it answers as its predecessors did, and to sleep and wake. What an engine cannot
+    do is found out with `capabilities`; asking for it all the same raises Permanent. `managed_conformance.py` covers
+    it."""
+
+    async def layout(self) -> ReportedLayout: ...
+
+    async def weight_version(self) -> int | None:
+        """The policy version that it was last told its weights to be; None: it has none, or cannot tell."""
+        ...
+
+    async def load_weights(self, source: str, policy_version: int | None) -> None:
+        """Have it load the weights in folder `source` (of its machine), drop all KV, and name them. It must have no
+        requests. Raises Permanent where it cannot, OutcomeUnknown where it may have half of them."""
+        ...
+
+    async def name_weights(self, policy_version: int) -> None:
+        """Tell it what its weights are called; they stay."""
+        ...
+
+    async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
+        """Its own greedy continuation of at most `tokens`, going on beyond end-of-text."""
+        ...
+
+    async def score(self, excerpt: AnswerExcerpt) -> tuple[float, ...]:
+        """The log-probabilities that this engine gives to another's excerpt, token by token."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free its GPUs' memory, weights kept aside so that `wake` is quick. It must have no requests."""
+        ...
+
+    async def wake(self) -> None:
+        """With the weights from before, and no KV."""
+        ...
+
+    async def asleep(self) -> bool: ...
+
+    async def scale(self, dp: int) -> None:
+        """Elastic expert parallelism: go on with so many data-parallel replicas, on GPUs that it finds itself."""
+        ...
+
+
+def connect_managed(product: str, url: str, timeout_s: float = 10.0) -> ManagedEngine:
+    """Raises Permanent for an unknown product."""
+    engine: ManagedEngine = ENGINES.load(product)(url, timeout_s=timeout_s)
     return engine

@@ -11,9 +11,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.engines.base import EngineSample
+from orchestrrl.engines.base import EngineSample, ReportedLayout
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
-from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.serving import CPU, ServingFacts, gpu_of, kv_bits, listed_gpus, named, ranks, weight_bits
 
 PATH = "/server_info?config_format=json"

@@ -10,8 +10,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
-from orchestrrl.engines.base import EngineSample, RequestRefused
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, EngineSample, ReportedLayout, RequestRefused
 from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, VllmCalls, failure
 from orchestrrl.engines.vllm_info import StartedSettings, VllmServerInfo
 

@@ -14,9 +14,8 @@ from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves.detokenizer import Detokenizer, TextAfterCut
 from orchestrrl.gateway.moves.detokenizer_splice import open_splice
-from orchestrrl.gateway.moves.kv_handover import left_by, wait_s
 from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
-from orchestrrl.gateway.moves.move import MoveInProgress
+from orchestrrl.gateway.moves.move import MoveInProgress, left_by, wait_s
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 

@@ -21,9 +21,8 @@ from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.moves.move import MoveRefused
 from orchestrrl.gateway.pause import GatewayPause
 from orchestrrl.gateway.relay import RelayLimits, RequestRelay
-from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.backends import EngineBackends
-from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)

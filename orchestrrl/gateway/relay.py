@@ -17,8 +17,7 @@ from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
-from orchestrrl.gateway.moves.kv_handover import usable
-from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
+from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused, usable
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState

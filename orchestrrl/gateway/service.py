@@ -19,8 +19,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from orchestrrl.gateway.link import GatewayLink, move_elsewhere
-from orchestrrl.gateway.pause_link import DaemonPause
+from orchestrrl.gateway.link import DaemonPause, GatewayLink, move_elsewhere
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import RoutingPolicy

@@ -17,7 +17,7 @@ from kubernetes_server import Trouble
 
 from orchestrrl.core.config.launch import EngineDevice, EngineProduct
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.managed import connect_managed
+from orchestrrl.engines.base import connect_managed
 from orchestrrl.fleet.deployers import kubernetes_api
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec

@@ -17,7 +17,7 @@ from tests import fork_server
 pytest.register_assert_rewrite(
     "orchestrrl.engines.conformance",
     "orchestrrl.engines.managed_conformance",
-    "orchestrrl.engines.weights_conformance",
+    "orchestrrl.engines.managed_conformance",
 )
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrrl.engines.base import Engine
+from orchestrrl.engines.base import Engine, ReportedLayout
 from orchestrrl.engines.conformance import EngineConformance
-from orchestrrl.engines.managed import ReportedLayout
 from orchestrrl.engines.managed_conformance import ManagedConformance
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.testbed.engines import LocalEngine

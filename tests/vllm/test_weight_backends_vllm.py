@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrrl.engines.managed_conformance import PROMPT, TOKENS
 from orchestrrl.engines.vllm import VllmEngine
-from orchestrrl.engines.weights_conformance import PROMPT, TOKENS
 from orchestrrl.lab.demo.scenario import load_scenario
 from orchestrrl.lab.demo.stack import orchestrrl
 from orchestrrl.lab.testbed.engines import LocalEngine

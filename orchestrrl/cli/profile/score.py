@@ -33,9 +33,8 @@ def score(
     Example: `orchestrrl profile score silicon.csv --source measured`
     """
     # Imported here so that every other command starts without numpy.
-    from orchestrrl.engines.profiles.score import report
+    from orchestrrl.engines.profiles.score import report, score_measured
     from orchestrrl.engines.profiles.score import score as scored_rows
-    from orchestrrl.engines.profiles.score_measured import score_measured
     from orchestrrl.engines.profiles.silicon import read_silicon
 
     faults = choice_faults("--source", source, SOURCES)

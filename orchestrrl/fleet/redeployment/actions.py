@@ -14,8 +14,7 @@ from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
-from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.engines.managed import AnswerExcerpt, ManagedEngine
+from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of

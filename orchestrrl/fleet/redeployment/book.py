@@ -14,7 +14,7 @@ from orchestrrl.core.journal.kinds import REDEPLOYMENTS
 from orchestrrl.core.journal.store import EntryKind, Journal, JournalReader
 from orchestrrl.core.operation import OperationState, StepState, check_record
 from orchestrrl.core.operation_journal import OpenIntent, OperationJournal, left_open
-from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.engines.base import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentId, RedeploymentReport, StepKind
 from planner.model import ConfigurationId, EngineId

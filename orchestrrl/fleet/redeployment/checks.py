@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, ReportedLayout
 from planner.model import Parallelism
 
 # A prompt of ids that every vocabulary has. What it says does not matter: all engines are asked the same.

@@ -12,7 +12,7 @@ from itertools import count
 from typing import NewType
 
 from orchestrrl.core.operation import OperationState, Stage, StepReport
-from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.engines.base import AnswerExcerpt
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import EngineId, GpuId, PlanId, RequestId
 

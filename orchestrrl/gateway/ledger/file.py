@@ -4,10 +4,19 @@ Rows are only ever added, at the end, and found by their request's key; the olde
 its way to the disk (`synchronous = NORMAL`: SQLite calls fsync when it moves its log into the file, and not for each
 transaction): what a power cut takes was delivered or is generated again, and the file stays sound. A killed process
 takes nothing that it had committed.
+
+Which process has a request in hand is told by claims: a claim is a lock on one byte of a file, taken and freed by a
+system call each, without a disk, and gone with the process that holds it, however it ends. (Locks of open file
+descriptions, fcntl(2): another RequestClaims of the same process is kept out as well.)
 """
 
+import errno
+import fcntl
 import itertools
+import os
 import sqlite3
+import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -183,3 +192,55 @@ def check(path: Path) -> None:
         raise Permanent(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise Permanent(f"{path}: is damaged or no ledger ({error}); move it away to start a new one") from error
+
+
+# The kernel walks a file's locks one by one: with so many files, ten thousand requests are short walks.
+FILES = 64
+_LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+_POSITION = (1 << 62) - 1
+
+
+class RequestClaims:
+    """Claims of requests by their keys, whole numbers below 2**63. Any thread may call."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._files: list[int] = []
+        try:
+            for number in range(FILES):
+                self._files.append(os.open(folder / f"{number:02d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError:
+            self.close()
+            raise
+        self._held: set[int] = set()
+        self._guard = threading.Lock()
+
+    def take(self, key: int) -> bool:
+        """False: it is held, here or by another process. Raises OSError where the file system has no locks."""
+        with self._guard:
+            if key in self._held:
+                return False
+            try:
+                self._lock(key, fcntl.F_WRLCK)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    return False
+                raise
+            self._held.add(key)
+            return True
+
+    def free(self, key: int) -> None:
+        with self._guard:
+            if key in self._held:
+                self._held.remove(key)
+                self._lock(key, fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
+
+    def _lock(self, key: int, kind: int) -> None:
+        lock = _LOCK.pack(kind, os.SEEK_SET, key & _POSITION, 1, 0)
+        fcntl.fcntl(self._files[key % FILES], fcntl.F_OFD_SETLK, lock)

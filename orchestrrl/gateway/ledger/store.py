@@ -26,8 +26,7 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.ledger.claims import RequestClaims
-from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, StoredAnswer
+from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, RequestClaims, StoredAnswer
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
 from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
 

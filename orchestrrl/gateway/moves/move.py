@@ -1,14 +1,96 @@
-"""One move of one request: what was ordered, and what is told of how it went."""
+"""One move of one request: what was ordered, what is reported of it, and the KV that goes with it.
+
+KV belongs to a version, of configuration and weights. It is loaded only where the request began, the engine that it
+leaves and the one that it goes to are all of the same one; else, and whatever goes wrong, it is computed again.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import OperationItemResult
-from orchestrrl.gateway.moves.kv_handover import KvLoadCount, LeftKv
+from orchestrrl.engines.handover import entry_id
+from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backends import EngineBackends
+from orchestrrl.integrations.instrument.kv_scheduler import DEFAULT_WAIT_S, MAX_WAIT_S
 from planner.model import MoveMethod, RequestMove
+
+# Of what recomputing would take: so long a destination waits for KV that is still being written.
+WAIT_SHARE = 0.5
+COUNTED_WITHIN_S = 5.0  # a busy engine answers late, and the next moves wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class LeftKv:
+    """The KV that an attempt leaves where it is cut: an entry of the engines' connector."""
+
+    version: str  # under which the attempt began
+    entry: str
+
+
+def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> LeftKv | None:
+    """What the record's present attempt will leave on this engine; None where nobody could use it."""
+    version = backend.kv_version
+    if not version or record.immovable_because or fleet.kv_versions[version] < 2:
+        return None
+    return LeftKv(version, entry_id(fleet.incarnation, record.id, record.attempt))
+
+
+def usable(left: LeftKv | None, order: RequestMove, source: EngineBackend, target: EngineBackend) -> bool:
+    """Whether the move can go by KV, if it was ordered to. An engine whose version has changed since the attempt began
+    has computed on with other weights."""
+    if left is None or order.method is not MoveMethod.TRANSFER:
+        return False
+    return left.version == source.kv_version == target.kv_version
+
+
+def wait_s(order: RequestMove) -> float:
+    """How long the destination should wait for KV before it recomputes."""
+    return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
+
+
+class KvLoadCount:
+    """How many tokens an engine loads for one request: what its total grows by, less what was found to be those of
+    others that load in the same while. Where some of these fail, or other gateways have requests load there, one may be
+    taken for the other."""
+
+    def __init__(self, backend: EngineBackend) -> None:
+        self._backend = backend
+        if backend.loads_open == 0 or backend.loads_before is None:
+            backend.loads_before, backend.loads_found_tokens = asyncio.create_task(_loaded_total(backend)), 0
+        self._before = backend.loads_before
+        backend.loads_open += 1
+
+    async def tokens(self, most: int) -> int | None:
+        """To be asked once, when the request goes on. None: the engine does not say."""
+        backend = self._backend
+        try:
+            async with asyncio.timeout(COUNTED_WITHIN_S):
+                before = await asyncio.shield(self._before)
+                after = await _loaded_total(backend)
+            if before is None or after is None:
+                return None
+            found = min(most, max(0, after - before - backend.loads_found_tokens))
+            backend.loads_found_tokens += found
+            return found
+        except TimeoutError:
+            return None
+        finally:
+            backend.loads_open -= 1
+
+    def forget(self) -> None:
+        """Instead: nobody wants to know any longer."""
+        self._backend.loads_open -= 1
+
+
+async def _loaded_total(backend: EngineBackend) -> int | None:
+    try:
+        return (await backend.engine.metrics()).loaded_tokens_total
+    except OrchestrRLError:
+        return None  # it answers requests, or the move will fail by that
 
 
 class MoveRefused(Exception):

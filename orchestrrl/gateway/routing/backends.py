@@ -14,8 +14,7 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.backend import EngineBackend
-from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
+from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
 from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy, prefix_of
 from planner.model import EngineHealth, EngineId

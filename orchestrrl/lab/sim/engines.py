@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, Retryable
-from orchestrrl.engines.base import EngineCapabilities, EngineSample
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, EngineSample, ReportedLayout
 from orchestrrl.engines.serving import UNKNOWN_SERVING, ServingFacts
 from orchestrrl.lab.sim.scenario import EngineConfiguration, GenerationScenario
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress

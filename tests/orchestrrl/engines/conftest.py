@@ -3,5 +3,5 @@ import pytest
 pytest.register_assert_rewrite(
     "orchestrrl.engines.conformance",
     "orchestrrl.engines.managed_conformance",
-    "orchestrrl.engines.weights_conformance",
+    "orchestrrl.engines.managed_conformance",
 )

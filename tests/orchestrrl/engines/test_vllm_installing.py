@@ -11,7 +11,7 @@ from aiohttp import web
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine, LoadedWeights, weights_engine
-from orchestrrl.engines.weights_conformance import write_version
+from orchestrrl.engines.managed_conformance import write_version
 from orchestrrl.integrations.instrument.checkpoint_files import folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer

@@ -10,13 +10,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
-from orchestrrl.engines.base import LoadedWeights
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout, connect_managed
+from orchestrrl.engines.base import AnswerExcerpt, LoadedWeights, ReportedLayout, connect_managed
+from orchestrrl.engines.managed_conformance import write_version
 from orchestrrl.engines.serving import ServingFacts
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.engines.vllm_info import BEGAN_AT, VllmServerInfo, read_server_info
 from orchestrrl.engines.vllm_weight_flags import BACKEND
-from orchestrrl.engines.weights_conformance import write_version
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
 
 PARALLEL = {

@@ -15,7 +15,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
+from orchestrrl.gateway.routing.backend import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_holding import begun

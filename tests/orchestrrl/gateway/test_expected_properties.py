@@ -17,7 +17,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
+from orchestrrl.gateway.routing.backend import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestMove
 from tests.orchestrrl.gateway.fakes import undisturbed, world
 

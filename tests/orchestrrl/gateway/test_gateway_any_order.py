@@ -35,9 +35,8 @@ from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
-from orchestrrl.gateway.routing.backend import EngineBackend
+from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.backends import EngineBackends
-from orchestrrl.gateway.routing.expected_engines import ExpectedEngines
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed

@@ -18,8 +18,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import Chunk, CompletionEndpoint
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger import store as store_module
-from orchestrrl.gateway.ledger.claims import RequestClaims
-from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, check
+from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, RequestClaims, check
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.pieces import RecordCutter, key_of, put_together
 from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore, RetentionPolicy

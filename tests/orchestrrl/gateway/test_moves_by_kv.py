@@ -13,7 +13,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.engines.base import EngineSample
 from orchestrrl.gateway.core import RequestGroup
-from orchestrrl.gateway.moves.kv_handover import KvLoadCount
+from orchestrrl.gateway.moves.move import KvLoadCount
 from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world

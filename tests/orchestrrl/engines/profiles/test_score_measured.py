@@ -3,7 +3,7 @@
 import pytest
 from silicon_rows import csv_of
 
-from orchestrrl.engines.profiles.score_measured import score_measured
+from orchestrrl.engines.profiles.score import score_measured
 from orchestrrl.engines.profiles.silicon import SiliconData, parse_silicon
 from planner.cost.fit import StepSample, TooFewSamples, fit_loaded
 from planner.cost.profile import ProfileSource

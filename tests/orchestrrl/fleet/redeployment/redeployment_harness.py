@@ -27,8 +27,7 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
-from orchestrrl.engines.base import EngineCapabilities, EngineSample
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, EngineSample, ReportedLayout
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of

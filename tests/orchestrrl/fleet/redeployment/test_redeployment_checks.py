@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.engines.base import AnswerExcerpt
 from orchestrrl.fleet.redeployment.checks import AnswerTolerance, answers_fault, reading_fault, writing_fault
 
 PROMPT = (3, 10, 17)

@@ -8,7 +8,7 @@ from redeployment_harness import Client, FakeEngine, Harness
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operation import OperationState, StepState
-from orchestrrl.engines.managed import AnswerExcerpt
+from orchestrrl.engines.base import AnswerExcerpt
 from orchestrrl.fleet.redeployment.steps import (
     RedeploymentReport,
     RedeployRequest,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operation import Stage, steps_in
-from orchestrrl.engines.managed import AnswerExcerpt, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, ReportedLayout
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.checks import (
     CANARY_IDS,

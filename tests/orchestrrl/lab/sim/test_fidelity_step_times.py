@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.engines.profiles.score import report, score
-from orchestrrl.engines.profiles.score_measured import score_measured
+from orchestrrl.engines.profiles.score import report, score, score_measured
 from orchestrrl.engines.profiles.silicon import SiliconData, read_silicon
 
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"

@@ -9,8 +9,7 @@ import pytest
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest
-from orchestrrl.engines.managed import ReportedLayout
+from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest, ReportedLayout
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.options import SimulatedFaults

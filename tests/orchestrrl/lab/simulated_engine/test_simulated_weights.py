@@ -8,7 +8,7 @@ import pytest
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.engines.base import LoadedWeights
-from orchestrrl.engines.weights_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
+from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.options import SimulatedFaults

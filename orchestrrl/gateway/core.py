@@ -31,8 +31,12 @@ COUNTED_REASONS = frozenset({"redundant", "cancelled"})
 WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
 
 
+class _NoAnswer(Exception):
+    """A record of a group has failed: the others are not needed."""
+
+
 class RequestGroup:
-    """The records of one ask, under way. `run` it, or use it as `async with`: leaving it stops what still runs."""
+    """The records of one request. Cancelling `run` stops what still runs."""
 
     def __init__(
         self, request: CompletionRequest, gateway: "Gateway", named_body: Mapping[str, Any] | None = None
@@ -41,9 +45,7 @@ class RequestGroup:
         self._gateway = gateway
         self._named_body = named_body
         self._entry: LedgerEntry | None = None
-        self._wake = asyncio.Event()
         self._listener: Callable[[RequestRecord], None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._counted: set[RequestId] = set()  # records whose answer, or lack of one, is counted
 
     @property
@@ -54,44 +56,32 @@ class RequestGroup:
     def failure(self) -> RequestFailure | None:
         return next((record.failure for record in self.records if record.failure is not None), None)
 
-    @property
-    def done(self) -> bool:
-        """All answers are there, or one of them never will be."""
-        return all(record.done for record in self.records) or self.failure is not None
-
-    async def __aenter__(self) -> "RequestGroup":
-        """Raises DuplicateRequest when one of the ids is in flight already."""
-        await self._enter()
-        for record in self.records:
-            self._tasks.append(asyncio.create_task(self._answer(record)))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        tasks, self._tasks = self._tasks, []  # their errors lead back here: nobody is to wait for the collector
-        for task in tasks:
-            task.cancel()
-        try:
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        finally:  # who waits here may be cancelled as well
-            self.close()
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-
     async def run(self, listener: Callable[[RequestRecord], None] | None = None) -> None:
-        """Until all answers are there, or one of them never will be. `listener` is told of a record that has ended, or
-        has grown and is streamed. Raises as `async with` does."""
+        """Return when all answers are there, or one of them never will be. `listener` gets each record that has ended,
+        or has grown and is streamed. Raises DuplicateRequest when one of the ids is in flight already."""
         self._listener = listener
-        if len(self.records) > 1:
-            async with self:
-                await self.finished()
-            return
-        (record,) = self.records
         await self._enter()
         try:
-            await self._answer(record)
+            answers = [self._answer(record) for record in self.records]
+            if len(answers) == 1:
+                await answers[0]
+            else:
+                await self._answer_all(answers)
         finally:
             self.close()
+
+    async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
+        async def one(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> None:
+            await answer
+            if record.failure is not None:
+                raise _NoAnswer
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for record, answer in zip(self.records, answers, strict=True):
+                    tasks.create_task(one(record, answer))
+        except* _NoAnswer:
+            pass
 
     async def _enter(self) -> None:
         store = self._gateway.store
@@ -131,31 +121,15 @@ class RequestGroup:
 
     async def _give_again(self, record: RequestRecord) -> None:
         self._gateway.given_again(record)
-        self._notify(record)
+        if self._listener is not None:
+            self._listener(record)
 
     def _grown(self, record: RequestRecord) -> None:
         if record.done and record.id not in self._counted:  # the relay calls again when it is over
             self._counted.add(record.id)
             self._gateway.answered(record)
-        self._notify(record)
-
-    def _notify(self, record: RequestRecord) -> None:
-        self._wake.set()
         if self._listener is not None:
             self._listener(record)
-
-    async def progress(self) -> None:
-        """Return when a record has ended, or one that is streamed has grown, since the last call."""
-        await self._wake.wait()
-        self._wake.clear()
-        # A relay that ended by a defect of ours will never finish its record.
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-
-    async def finished(self) -> None:
-        while not self.done:
-            await self.progress()
 
 
 class Gateway:

@@ -4,9 +4,8 @@ import asyncio
 from typing import Any
 
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
-from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId
-from tests.orchestrrl.gateway.fakes import World
+from tests.orchestrrl.gateway.fakes import RunningGroup, World
 
 LEASE_S = 60.0
 
@@ -35,5 +34,5 @@ async def open_barrier(w: World, version: int | None = None, without: tuple[str,
     await w.settle()
 
 
-def tokens_of(job: RequestGroup) -> int:
+def tokens_of(job: RunningGroup) -> int:
     return sum(len(record.generated_ids) for record in job.records)

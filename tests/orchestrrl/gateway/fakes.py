@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from orchestrrl.engines.base import (
     RequestRefused,
     TokenLogprob,
 )
-from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -285,11 +285,48 @@ def chat_prompt(messages: Sequence[dict[str, Any]]) -> list[int]:
     return list("".join(f"<{message['role']}>{message['content']}" for message in messages).encode())
 
 
+class RunningGroup(RequestGroup):
+    """Runs in the background while it is entered; leaving it stops what still runs."""
+
+    _entered: asyncio.Event
+    _running: "asyncio.Task[None]"
+
+    @property
+    def done(self) -> bool:
+        """All answers are there, or one of them never will be."""
+        return all(record.done for record in self.records) or self.failure is not None
+
+    async def __aenter__(self) -> "RunningGroup":
+        self._entered, self._running = asyncio.Event(), asyncio.create_task(self.run())
+        entering = asyncio.create_task(self._entered.wait())
+        await asyncio.wait({entering, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        entering.cancel()
+        if self._running.done():
+            self._running.result()
+        return self
+
+    async def _enter(self) -> None:
+        await super()._enter()
+        if hasattr(self, "_entered"):
+            self._entered.set()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        (outcome,) = await asyncio.gather(self._running, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+class GatewayUnderTest(Gateway):
+    def request_group(self, request: CompletionRequest, named_body: Mapping[str, Any] | None = None) -> RunningGroup:
+        return RunningGroup(request, self, named_body)
+
+
 @dataclass
 class World:
     """A gateway over fake engines e0, e1, ... in virtual time."""
 
-    gateway: Gateway
+    gateway: GatewayUnderTest
     engines: dict[str, FakeEngine]
     clock: VirtualClock
 
@@ -320,7 +357,7 @@ def beside(w: World) -> World:
     by_url = {fake.url: fake for fake in w.engines.values()}
     fleet = EngineBackends(lambda url: by_url[url], clock=w.clock)
     fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in w.engines.items()])
-    return World(Gateway(NodeId("other"), fleet, limits=RelayLimits(), clock=w.clock), w.engines, w.clock)
+    return World(GatewayUnderTest(NodeId("other"), fleet, limits=RelayLimits(), clock=w.clock), w.engines, w.clock)
 
 
 def world(engines: int = 2, **limits: Any) -> World:
@@ -329,5 +366,5 @@ def world(engines: int = 2, **limits: Any) -> World:
     by_url = {fake.url: fake for fake in fakes.values()}
     fleet = EngineBackends(lambda url: by_url[url], clock=clock)
     fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in fakes.items()])
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(**limits), clock=clock)
+    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(**limits), clock=clock)
     return World(gateway, fakes, clock)

@@ -16,9 +16,8 @@ from orchestrrl.core.operations import (
     PauseMode,
 )
 from orchestrrl.fleet.reports import BarrierPhase
-from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId, RequestMove
-from tests.orchestrrl.gateway.fakes import World, undisturbed, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, World, undisturbed, world
 
 ENGINES = 3
 LEASE_S = 20.0
@@ -43,7 +42,7 @@ class Story:
 
     def __init__(self) -> None:
         self.w: World = world(ENGINES, engine_wait_s=10_000.0, failures=10_000)
-        self.jobs: list[tuple[RequestGroup, list[int], int]] = []
+        self.jobs: list[tuple[RunningGroup, list[int], int]] = []
         self.tasks: set[asyncio.Task[object]] = set()
         self.leases = 0
         self.stack = AsyncExitStack()

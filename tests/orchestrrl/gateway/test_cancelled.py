@@ -1,9 +1,8 @@
 """Answers that nobody needs any longer: of groups that have enough, and by order."""
 
-from orchestrrl.gateway.core import RequestGroup
 from planner.model import RequestId, RequestState
 from tests.orchestrrl.gateway.barriers import close, open_barrier
-from tests.orchestrrl.gateway.fakes import undisturbed, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, undisturbed, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, finish
 
 
@@ -43,7 +42,7 @@ async def test_who_comes_when_there_are_enough_is_ended_at_once() -> None:
         assert_undisturbed_tokens(group, 1)
 
 
-def assert_undisturbed_tokens(job: RequestGroup, index: int) -> None:
+def assert_undisturbed_tokens(job: RunningGroup, index: int) -> None:
     assert list(job.records[index].generated_ids) == undisturbed(PROMPT, 30)[0]
 
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, RequestRefused
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves import detokenizer as decoding
 from orchestrrl.gateway.moves.detokenizer import Detokenizer, unsent
 from planner.model import EngineId, RequestId
-from tests.orchestrrl.gateway.fakes import FakeEngine, World, chat_prompt, undisturbed, world
+from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, World, chat_prompt, undisturbed, world
 
 REQUESTS = 500
 MAX_TOKENS = 30
@@ -71,7 +70,7 @@ def decode_by(engine: FakeEngine, decode: Decode) -> list[int]:
     return calls
 
 
-async def ended(w: World, jobs: list[RequestGroup]) -> None:
+async def ended(w: World, jobs: list[RunningGroup]) -> None:
     for _ in range(400):
         if all(job.done for job in jobs):
             return

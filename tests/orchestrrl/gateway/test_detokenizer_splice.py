@@ -16,12 +16,11 @@ from orchestrrl.core.operations import (
     PauseMode,
 )
 from orchestrrl.fleet.reports import BarrierPhase
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId, RequestMove
 from tests.orchestrrl.gateway.barriers import close, open_barrier, order
-from tests.orchestrrl.gateway.fakes import FakeEngine, World, world
+from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, World, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish, move
 
 
@@ -42,7 +41,7 @@ async def ended(w: World) -> None:
     await w.gateway.store.close()
 
 
-def named(w: World, request_id: str = "r", **body: Any) -> RequestGroup:
+def named(w: World, request_id: str = "r", **body: Any) -> RunningGroup:
     group = body.pop("group", "")
     ask = w.ask(request_id=request_id, **body)
     for record in ask.records:

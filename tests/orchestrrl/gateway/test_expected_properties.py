@@ -15,11 +15,10 @@ from orchestrrl.core.operations import (
     OpenBarrier,
     PauseMode,
 )
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestMove
-from tests.orchestrrl.gateway.fakes import undisturbed, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, undisturbed, world
 
 ENGINES = 3
 NAMES = tuple(f"e{index}" for index in range(ENGINES))
@@ -63,7 +62,7 @@ class Order:
 
 @dataclass(eq=False)
 class Client:
-    job: RequestGroup
+    job: RunningGroup
     task: "asyncio.Task[None]"
     prompt: list[int]
     max_tokens: int

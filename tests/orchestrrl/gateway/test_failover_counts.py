@@ -10,18 +10,17 @@ from prometheus_client import CollectorRegistry
 
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.fleet.state import FleetState
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.failover_counts import FailoverCounter
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId
 from tests.orchestrrl.builders import gateway_report
-from tests.orchestrrl.gateway.fakes import World, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, World, world
 from tests.orchestrrl.gateway.test_relay import PROMPT, finish, move
 
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
-async def begun(w: World, count: int, steps: int, **body: object) -> list[RequestGroup]:
+async def begun(w: World, count: int, steps: int, **body: object) -> list[RunningGroup]:
     jobs = []
     for index in range(count):
         asked = {"prompt": PROMPT, "max_tokens": 30, **body}
@@ -32,7 +31,7 @@ async def begun(w: World, count: int, steps: int, **body: object) -> list[Reques
     return jobs
 
 
-async def ended(w: World, jobs: Sequence[RequestGroup]) -> None:
+async def ended(w: World, jobs: Sequence[RunningGroup]) -> None:
     for job in jobs:
         await finish(w, job)
         await job.__aexit__()

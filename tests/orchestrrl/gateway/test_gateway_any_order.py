@@ -27,7 +27,7 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.fleet.reports import BarrierPhase
-from orchestrrl.gateway.core import Gateway, RequestGroup
+from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
@@ -39,7 +39,7 @@ from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
-from tests.orchestrrl.gateway.fakes import FakeEngine, logprob_of, undisturbed
+from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, logprob_of, undisturbed
 
 ENGINES = ("e0", "e1", "e2")
 LEASE_S = 20.0
@@ -120,7 +120,7 @@ class Client:
     name: str
     number: int
     want: Want
-    job: RequestGroup | None = None
+    job: RunningGroup | None = None
     task: "asyncio.Task[None] | None" = None
     read: dict[RequestId, tuple[list[int], list[str]]] = field(default_factory=dict)  # by this connection
     ends: int = 0

@@ -20,7 +20,6 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.fleet.reports import GatewayReport, ReportAck
-from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.completion_requests import CompletionRequest, read_completion_request
 from orchestrrl.gateway.link import GatewayLink
 from orchestrrl.gateway.relay import RelayLimits
@@ -30,7 +29,7 @@ from orchestrrl.rpc.codecs.node import OPERATION, RESULT
 from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_REPORT
 from orchestrrl.rpc.pb import agent_pb2, agent_pb2_grpc, telemetry_pb2_grpc
 from planner.model import EngineHealth, EngineId, NodeId, RequestId, RequestMove
-from tests.orchestrrl.gateway.fakes import FakeEngine, undisturbed
+from tests.orchestrrl.gateway.fakes import FakeEngine, GatewayUnderTest, undisturbed
 
 PROMPT = list(b"hello")
 FAR_S = 1e12
@@ -94,7 +93,9 @@ class Harness:
         by_url = {engine.url: engine for engine in self.engines.values()}
         clock = WallClock()
         self.fleet = EngineBackends(lambda url: by_url[url], clock=clock)
-        self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits(), clock=clock, url="http://gateway")
+        self.gateway = GatewayUnderTest(
+            NodeId("g"), self.fleet, limits=RelayLimits(), clock=clock, url="http://gateway"
+        )
         self.link = GatewayLink(self.gateway, address, report_interval_s=0.02, clock=clock)
         self.daemon = Daemon()
 

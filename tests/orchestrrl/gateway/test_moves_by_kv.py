@@ -12,11 +12,10 @@ from orchestrrl.core.operations import (
     OperationItemResult,
 )
 from orchestrrl.engines.base import EngineSample
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.moves.move import KvLoadCount
 from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
-from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed, world
+from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, World, undisturbed, world
 
 PROMPT = list(b"what is the answer?")
 MAX_TOKENS = 60
@@ -72,7 +71,7 @@ def told(engine: FakeEngine) -> Any:
     return None if params is None else params["handover"]
 
 
-async def begun(w: World, job: RequestGroup) -> None:
+async def begun(w: World, job: RunningGroup) -> None:
     for _ in range(5):
         await w.step()
         await w.clock.advance(0.1)
@@ -94,7 +93,7 @@ async def carry_out(w: World, order: RequestMove, loading: Loading, loaded: int 
     return result
 
 
-async def finish(w: World, job: RequestGroup) -> None:
+async def finish(w: World, job: RunningGroup) -> None:
     for _ in range(2 * MAX_TOKENS):
         if not job.done:
             await w.step()

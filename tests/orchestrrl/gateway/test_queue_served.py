@@ -14,13 +14,12 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operations import (
     EngineRoute,
 )
-from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import AffinitySlack, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove
-from tests.orchestrrl.gateway.fakes import FakeEngine, World, undisturbed
+from tests.orchestrrl.gateway.fakes import FakeEngine, GatewayUnderTest, World, undisturbed
 
 PROMPT = list(b"Once upon a time")
 
@@ -32,7 +31,7 @@ def queued_world(depth: int, **known: int) -> World:
     clock = VirtualClock(1000.0)
     fleet = EngineBackends(lambda url: by_url[url], clock=clock, queue_depth=depth)
     fleet.set_routes([EngineRoute(EngineId(name), engine.url, **known) for name, engine in engines.items()])  # type: ignore[arg-type]
-    return World(Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
+    return World(GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
 
 
 async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhile() -> None:

@@ -10,9 +10,8 @@ from orchestrrl.core.operations import (
     OperationItemResult,
 )
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
-from orchestrrl.gateway.core import RequestGroup
 from planner.model import EngineId, RequestId, RequestMove, RequestState
-from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, World, chat_prompt, undisturbed, world
 
 PROMPT = list(b"what is the answer?")
 
@@ -29,7 +28,7 @@ def move(
     return asyncio.create_task(run())
 
 
-async def finish(w: World, job: RequestGroup, steps: int = 400) -> None:
+async def finish(w: World, job: RunningGroup, steps: int = 400) -> None:
     for _ in range(steps):
         if job.done:
             return
@@ -38,7 +37,7 @@ async def finish(w: World, job: RequestGroup, steps: int = 400) -> None:
     raise AssertionError(f"not done after {steps} steps: {job.records}")
 
 
-def assert_undisturbed(job: RequestGroup, prompt: list[int], max_tokens: int) -> None:
+def assert_undisturbed(job: RunningGroup, prompt: list[int], max_tokens: int) -> None:
     (record,) = job.records
     tokens, text, finish_reason = undisturbed(prompt, max_tokens)
     assert list(record.generated_ids) == tokens
@@ -526,8 +525,7 @@ async def test_who_is_cancelled_twice_leaves_nothing_behind() -> None:
     w = world()
 
     async def asked() -> None:
-        async with w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)) as job:
-            await job.finished()
+        await w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30)).run()
 
     asking = asyncio.create_task(asked())
     await w.settle()

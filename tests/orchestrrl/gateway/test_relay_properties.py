@@ -10,11 +10,10 @@ from orchestrrl.core.operations import (
     OperationItemResult,
 )
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger.ledger import AnswerDelta
 from orchestrrl.gateway.routing.backend import EngineBackend
 from planner.model import EngineId, RequestMove, RequestState
-from tests.orchestrrl.gateway.fakes import World, chat_prompt, undisturbed, world
+from tests.orchestrrl.gateway.fakes import RunningGroup, World, chat_prompt, undisturbed, world
 
 ENGINES = ("e0", "e1", "e2")
 REQUESTS = 3
@@ -51,7 +50,7 @@ class Schedule:
             list("zweite 漢".encode())[:-1],
             chat_prompt([{"role": "user", "content": "third"}]),
         ]
-        self.jobs: list[RequestGroup] = []
+        self.jobs: list[RunningGroup] = []
         self.read: list[list[AnswerDelta]] = [[] for _ in range(REQUESTS)]
         self.moves: list[asyncio.Task[tuple[OperationItemResult, ...]]] = []
         for engine in self.w.engines.values():

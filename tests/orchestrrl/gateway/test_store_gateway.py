@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.core import RequestGroup
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from tests.orchestrrl.gateway.fakes import EOS, World, chat_prompt, logprob_of, undisturbed, world
+from tests.orchestrrl.gateway.fakes import EOS, RunningGroup, World, chat_prompt, logprob_of, undisturbed, world
 
 PROMPT = "12 ab"
 MAX_TOKENS = 24
@@ -51,12 +50,12 @@ async def ended(there: World) -> None:
     await there.gateway.store.close()
 
 
-def job_of(there: World, endpoint: CompletionEndpoint, **more: Any) -> RequestGroup:
+def job_of(there: World, endpoint: CompletionEndpoint, **more: Any) -> RunningGroup:
     body = {**BODIES[endpoint], **more}
     return there.gateway.request_group(there.ask(endpoint, **body), body)
 
 
-async def answered(there: World, job: RequestGroup) -> None:
+async def answered(there: World, job: RunningGroup) -> None:
     running = asyncio.create_task(job.run())
     while not running.done():
         await there.step()

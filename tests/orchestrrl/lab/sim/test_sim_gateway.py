@@ -16,7 +16,6 @@ from orchestrrl.core.operations import (
     SetRoutes,
 )
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, Engine, GenerationRequest
-from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -24,6 +23,7 @@ from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import ConfigurationId, EngineHealth, EngineId, GpuId, NodeId, RequestId, RequestMove
+from tests.orchestrrl.gateway.fakes import GatewayUnderTest, RunningGroup
 from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
 
 TICK_S = 0.5
@@ -107,8 +107,8 @@ async def through_the_real_gateway() -> tuple[dict[str, str], dict[str, int], in
     clients = {engine.url: Client(engine, clock, LENGTHS) for engine in virtual_engines(3)}
     fleet = EngineBackends(lambda url: cast(Engine, clients[url]), clock=clock)
     fleet.set_routes(routes([client.engine for client in clients.values()]))
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
-    jobs: list[RequestGroup] = []
+    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    jobs: list[RunningGroup] = []
     for name in LENGTHS:
         body = {"prompt": [1] * PROMPT_TOKENS, "max_tokens": 2000}
         ask = read_completion_request(

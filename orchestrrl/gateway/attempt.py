@@ -12,8 +12,7 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
 from orchestrrl.engines.openai_chunks import other_answer_fields
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.moves.detokenizer import Detokenizer, TextAfterCut
-from orchestrrl.gateway.moves.detokenizer_splice import open_splice
+from orchestrrl.gateway.moves.detokenizer import text_after_cut
 from orchestrrl.gateway.moves.movable import MOST_TOKENS, PORTABLE_FIELDS, UNTIED_FIELDS, continued
 from orchestrrl.gateway.moves.move import MoveInProgress, left_by, wait_s
 from orchestrrl.gateway.routing.backend import EngineBackend
@@ -104,7 +103,7 @@ class EngineAttempt:
         # The protocol has it that the iterator can be closed.
         stream = cast("AsyncGenerator[Chunk, None]", backend.engine.generate(request))
         # The engine computes the context meanwhile.
-        opening = asyncio.create_task(self._splice()) if record.generated_ids else None
+        opening = asyncio.create_task(text_after_cut(record, backend, self._fleet)) if record.generated_ids else None
         splice = None
         try:
             async for chunk in stream:
@@ -224,17 +223,6 @@ class EngineAttempt:
                 record.immovable_because = record.immovable_because or "its engine's context length is not known"
             else:
                 record.max_tokens = longest - len(record.prompt_ids)
-
-    async def _splice(self) -> TextAfterCut | None:
-        """None where the cut is on a whole character."""
-        record = self._record
-        if record.text_complete or not record.generated_ids:
-            return None
-        context = [*(record.prompt_ids or ())[-64:], *record.generated_ids[-64:]]
-        keep = bool(record.body.get("include_stop_str_in_output"))
-        detokenizer = Detokenizer(self._backend, self._fleet)
-        splice = await open_splice(detokenizer, context, keep_stop_token=keep)
-        return None if splice is None and not detokenizer.failed else TextAfterCut(record, splice)
 
     async def _learn_context_length(self) -> None:
         """Without max_tokens an answer may fill the context, and a continued one must be told how much is left."""

@@ -156,7 +156,6 @@ async def _measure(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from orchestrrl.core.clock import WallClock
-    from orchestrrl.engines.profiles.measure import MeasurementProgress
     from orchestrrl.engines.profiles.measure import measure as measured
 
     columns = (
@@ -171,8 +170,8 @@ async def _measure(
         with Progress(*columns, console=stderr()) as bar:
             task = bar.add_task("", total=1, doing="")
 
-            def on_step(step: MeasurementProgress) -> None:
-                bar.update(task, completed=step.done, total=step.total, doing=step.doing)
+            def on_step(done: int, total: int, doing: str) -> None:
+                bar.update(task, completed=done, total=total, doing=doing)
 
             found.append(await measured(engine, wanted, WallClock(), on_step))
     finally:

@@ -1,16 +1,13 @@
 """`orchestrrl profile score` and `fit`: the cost model against measured deployments."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.output import Columns, Output, View, choice_faults, note, raise_faults, table
 from orchestrrl.core.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    pass
 
 SOURCES = ("roofline", "measured")
 MeasuredFile = Annotated[

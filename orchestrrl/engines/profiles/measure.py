@@ -84,15 +84,8 @@ class GridPoint(NamedTuple):
     context_tokens: int
 
 
-class MeasurementProgress(NamedTuple):
-    """How far a measurement is, for a progress bar."""
-
-    done: int
-    total: int
-    doing: str
-
-
-OnStep = Callable[[MeasurementProgress], None]
+# How far a measurement is, for a progress bar: steps done, steps in all, and what is done now.
+OnStep = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +99,7 @@ class MeasuredProfile:
 
 
 async def measure(
-    engine: Engine, wanted: MeasurementInputs, clock: Clock, on_step: OnStep = lambda step: None
+    engine: Engine, wanted: MeasurementInputs, clock: Clock, on_step: OnStep = lambda done, total, doing: None
 ) -> MeasuredProfile:
     """The engine's profile. Raises ProblemFaults where the engine does not tell its limits and nobody else does,
     Permanent where it is busy or the budget was too short for a fit."""
@@ -213,7 +206,7 @@ class _Run:
     async def measure(self, capabilities: EngineCapabilities, on_step: OnStep) -> MeasuredProfile:
         points = grid(self._limits)
         total = len(points) + 2
-        on_step(MeasurementProgress(0, total, "prefill"))
+        on_step(0, total, "prefill")
         await self._learn_vocabulary()
         prefill = await self._prefill()
         try:
@@ -234,7 +227,7 @@ class _Run:
                 waiting.sort(key=_work)
                 continue
             number += 1
-            on_step(MeasurementProgress(number, total, _named(point)))
+            on_step(number, total, _named(point))
             if needed_s > left_s:
                 skipped.append(f"{_named(point)}: not within the budget")
                 continue
@@ -244,9 +237,9 @@ class _Run:
                 samples.append(sample)
             else:
                 skipped.append(f"{_named(point)}: {sample}")
-        on_step(MeasurementProgress(total - 1, total, "beyond the KV cache"))
+        on_step(total - 1, total, "beyond the KV cache")
         beyond = await self._beyond(rate, point_s)
-        on_step(MeasurementProgress(total, total, "done"))
+        on_step(total, total, "done")
         engine = self._profile(capabilities, samples, prefill, skipped, beyond)
         return MeasuredProfile(
             engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped)

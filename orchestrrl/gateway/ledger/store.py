@@ -12,13 +12,12 @@ at once, by key, as each request arrives; an answer that is there is read by a t
 
 import asyncio
 import logging
-import os
 import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ class LedgerEntry:
                 RecordCutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)
             ]
         if self.named_request is None:
-            self.named_request = NamedRequest(self.name, _digest(self.endpoint, self.body), self.created_s)
+            self.named_request = NamedRequest(self.name, digest_of(self.endpoint, self.body), self.created_s)
 
 
 @dataclass(slots=True)
@@ -127,8 +126,6 @@ class LedgerStore:
         self._clock = clock
         self._claims: RequestClaims | None = None
         self._reader: AnswerFile | None = None
-        self._reading = ThreadPoolExecutor(1, "ledger-reader")
-        self._read_file: AnswerFile | None = None  # that thread's
         self._entries: dict[int, LedgerEntry] = {}
         self._progress: asyncio.TimerHandle | None = None
         self._orders: deque[_Order] = deque()
@@ -161,9 +158,6 @@ class LedgerStore:
         self._closing.set()
         self._news.set()
         await asyncio.to_thread(self._writer.join)
-        await asyncio.to_thread(self._reading.shutdown)
-        if self._read_file is not None:
-            self._read_file.close()
         if self._reader is not None:
             self._reader.close()
         if self._claims is not None:
@@ -194,7 +188,7 @@ class LedgerStore:
             return None
         try:
             stored = await self._read(key, name) if self._may_have(key) else None
-            if stored is not None and stored.named_request.digest != _digest(endpoint, body):
+            if stored is not None and stored.named_request.digest != digest_of(endpoint, body):
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body or credential, and that answer is kept; "
                     "take another id"
@@ -238,17 +232,15 @@ class LedgerStore:
             return False
 
     async def _read(self, key: int, name: str) -> StoredAnswer | None:
+        def read() -> StoredAnswer | None:
+            with closing(AnswerFile(self.keep.path)) as file:
+                return file.read(key, name)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reading, self._read_in_thread, key, name)
+            return await asyncio.to_thread(read)
         except sqlite3.Error as error:
             logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
             return None
-
-    def _read_in_thread(self, key: int, name: str) -> StoredAnswer | None:
-        file, self._read_file = self._read_file or AnswerFile(self.keep.path), None
-        stored = file.read(key, name)
-        self._read_file = file  # one that failed is not used again
-        return stored
 
     def _give_back(self, entry: LedgerEntry, stored: StoredAnswer) -> None:
         kept = put_together(stored.pieces)
@@ -385,13 +377,6 @@ class LedgerStore:
             else:
                 logger.warning("%s: answers are kept again", self.keep.path)
         self.failing = failing
-
-
-def _digest(endpoint: CompletionEndpoint, body: Mapping[str, Any]) -> bytes:
-    try:
-        return digest_of(endpoint, body)
-    except RecursionError:  # so deep that it could just be read: nobody is given its answer again
-        return os.urandom(16)
 
 
 def _cut(cutter: RecordCutter) -> AnswerPiece | None:

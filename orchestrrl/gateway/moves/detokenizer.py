@@ -1,4 +1,8 @@
-"""Text after a cut, from any engine of the model that decodes tokens, or without one.
+"""Text after a cut between two engines, from any engine of the model that decodes tokens, or without one.
+
+With byte-level tokenizers a character can take several tokens, and engines hold its text back until it is whole. An
+engine that begins in the middle of a character does not know what the client has seen (vLLM's then repeats the whole
+prompt as text), so until the character is whole the text is made here, from the tokens on both sides of the cut.
 
 Generation needs tokens alone, so a detokenizer that fails costs no request: another engine of the model is asked, and
 where none answers, the continuing engine's own text is used.
@@ -7,11 +11,11 @@ where none answers, the continuing engine's own text is used.
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.moves.detokenizer_splice import DetokenizerSplice
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 
@@ -20,6 +24,9 @@ logger = logging.getLogger(__name__)
 ANSWER_WITHIN_S = 2.0  # of one engine, before another one is asked
 AVOID_FOR_S = 10.0  # an engine that failed to decode is asked last for this long
 MOST_ASKED = 3  # engines for one text
+INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or not one yet
+# Tokens before the cut that are decoded with it: more than any character has, with some context for the decoder.
+WINDOW_TOKENS = 32
 
 
 class Detokenizer:
@@ -28,7 +35,6 @@ class Detokenizer:
     def __init__(self, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._backend = backend
         self._fleet = fleet
-        self.failed = False  # no engine has answered
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Raises Permanent when no engine has answered."""
@@ -43,7 +49,6 @@ class Detokenizer:
                 continue
             backend.detokenize_failed_s = None
             return text
-        self.failed = True
         raise Permanent("; ".join(faults))
 
     def _candidates(self) -> Iterator[EngineBackend]:
@@ -67,30 +72,56 @@ class Detokenizer:
 
 
 class TextAfterCut:
-    """Text of the tokens after a cut: the seam's while an engine decodes it, else the engine's own less what was sent.
-    `open` until the text is that of the engine's chunks."""
+    """Text of the tokens after a cut in the middle of a character: what an engine decodes them to, or the continuing
+    engine's own text less what was sent. `open` until the text is that of the engine's chunks."""
 
-    def __init__(self, record: RequestRecord, splice: DetokenizerSplice | None) -> None:
+    def __init__(self, record: RequestRecord, detokenizer: Detokenizer, tokens: list[int], text: str | None) -> None:
+        """`text`: of the `tokens` before the cut; None where no engine decodes them."""
         self._record = record
-        self._splice = splice
-        self._undecoded_open = True
-
-    @property
-    def open(self) -> bool:
-        return self._undecoded_open if self._splice is None else self._splice.open
+        self._detokenizer = None if text is None else detokenizer
+        self._tokens = tokens
+        self._seen = len((text or "").rstrip(INCOMPLETE))
+        self.open = True
 
     async def text(self, chunk: Chunk) -> str:
-        """What the chunk adds to the text."""
-        if self._splice is not None:
-            try:
-                return await self._splice.text(chunk)
-            except Permanent as error:
-                logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
-                self._splice = None
-        if not self._undecoded_open or not chunk.text:
+        """Return what the chunk adds to the text."""
+        if not self.open:
             return chunk.text
-        self._undecoded_open = False
-        return unsent(chunk, self._record)
+        if self._detokenizer is None:
+            return self._undecoded(chunk)
+        if not chunk.token_ids:
+            return ""
+        self._tokens.extend(chunk.token_ids)
+        shows_stop = chunk.finish_reason != "stop" or self._record.body.get("include_stop_str_in_output")
+        try:
+            text = await self._detokenizer.detokenize(self._tokens if shows_stop else self._tokens[:-1])
+        except Permanent as error:
+            logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
+            self._detokenizer = None
+            return self._undecoded(chunk)
+        self.open = text.endswith(INCOMPLETE)
+        whole = text.rstrip(INCOMPLETE)
+        added = whole[self._seen :]
+        self._seen = max(self._seen, len(whole))
+        return added
+
+    def _undecoded(self, chunk: Chunk) -> str:
+        self.open = not chunk.text
+        return unsent(chunk, self._record) if chunk.text else ""
+
+
+async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> TextAfterCut | None:
+    """Return the text after the record's tokens; None where they end on a whole character."""
+    if record.text_complete or not record.generated_ids:
+        return None
+    window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
+    detokenizer = Detokenizer(backend, fleet)
+    text: str | None = None
+    with suppress(Permanent):
+        text = await detokenizer.detokenize(window)
+        if not text.endswith(INCOMPLETE):
+            return None
+    return TextAfterCut(record, detokenizer, window, text)
 
 
 def unsent(chunk: Chunk, record: RequestRecord) -> str:

@@ -186,7 +186,6 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
     detokenizer = Detokenizer(slots[EngineId("e0")], w.fleet)
     assert await detokenizer.detokenize(list("漢".encode())) == "漢"
     assert not strangers
-    assert not detokenizer.failed
 
 
 async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_while() -> None:

@@ -401,15 +401,3 @@ def test_flags_that_cannot_be_are_all_told_at_once(tmp_path: Path) -> None:
     assert result.exit_code == 2
     for name in ("--keep-answers-s", "--keep-answers-mb", "--keep-from-s"):
         assert f"{name}: must be" in result.stderr
-
-
-async def test_a_body_too_deep_to_be_written_is_answered_all_the_same(tmp_path: Path) -> None:
-    nested: list[Any] = []
-    for _ in range(5000):
-        nested = [nested]
-    async with running(tmp_path / "ledger") as store:
-        entry = await entered(store, body={**BODY, "metadata": nested})
-        grow(entry.records[0], 1)
-        store.leave(entry)
-        with pytest.raises(DuplicateRequest, match="another body"):
-            await entered(store, body={**BODY, "metadata": nested})

@@ -237,7 +237,8 @@ class EngineExchange:
         self._pool = pool
         self._request = request
         self._connection: EngineConnection | None = None
-        self._closed = False
+        self.closed = False  # broken off here
+        self.answered = False  # the reader has had some of the answer, so the engine has the request
 
     async def begin(self) -> EngineConnection:
         """Send, and wait for the answer's head. Raises Retryable when the engine cannot be reached, OutcomeUnknown when
@@ -251,7 +252,7 @@ class EngineExchange:
                 connection = await self._pool.connect()
             self._connection = connection
             try:
-                if self._closed:
+                if self.closed:
                     raise OutcomeUnknown(f"{self._pool.where}: closed before it was sent")
                 connection.send(self._request)
                 sent_s = loop.time()
@@ -260,7 +261,7 @@ class EngineExchange:
                 # The engine had given the kept connection up before it read what was sent, which shows soon: one that
                 # breaks later may have generated meanwhile.
                 soon = loop.time() < sent_s + KEEP_IDLE_S
-                if kept and soon and not connection.answered and not self._closed:
+                if kept and soon and not connection.answered and not self.closed:
                     continue
                 raise
             return connection
@@ -273,7 +274,7 @@ class EngineExchange:
 
     def close(self) -> None:
         """Break it off, unless it has ended; whoever reads gets OutcomeUnknown."""
-        self._closed = True
+        self.closed = True
         if self._connection is not None:
             self._connection.close()
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,6 @@ ENGINE_ID_FORMS = ("cmpl-{}-0", "chatcmpl-{}")
 USAGE_WITHIN_S = 1.0  # after an answer's last token
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """A request of ours in flight."""
-
-    exchange: EngineExchange
-    answered: bool = False  # the engine has sent some of it, so it knows the request by its id
-    abandoned: bool = False  # we closed its connection
-
-    def abandon(self) -> None:
-        self.abandoned = True
-        self.exchange.close()
-
-
 class VllmEngine(ManagedVllm):
     """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream."""
 
@@ -61,7 +48,7 @@ class VllmEngine(ManagedVllm):
         self.weights = VllmWeights(self)
         self.transfers = VllmTransfers(self)
         self._pool: ConnectionPool | None = None
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, EngineExchange] = {}  # requests in flight
 
     async def capabilities(self) -> EngineCapabilities:
         api = await self.calls.json("GET", "/openapi.json")
@@ -114,8 +101,7 @@ class VllmEngine(ManagedVllm):
         asked = request.body if request.verbatim else _request_body(request)
         body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
         headers = [("X-Request-Id", request.request_id), *request.headers]
-        exchange = self._open_pool().exchange(path, body, headers)
-        attempt = self._attempts[request.request_id] = _Attempt(exchange)
+        exchange = self._attempts[request.request_id] = self._open_pool().exchange(path, body, headers)
         finished = False
         try:
             connection = await exchange.begin()
@@ -132,7 +118,7 @@ class VllmEngine(ManagedVllm):
                 chunks = self._chunks(path, connection)
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    attempt.answered = True
+                    exchange.answered = True
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
             if not finished:
@@ -140,7 +126,7 @@ class VllmEngine(ManagedVllm):
                     f"{self.where}{path}: the stream of {request.request_id} ended without a finish_reason"
                 )
         except OutcomeUnknown:
-            if not attempt.abandoned:
+            if not exchange.closed:
                 raise
             yield Chunk(finish_reason="abort")
         finally:
@@ -214,7 +200,7 @@ class VllmEngine(ManagedVllm):
         for request_id in request_ids:
             attempt = self._attempts.get(request_id)
             if attempt is not None and not attempt.answered:
-                attempt.abandon()
+                attempt.close()
             else:
                 known.append(request_id)
         if not known:  # vLLM reads an empty list as "abort everything"
@@ -227,7 +213,7 @@ class VllmEngine(ManagedVllm):
                 raise
             for request_id in known:
                 if request_id in self._attempts:
-                    self._attempts[request_id].abandon()
+                    self._attempts[request_id].close()
 
     async def pause(self, mode: PauseMode, *, drop_kv: bool = False) -> None:
         # Waiting for the running requests takes as long as they do.

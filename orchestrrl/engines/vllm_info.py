@@ -36,7 +36,7 @@ _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 
 @dataclass(frozen=True, slots=True)
 class VllmServerInfo:
-    """What is None or False was not told, or is not so."""
+    """What is None or False was not told, or is not so. All but the layout stays while the server runs."""
 
     layout: ReportedLayout = field(default_factory=ReportedLayout)
     max_sequences: int | None = None  # of the whole server
@@ -46,15 +46,7 @@ class VllmServerInfo:
     weight_backend: str | None = None  # --weight-transfer-config
     serving: ServingFacts = field(default_factory=ServingFacts)
     routed_experts: bool = False  # --enable-return-routed-experts
-
-
-@dataclass(frozen=True, slots=True)
-class StartedSettings:
-    """What a server cannot change while it runs; its layout it can."""
-
-    paths: frozenset[str]
-    model: str | None = None
-    weight_backend: str | None = None
+    paths: frozenset[str] = frozenset()  # of its API
 
 
 def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:

@@ -6,13 +6,14 @@ Orders that change the engine are OutcomeUnknown where it failed at them: vLLM d
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
 from orchestrrl.engines.base import AnswerExcerpt, EngineSample, ReportedLayout, RequestRefused
 from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, VllmCalls, failure
-from orchestrrl.engines.vllm_info import StartedSettings, VllmServerInfo
+from orchestrrl.engines.vllm_info import VllmServerInfo
 
 # Big models take minutes. Whoever waits less cancels.
 LOAD_TIMEOUT_S = 1_800.0
@@ -32,9 +33,9 @@ class ManagedVllm:
         self.url = calls.url
         self.calls = calls
         self.where = calls.where  # for messages
-        self._known: tuple[str, StartedSettings] | None = None  # when the process was started that told it
+        self._known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
 
-    async def as_started(self, page: str | None = None) -> StartedSettings:
+    async def as_started(self, page: str | None = None) -> VllmServerInfo:
         """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
         asked once; one of which nobody knows whether it still is the same is asked again."""
         began = vllm_info.began_at(await self.metrics_page() if page is None else page)
@@ -43,7 +44,7 @@ class ManagedVllm:
         self._known = None
         paths = await self.paths()
         info = await self.info() if "/server_info" in paths else VllmServerInfo()
-        told = StartedSettings(frozenset(paths), info.model, info.weight_backend)
+        told = replace(info, paths=frozenset(paths))
         if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
             self._known = began, told
         return told

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import LoadedWeights
-from orchestrrl.engines.vllm_info import StartedSettings
+from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, ManagedVllm
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
 from orchestrrl.integrations.instrument.checkpoint_files import (
@@ -195,7 +195,7 @@ class VllmWeights:
         return LoadedWeights(version, "+".join(sums), all(worker.is_read_back for worker in workers))
 
 
-def _has_backend(started: StartedSettings) -> bool:
+def _has_backend(started: VllmServerInfo) -> bool:
     return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 

@@ -87,6 +87,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = HttpRequestParser(self)
         self._framing_bytes = 0  # received since the last piece of a body
         self._begun = False  # a request is there in part
+        self._timer: asyncio.TimerHandle | None = None  # refuses it where the rest does not come
         self._begin_request()
         self._requests: deque[tuple[HttpRequest | HttpRefusal, bool, str]] = deque()  # with keep-alive and version
         self._ahead_bytes = 0  # received while a request is answered
@@ -178,6 +179,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer with an error of the gateway's. The connection ends: what follows on it is not read."""
         assert self._transport is not None
         self._refusing, self._keep = True, False
+        self._stop_timer()
         self._requests.clear()
         self.whole(json_answer(error_body(str(refusal), refusal.status, refusal.param), refusal.status))
         if self._transport.can_write_eof():
@@ -206,7 +208,8 @@ class HttpConnection(asyncio.Protocol):
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.forget(self)
+        self._server.connections.discard(self)
+        self._stop_timer()
         self._requests.clear()
         if self._task is not None:
             self._cut(self._task)
@@ -316,8 +319,13 @@ class HttpConnection(asyncio.Protocol):
 
     def _ended(self) -> None:
         self._begun = False
-        self._server.unfinished.pop(self, None)
+        self._stop_timer()
         self._begin_request()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # --- one request after the other ---------------------------------------------------------------------------------
 
@@ -338,8 +346,9 @@ class HttpConnection(asyncio.Protocol):
             return
         self._ahead_bytes = 0
         self._resume_reading()
-        if self._begun:
-            self._server.expect(self)
+        if self._begun and self._timer is None:
+            slow = HttpRefusal(f"the request was not all there after {REQUEST_WITHIN_S:g} s", status=408)
+            self._timer = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.refuse, slow)
 
     def _over(self, task: "asyncio.Task[None]") -> None:
         self._task = self.on_writable = None
@@ -385,9 +394,6 @@ class HttpServer:
     def __init__(self, answer: Callable[[HttpRequest, HttpConnection], Coroutine[Any, Any, None]]) -> None:
         self.answer = answer
         self.connections: set[HttpConnection] = set()
-        # By when the rest of its request must have come; the first is first.
-        self.unfinished: dict[HttpConnection, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
 
     def connection(self) -> HttpConnection:
         return HttpConnection(self)
@@ -396,30 +402,5 @@ class HttpServer:
     def busy(self) -> bool:
         return any(connection.busy for connection in self.connections)
 
-    def expect(self, connection: HttpConnection) -> None:
-        """A part of a request has come."""
-        if connection not in self.unfinished:
-            loop = asyncio.get_running_loop()
-            self.unfinished[connection] = until_s = loop.time() + REQUEST_WITHIN_S
-            if self._timer is None:
-                self._timer = loop.call_at(until_s, self._refuse_slow)
-
-    def forget(self, connection: HttpConnection) -> None:
-        self.connections.discard(connection)
-        self.unfinished.pop(connection, None)
-
     async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         await asyncio.gather(*(connection.close() for connection in self.connections))
-
-    def _refuse_slow(self) -> None:
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
-        for connection, until_s in list(self.unfinished.items()):
-            if until_s > now_s:
-                break
-            del self.unfinished[connection]
-            connection.refuse(HttpRefusal(f"the request was not all there after {REQUEST_WITHIN_S:g} s", status=408))
-        following_s = next(iter(self.unfinished.values()), None)
-        self._timer = None if following_s is None else loop.call_at(following_s, self._refuse_slow)

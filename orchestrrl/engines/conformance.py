@@ -111,10 +111,8 @@ class EngineUnderTest:
         self._started.append(run)
         return run
 
-    async def run(
-        self, prompt: Any = PROMPT, *, chat: bool = False, verbatim: bool = False, **body: Any
-    ) -> ConformanceRequest:
-        return await self.start(prompt, chat=chat, verbatim=verbatim, **body).done()
+    async def run(self, prompt: Any = PROMPT, **asked: Any) -> ConformanceRequest:
+        return await self.start(prompt, **asked).done()
 
     async def _read(self, request: GenerationRequest, run: ConformanceRequest) -> None:
         async for chunk in self.engine.generate(request):

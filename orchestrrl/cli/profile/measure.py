@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
 COLD_START_S = 60.0
 VLLM_MAX_SEQUENCES = 1024  # its default on GPUs with 70 GiB and more
 
-OutFile = Annotated[Path, typer.Option(help="The profile file; .json writes JSON, everything else YAML.")]
+OutFile = Annotated[Path, typer.Option(help="The profile file, in YAML.")]
 SwitchOption = Annotated[
     float | None, typer.Option("--switch-s", help=f"Seconds to start this configuration; {COLD_START_S:g} if left out.")
 ]

@@ -25,7 +25,7 @@ def predict(
     weight_bits: Annotated[int | None, typer.Option(help="16, 8 or 4; the checkpoint's own if left out.")] = None,
     kv_bits: Annotated[int, typer.Option(help="16 or 8.")] = 16,
     phase: Annotated[str, typer.Option(help="bulk or tail: only layouts that are good there.")] = "",
-    out: Annotated[Path | None, typer.Option(help="The profile file; .json writes JSON, others YAML.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The profile file, in YAML.")] = None,
 ) -> Output:
     """Predict step times, room and costs of every layout worth a look, from data sheets and fitted engine constants.
 

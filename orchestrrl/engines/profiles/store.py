@@ -1,10 +1,9 @@
-"""Profiles as files: one YAML or JSON document per model, GPU and engine, made for people to read and correct.
+"""Profiles as files: one YAML document per model, GPU and engine, made for people to read and correct.
 
 Every figure names its source, date and fit error: a configuration's `provenance` holds for all of its figures but those
 that `others` lists. A faulty file is reported with every fault at once; a file is replaced in one go, or not at all.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -194,8 +193,8 @@ def read_profile(path: Path | str) -> Profile:
 
 
 def parse_profile(text: str) -> Profile:
-    """As read_profile, from text."""
-    document = _parse(text)
+    """As read_profile, from text; JSON is YAML too."""
+    document = parse_yaml(text)
     if not isinstance(document, dict):
         raise ProblemFaults([f"(document): must be a mapping, got {shorten(document)}"])
     faults = []
@@ -209,29 +208,13 @@ def parse_profile(text: str) -> Profile:
     return section.value()
 
 
-def _parse(text: str) -> Any:
-    """JSON by its own rules, which differ from YAML's in how text is escaped; everything else, and what is no JSON
-    after all, as YAML, which says what is wrong."""
-    try:
-        return json.loads(text, object_pairs_hook=_once) if text.lstrip().startswith("{") else parse_yaml(text)
-    except (ValueError, RecursionError):
-        return parse_yaml(text)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
 def write_profile(path: Path, profile: Profile) -> None:
     """Replace the file in one go: who reads it meanwhile finds the old one or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(as_text(profile, as_json=path.suffix == ".json"))
+            file.write(as_text(profile))
             file.flush()
             os.fsync(file.fileno())
         os.chmod(beside, path.stat().st_mode if path.exists() else 0o644)
@@ -241,12 +224,9 @@ def write_profile(path: Path, profile: Profile) -> None:
         raise
 
 
-def as_text(profile: Profile, *, as_json: bool = False) -> str:
+def as_text(profile: Profile) -> str:
     """What `parse_profile` reads back, figure for figure."""
-    document = as_document(profile)
-    if as_json:
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump(as_document(profile), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def as_document(profile: Profile) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_a_built_in_profile_has_a_name() -> None:
 
 
 def test_people_get_a_table(tmp_path: Path) -> None:
-    out = tmp_path / "profile.json"
+    out = tmp_path / "profile.yaml"
     result = predict("qwen3-30b-a3b", "--gpus", "16", "--phase", "tail", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "qwen3-30b-a3b on h100, vllm" in result.stdout

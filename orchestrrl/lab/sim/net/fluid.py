@@ -11,22 +11,50 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, MessageTransfer
-from orchestrrl.lab.sim.net.problem import FlowProblem, problem_of, reduced, routes_of
+
+
+@dataclass(frozen=True, slots=True)
+class FlowProblem:
+    """One byte/s of row r puts `load` bytes/s on the links of entries `begin[r]` to `begin[r + 1]`."""
+
+    capacity: Floats  # [link], bytes/s
+    begin: Ints  # [row + 1]
+    link: Ints  # [entry]
+    load: Floats  # [entry]
+
+    @classmethod
+    def of(cls, network: LinkNetwork, routes: FlowRoutes, cap: Floats | None = None) -> "FlowProblem":
+        """Rows are flows. One that may have `cap` bytes/s (inf: as much as it gets) has a link of its own, of that
+        capacity. Links that a flow takes no share of do not hold it up when they are full."""
+        taken = routes.share > 0
+        begin, link, load = (
+            np.concatenate(([0], np.cumsum(taken)))[routes.begin],
+            routes.link[taken],
+            routes.share[taken],
+        )
+        if cap is None:
+            return cls(network.capacity_bytes_per_s, begin, link, load)
+        is_capped = np.isfinite(cap)
+        ends, own = begin[1:][is_capped], len(network.capacity_bytes_per_s) + np.arange(is_capped.sum())
+        return cls(
+            np.concatenate((network.capacity_bytes_per_s, cap[is_capped])),
+            begin + np.concatenate(([0], np.cumsum(is_capped))),
+            np.insert(link, ends, own),
+            np.insert(load, ends, 1.0),
+        )
+
+    @property
+    def levels(self) -> Floats:
+        """[row], the max-min fair rates of all."""
+        return np.asarray(filled(self.capacity, self.begin, self.link, self.load, np.arange(len(self.begin) - 1)))
 
 
 def rates(network: LinkNetwork, flows: GpuFlows, *, cap: Floats | None = None) -> Floats:
     """[flow], bytes/s, all being under way: 0 over a link without capacity, inf over no link at all. `cap` [flow],
     bytes/s: no flow takes more."""
-    return levels(problem_of(network, routes_of(network, flows), cap))
-
-
-def levels(problem: FlowProblem) -> Floats:
-    """[row]. One filling takes less than finding rows that are alike; that pays where flows end one after the other."""
-    return np.asarray(filled(problem.capacity, problem.begin, problem.link, problem.load, np.arange(problem.rows)))
+    return FlowProblem.of(network, network.routes(flows), cap).levels
 
 
 @njit(cache=True)
@@ -94,40 +122,29 @@ class Shared:
     behind_s: Floats  # [steady flow]
 
 
-def finish_s(network: LinkNetwork, flows: GpuFlows, *, tolerance: float = TOLERANCE) -> Floats:
+def finish_s(
+    network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None, *, tolerance: float = TOLERANCE
+) -> Floats:
     """[flow], seconds; all begin at 0, and those that are done leave their room to others. inf: over a link without
     capacity. Flows that end within `tolerance` of the time since the beginning of each other are taken in one go, so
-    that a link stays at most that share of its bytes behind."""
-    return finish_routed_s(network, flows, routes_of(network, flows), tolerance=tolerance)
-
-
-def finish_routed_s(
-    network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, *, tolerance: float = TOLERANCE
-) -> Floats:
-    """`finish_s` for who has the flows' routes already."""
-    if not len(flows):
-        return np.empty(0)
-    small = reduced(problem_of(network, routes), flows.bytes)
-    each, size = small.problem, flows.bytes[small.first]
-    end_s, _ = _finish(each, size, np.zeros_like(size), tolerance)
-    return np.asarray(end_s[small.of])
+    that a link stays at most that share of its bytes behind. `routes`: the flows' own, where they are known already."""
+    problem = FlowProblem.of(network, network.routes(flows) if routes is None else routes)
+    return _finish(problem, flows.bytes, np.zeros(len(flows)), tolerance)[0]
 
 
 def finish_beside(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
 ) -> Shared:
-    """`finish_routed_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. With others that
+    """`finish_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. With others that
     pass other links such a flow may be quicker for a while: it is behind by what it is at the end."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
     cap = np.concatenate((np.full(count, np.inf), steady.bytes))
     alone = np.concatenate((np.zeros(count), rates(network, steady, cap=steady.bytes)))
-    small = reduced(problem_of(network, _joined(routes, routes_of(network, steady)), cap), size)
-    each, of = small.problem, small.first
-    end_s, missed = _finish(each, size[of], alone[of], tolerance)
-    behind, alone = missed[small.of][count:], alone[count:]
-    behind_s = np.divide(behind, alone, out=np.zeros_like(alone), where=alone > 0)
-    return Shared(np.asarray(end_s[small.of][:count]), np.maximum(behind_s, 0.0))
+    problem = FlowProblem.of(network, _joined(routes, network.routes(steady)), cap)
+    end_s, missed = _finish(problem, size, alone, tolerance)
+    behind_s = np.divide(missed[count:], alone[count:], out=np.zeros(len(steady)), where=alone[count:] > 0)
+    return Shared(end_s[:count], np.maximum(behind_s, 0.0))
 
 
 def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
@@ -140,65 +157,16 @@ def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:
 
 
 def _finish(problem: FlowProblem, size: Floats, alone: Floats, tolerance: float) -> tuple[Floats, Floats]:
-    """[row], when it ends, and the bytes that it is behind `alone` [row], bytes/s, when the last one near it does."""
-    capacity, begin, link, load = problem.capacity, problem.begin, problem.link, problem.load
-    length = np.diff(begin)
-    first = np.repeat(link[begin[:-1][length > 0]], length[length > 0])
-    joins = coo_array((np.ones(len(link)), (first, link)), (len(capacity), len(capacity)))
-    part = np.full(problem.rows, -1, np.int64)  # of rows that share no link with those of others
-    part[length > 0] = connected_components(joins, directed=False)[1][link[begin[:-1][length > 0]]]
-    return _finish_parts(capacity, begin, link, load, size, alone, tolerance, part)
-
-
-@njit(cache=True)
-def _finish_parts(
-    capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float, part: Ints
-) -> tuple[Floats, Floats]:
-    """`part` [row]; -1: it passes no link, and takes no time."""
-    end_s, behind = np.zeros(len(size)), np.zeros(len(size))
-    order = np.argsort(part, kind="mergesort")
-    name = np.full(len(capacity), -1, np.int64)
-    at = 0
-    while at < len(order):
-        first, mine = at, part[order[at]]
-        while at < len(order) and part[order[at]] == mine:
-            at += 1
-        if mine < 0:
-            continue
-        rows = order[first:at]
-        my_begin, my_link, my_load, links = _alone(begin, link, load, rows, name)
-        end_s[rows], behind[rows] = _drained(
-            capacity[links], my_begin, my_link, my_load, size[rows], alone[rows], tolerance
-        )
-    return end_s, behind
-
-
-@njit(cache=True)
-def _alone(begin: Ints, link: Ints, load: Floats, rows: Ints, name: Ints) -> tuple[Ints, Ints, Floats, Ints]:
-    """Entries of some rows, with links numbered anew, and the links: a small part shall not pay for all of the network.
-    `name` [link] is room to work in, -1 for those that no part has named yet."""
-    row_begin = np.zeros(len(rows) + 1, np.int64)
-    for i in range(len(rows)):
-        row_begin[i + 1] = row_begin[i] + begin[rows[i] + 1] - begin[rows[i]]
-    my_link, my_load = np.empty(row_begin[-1], np.int64), np.empty(row_begin[-1])
-    links = np.empty(row_begin[-1], np.int64)
-    known = 0
-    for i in range(len(rows)):
-        for k in range(row_begin[i + 1] - row_begin[i]):
-            e = begin[rows[i]] + k
-            if name[link[e]] < 0:
-                name[link[e]] = known
-                links[known] = link[e]
-                known += 1
-            my_link[row_begin[i] + k], my_load[row_begin[i] + k] = name[link[e]], load[e]
-    return row_begin, my_link, my_load, links[:known]
+    """[row], when it ends, and the bytes that it is behind `alone` [row], bytes/s, when the last one does. Rows that
+    pass no link take no time."""
+    left = np.where(np.diff(problem.begin) > 0, size, 0.0)
+    return _drained(problem.capacity, problem.begin, problem.link, problem.load, left, alone, tolerance)
 
 
 @njit(cache=True)
 def _drained(
     capacity: Floats, begin: Ints, link: Ints, load: Floats, size: Floats, alone: Floats, tolerance: float
 ) -> tuple[Floats, Floats]:
-    """`_finish` of rows that are joined by links."""
     end_s, behind, left, now_s = np.zeros(len(size)), np.zeros(len(size)), size.copy(), 0.0
     active = np.flatnonzero(left > 0)
     while len(active) > 0:
@@ -224,13 +192,13 @@ def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer], *, toler
     one round takes as long as the slowest; those of several rounds go from server to server, in turn over every flow
     that leaves one: they take these flows' mean each."""
     flows = GpuFlows.joined([each.flows for each in transfers])
-    routes = routes_of(network, flows)
-    finish_s = finish_routed_s(network, flows, routes, tolerance=tolerance)
+    routes = network.routes(flows)
+    ends_s = finish_s(network, flows, routes, tolerance=tolerance)
     elapsed_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
     for i, each in enumerate(transfers):
         end = begin + len(each.flows)
         if end > begin:
-            elapsed_s[i] += finish_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
+            elapsed_s[i] += ends_s[begin:end].max() + _latency_s(network, each, routes.latency_s[begin:end])
         begin = end
     return elapsed_s
 
@@ -247,7 +215,7 @@ def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Float
 def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> Mapping[LinkTier, float]:
     """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
     for who has them already."""
-    routes = routes_of(network, flows) if routes is None else routes
+    routes = network.routes(flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))
     known = list(LinkTier)

@@ -157,6 +157,14 @@ class LinkNetwork:
         if not np.all(self.capacity_bytes_per_s >= 0):
             raise ValueError("capacities must be >= 0")
 
+    def routes(self, flows: GpuFlows) -> FlowRoutes:
+        """As the router has them; a flow from a GPU to itself takes no link and no time."""
+        moves = flows.src != flows.dst
+        found = self.router(flows.src[moves], flows.dst[moves])
+        length, latency_s = np.zeros(len(flows), np.int64), np.zeros(len(flows))
+        length[moves], latency_s[moves] = np.diff(found.begin), found.latency_s
+        return FlowRoutes(np.concatenate(([0], np.cumsum(length))), found.link, found.share, latency_s)
+
 
 @dataclass(frozen=True, slots=True)
 class MessageTransfer:

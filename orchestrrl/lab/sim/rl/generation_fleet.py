@@ -19,9 +19,8 @@ import numpy as np
 
 from orchestrrl.lab.sim.net.collectives import m2n
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, Servers
-from orchestrrl.lab.sim.net.problem import routes_of
 from planner.cost.engines import EngineModel
 from planner.cost.hardware import GpuModel
 from planner.cost.models import Model
@@ -155,9 +154,9 @@ def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenEx
     servers = fabric.servers
     network = fabric.network(gen_period(fleet, servers, name))
     flows, instance = pattern(fleet, SENT_BYTES, servers)
-    routes = routes_of(network, flows)
+    routes = network.routes(flows)
     wire_s, latency_s = np.zeros(len(fleet)), routes.latency_s
-    np.maximum.at(wire_s, instance, finish_routed_s(network, flows, routes))
+    np.maximum.at(wire_s, instance, finish_s(network, flows, routes))
     nearest_s = 2 * servers.propagation_s + servers.processing_s
     return TokenExchange(SENT_BYTES / float(wire_s.mean()), max(0.0, float(latency_s.max()) - nearest_s))
 

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
-from orchestrrl.lab.sim.net.problem import routes_of
 from planner.model import GpuId, Parallelism, RequestId
 
 # In which instances may leave the network to the others: each works out circuits and times. After the last, those that
@@ -161,7 +160,7 @@ def _merged(shares: KvShares) -> tuple[GpuFlows, Ints]:
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:
     """[place]"""
-    arrived_s, routes = np.zeros(places), routes_of(network, flows)
-    ends_s = finish_routed_s(network, flows, routes) + routes.latency_s
+    arrived_s, routes = np.zeros(places), network.routes(flows)
+    ends_s = finish_s(network, flows, routes) + routes.latency_s
     np.maximum.at(arrived_s, destination, ends_s[of])
     return arrived_s

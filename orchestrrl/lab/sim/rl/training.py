@@ -19,9 +19,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_routed_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
-from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TierBytes, summed
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
@@ -139,5 +138,5 @@ def response_stream(job: TrainJob, where: GenGpus, fabric: SimulatedFabric) -> R
     if not len(flows):
         return ResponseStream(total, 0.0, {})
     network = fabric.network(None)
-    seconds = float(finish_routed_s(network, flows, routes_of(network, flows)).max())
+    seconds = float(finish_s(network, flows, network.routes(flows)).max())
     return ResponseStream(total, seconds, {tier.value: size for tier, size in tier_bytes(network, flows).items()})

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_beside, finish_routed_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_beside, finish_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, LinkNetwork, Servers
-from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, summed
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, FlowStep, naive_steps, tree_steps, two_stage_steps
@@ -238,7 +237,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, beside: Sequence[Beside]) -> _
     flows = step.flows
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
-    routes = routes_of(network, flows)
+    routes = network.routes(flows)
     ends_s, late_s = _shared(network, flows, routes, [each for each in beside if each.has_way(network)])
     chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
@@ -253,7 +252,7 @@ def _shared(
 ) -> tuple[Floats, Mapping[FabricStage, float]]:
     """When flows end, and how late they make those beside them."""
     if not beside:
-        return finish_routed_s(network, flows, routes), {}
+        return finish_s(network, flows, routes), {}
     found = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))
     parts = np.split(found.behind_s, np.cumsum([len(each.flows) for each in beside])[:-1])
     return found.end_s, {each.stage: each.held_s(part) for each, part in zip(beside, parts, strict=True)}

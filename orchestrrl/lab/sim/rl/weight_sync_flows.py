@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork, Servers
-from orchestrrl.lab.sim.net.problem import routes_of
 from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, token_flows
 from orchestrrl.lab.sim.rl.training import Recipe, training_flows
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite
@@ -170,7 +169,7 @@ class Beside:
     def has_way(self, network: LinkNetwork) -> bool:
         """Whether all of it has: circuits that are set for others may leave servers apart."""
         try:
-            routes_of(network, self.flows)
+            network.routes(self.flows)
         except ValueError:
             return False
         return True

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.problem import FlowProblem
+from orchestrrl.lab.sim.net.fluid import FlowProblem
 
 Rows = list[list[tuple[int, Fraction]]]  # [flow]: (link, share)
 

@@ -11,7 +11,6 @@ from reference_networks import one_switch, two_tiers
 
 from orchestrrl.lab.sim.net.fluid import Shared, finish_beside, finish_s, rates
 from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
-from orchestrrl.lab.sim.net.problem import routes_of
 
 SMALL = Servers(4, gpus_per_server=1, nics_per_server=1)
 RATE = SMALL.nic_bytes_per_s
@@ -63,7 +62,7 @@ def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[F
 
 
 def beside(network: LinkNetwork, flows: GpuFlows, steady: GpuFlows, tolerance: float = 0.0) -> Shared:
-    return finish_beside(network, flows, routes_of(network, flows), steady, tolerance=tolerance)
+    return finish_beside(network, flows, network.routes(flows), steady, tolerance=tolerance)
 
 
 LONG = Fraction(10**9)  # of a flow that does not end while others are looked at

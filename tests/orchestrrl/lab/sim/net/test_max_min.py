@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
-from orchestrrl.lab.sim.net.fluid import levels, rates
-from orchestrrl.lab.sim.net.model import GpuFlows, LinkTier, Servers
-from orchestrrl.lab.sim.net.problem import bounding, problem_of, reduced
+from orchestrrl.lab.sim.net.fluid import rates
+from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 
 # Few values, so that flows and links are often alike.
 shares = st.sampled_from([Fraction(1), Fraction(1), Fraction(1, 2), Fraction(1, 3), Fraction(2)])
@@ -30,17 +29,13 @@ def networks(draw: st.DrawFn) -> tuple[list[Fraction], Rows]:
 def test_rates_are_those_of_filling_link_by_link(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
     expected = [float(rate) for rate in fair_rates(capacity, rows)]
-    whole = problem(capacity, rows)
-    assert levels(whole) == pytest.approx(expected)
-    alike = reduced(whole, np.zeros(len(rows)))
-    assert levels(alike.problem)[alike.of] == pytest.approx(expected)
-    assert levels(bounding(whole)) == pytest.approx(expected)
+    assert problem(capacity, rows).levels == pytest.approx(expected)
 
 
 @given(networks())
 def test_no_link_carries_too_much_and_every_flow_has_one_that_holds_it_up(case: tuple[list[Fraction], Rows]) -> None:
     capacity, rows = case
-    found = levels(problem(capacity, rows))
+    found = problem(capacity, rows).levels
     used = np.zeros(len(capacity))
     fastest = np.zeros(len(capacity))
     for rate, row in zip(found, rows, strict=True):
@@ -63,8 +58,8 @@ def test_order_and_names_do_not_matter(case: tuple[list[Fraction], Rows], data: 
     for link, name in enumerate(names):
         moved_capacity[name] = capacity[link]
     moved = [sorted((names[link], share) for link, share in rows[i]) for i in order]
-    before = levels(problem(capacity, rows))
-    assert levels(problem(moved_capacity, moved)) == pytest.approx([before[i] for i in order])
+    before = problem(capacity, rows).levels
+    assert problem(moved_capacity, moved).levels == pytest.approx([before[i] for i in order])
 
 
 def test_flows_over_one_link_share_it() -> None:
@@ -77,7 +72,7 @@ def test_parking_lot() -> None:
     """One flow over all links, one of its own on each: half of each link (Bertsekas and Gallager, figure 6.14)."""
     capacity = [Fraction(1)] * 4
     rows: Rows = [[(link, Fraction(1)) for link in range(4)]] + [[(link, Fraction(1))] for link in range(4)]
-    assert levels(problem(capacity, rows)) == pytest.approx([0.5] * 5)
+    assert problem(capacity, rows).levels == pytest.approx([0.5] * 5)
 
 
 def test_incast_leaves_the_senders_what_the_receiver_cannot_take() -> None:
@@ -102,25 +97,3 @@ def test_to_itself_a_gpu_sends_at_once_and_over_a_dead_link_never() -> None:
     flows = GpuFlows.of([(0, 0, 1.0), (0, 2, 1.0), (0, 1, 1.0)])
     assert rates(dead, flows) == pytest.approx([np.inf, 0.0, servers.nic_bytes_per_s])
     assert len(rates(dead, GpuFlows.none())) == 0
-
-
-@pytest.mark.parametrize(("oversubscribed", "kinds"), [(1.0, 2), (3.0, 3)])
-def test_an_all_to_all_is_as_few_rows_as_it_has_kinds_of_flows(oversubscribed: float, kinds: int) -> None:
-    """In a server, under a ToR, across; the latter two are alike where links above ToRs are never full."""
-    servers = Servers(8)
-    src, dst = (each.ravel() for each in np.indices((servers.gpus, servers.gpus)))
-    network = two_tiers(servers, oversubscribed=oversubscribed)
-    whole = problem_of(network, network.router(src[src != dst], dst[src != dst]))
-    assert reduced(whole, np.zeros(whole.rows)).problem.rows == kinds
-
-
-def test_links_that_are_never_full_are_left_out_and_no_others() -> None:
-    servers = Servers(8)
-    src, dst = (each.ravel() for each in np.indices((servers.gpus, servers.gpus)))
-    for oversubscribed, left in (
-        (1.0, {LinkTier.NVLINK, LinkTier.NIC}),
-        (1.01, {LinkTier.NVLINK, LinkTier.NIC, LinkTier.AGG}),
-    ):
-        network = two_tiers(servers, oversubscribed=oversubscribed)
-        kept = bounding(problem_of(network, network.router(src[src != dst], dst[src != dst])))
-        assert {network.tier[link] for link in kept.link} == left

@@ -205,7 +205,7 @@ def m2n(
 
 
 def _sent(flows: GpuFlows, servers: Servers) -> MessageTransfer:
-    across = bool(np.any(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server))
+    across = bool(flows.cross(servers).any())
     return MessageTransfer(flows, 1 if across else 0, p2p_overhead_s(across) if len(flows) else 0.0)
 
 

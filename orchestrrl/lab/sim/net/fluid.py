@@ -6,7 +6,7 @@ every moment. Beside them steady flows may continue throughout, each with a cons
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,18 +207,28 @@ def _latency_s(network: LinkNetwork, transfer: MessageTransfer, latency_s: Float
     """Of all rounds; `latency_s` [flow]."""
     if transfer.rounds <= 1:
         return float(latency_s.max()) * transfer.rounds
-    per_server = network.servers.gpus_per_server
-    leaves = transfer.flows.src // per_server != transfer.flows.dst // per_server
+    leaves = transfer.flows.cross(network.servers)
     return float(latency_s[leaves].mean() if leaves.any() else latency_s.mean()) * transfer.rounds
 
 
-def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> Mapping[LinkTier, float]:
+TierBytes = Mapping[str, float]  # by a LinkTier's value
+
+
+def tier_bytes(network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None) -> TierBytes:
     """Bytes over the links of each tier, both ends of a tier's path counted: up to a switch and down from it. `routes`:
-    for who has them already."""
+    the flows' own, where they are known already."""
     routes = network.routes(flows) if routes is None else routes
     of_entry = np.repeat(flows.bytes, np.diff(routes.begin)) * routes.share
     by_link = np.bincount(routes.link, of_entry, len(network.tier))
     known = list(LinkTier)
     tiers = np.array([known.index(each) for each in network.tier], np.int64)
     total = np.bincount(tiers, by_link, len(known))
-    return {tier: float(total[i]) for i, tier in enumerate(known) if total[i] > 0}
+    return {tier.value: float(total[i]) for i, tier in enumerate(known) if total[i] > 0}
+
+
+def summed(parts: Iterable[TierBytes]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in parts:
+        for tier, size in part.items():
+            found[tier] = found.get(tier, 0.0) + size
+    return found

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass as checked
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 GBPS = 1e9 / 8  # bytes per second
 ROCE_BYTES = 44.0  # of headers in a packet's MTU
@@ -118,6 +119,21 @@ class GpuFlows:
 
     def times(self, factor: float) -> "GpuFlows":
         return GpuFlows(self.src, self.dst, self.bytes * factor)
+
+    def only(self, these: Bools) -> "GpuFlows":
+        return GpuFlows(self.src[these], self.dst[these], self.bytes[these])
+
+    def cross(self, servers: Servers) -> Bools:
+        """[flow], whether it goes from server to server."""
+        return np.asarray(self.src // servers.gpus_per_server != self.dst // servers.gpus_per_server)
+
+    def merged(self) -> tuple["GpuFlows", Ints]:
+        """Return one flow between any two GPUs, of all bytes from the one to the other, and [flow] which of them it
+        is part of."""
+        width = int(self.dst.max(initial=0)) + 1
+        pairs, of = np.unique(self.src * width + self.dst, return_inverse=True)
+        size = np.bincount(of, self.bytes, len(pairs)).astype(np.float64)
+        return GpuFlows(pairs // width, pairs % width, size), of
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==

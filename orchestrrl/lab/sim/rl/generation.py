@@ -15,15 +15,16 @@ from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun, check_answers
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.known import best_known_steps, best_prompts_known_steps
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.rl.generation_fast import FastStep, run_fast
+from orchestrrl.lab.sim.net.fluid import TierBytes, summed, tier_bytes
+from orchestrrl.lab.sim.rl.generation_fast import run_fast
 from orchestrrl.lab.sim.rl.generation_fleet import (
-    Exchanged,
     GenGpus,
     Hardware,
     UniformFleet,
     deployed,
+    gen_period,
     on_fabric,
-    summed,
+    token_flows,
 )
 from orchestrrl.lab.sim.rl.kv_moves import OverFabric
 from orchestrrl.lab.sim.rl.model import GenStage
@@ -37,54 +38,51 @@ from planner.model import ConfigurationId
 
 
 @dataclass(frozen=True)
-class GenJob:
-    """Where a scenario's `section` generates and on what. `layouts` go with a section without a profile: exchanges of
-    known engines are not changed by the network. `daemon`: a daemon's configuration, without `fleet`."""
+class Generation:
+    """A section's engines on the GPUs of a fabric: what all arms and seeds have in common. `daemon`: a daemon's
+    configuration, without `fleet`."""
 
+    section: GenerationSection
     hardware: Hardware
     where: GenGpus
-    section: GenerationSection
-    layouts: tuple[Parallelism, ...] = ()
-    daemon: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job on a fabric: what all arms and seeds have in common."""
-
-    job: GenJob
     fabric: SimulatedFabric
     profile: Profile
+    daemon: Mapping[str, Any] = field(default_factory=dict)
+    _token_bytes: dict[ConfigurationId, TierBytes] = field(default_factory=dict)
 
     @cached_property
-    def exchanged(self) -> Exchanged:
-        """What its engines put on the network."""
-        return Exchanged(self.fabric, self.job.where, self.job.hardware.model)
-
-    @cached_property
-    def wide(self) -> Mapping[ConfigurationId, UniformFleet]:
-        """Fleets of the configurations that span servers."""
-        servers, each = self.fabric.servers, self.fabric.servers.gpus_per_server
-        layouts = {configuration.id: configuration.parallelism for configuration in self.profile.configurations}
+    def fleets(self) -> Mapping[ConfigurationId, UniformFleet]:
+        """Of the configurations that are inside servers, or take whole ones."""
+        servers, layouts = self.fabric.servers, {each.id: each.parallelism for each in self.profile.configurations}
         return {
-            name: deployed(layout, self.job.where, servers, self.fabric.pods)
+            name: deployed(layout, self.where, servers, self.fabric.pods)
             for name, layout in layouts.items()
-            if layout.gpus > each and layout.gpus % each == 0
+            if layout.gpus <= servers.gpus_per_server or layout.gpus % servers.gpus_per_server == 0
         }
 
     def kinds(self, scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
         """With no more engines of each than PoDs have room for."""
-        return {
-            name: replace(kind, most=len(self.wide[name])) if name in self.wide else kind
-            for name, kind in usable_kinds(scenario).items()
-        }
+        return {name: replace(kind, most=len(self.fleets[name])) for name, kind in usable_kinds(scenario).items()}
+
+    def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
+        """Return what engines exchange of tokens that pass those of each configuration, generated or prefilled."""
+        return summed(
+            {tier: size * tokens[name] for tier, size in self._of_token(name).items()} for name in sorted(tokens)
+        )
+
+    def _of_token(self, name: ConfigurationId) -> TierBytes:
+        if name not in self._token_bytes:
+            servers, fleet = self.fabric.servers, self.fleets[name]
+            network = self.fabric.network(gen_period(fleet, servers, name))
+            self._token_bytes[name] = tier_bytes(network, token_flows(fleet, self.hardware.model, servers))
+        return self._token_bytes[name]
 
     def scenario(self, steps: int) -> GenerationScenario:
-        job, part, servers = self.job, self.job.section, self.fabric.servers
-        slow = {"max_output_tokens": part.workload.max_tokens, **(job.daemon.get("slow") or {})}
+        part, servers = self.section, self.fabric.servers
+        slow = {"max_output_tokens": part.workload.max_tokens, **(self.daemon.get("slow") or {})}
         return GenerationScenario(
             name="generation",
-            gpus=job.where.count,
+            gpus=self.where.count,
             gpus_per_node=servers.gpus_per_server,
             partial_share=part.partial_share,
             workload=part.workload.model_copy(update={"steps": steps, "warmup_steps": 0}),
@@ -95,29 +93,37 @@ class Prepared:
                 kv_transfer=part.kv_transfer,
             ),
             control=part.control,
-            daemon={"mode": "act", **job.daemon, "slow": slow},
+            daemon={"mode": "act", **self.daemon, "slow": slow},
         )
 
 
-def prepared(job: GenJob, fabric: SimulatedFabric) -> Prepared:
-    """Raises ValueError where no configuration fits."""
-    known = job.section.profile_value
-    return Prepared(job, fabric, known or on_fabric(job.hardware, job.layouts, job.where, fabric))
+def generation_on(
+    section: GenerationSection,
+    hardware: Hardware,
+    where: GenGpus,
+    fabric: SimulatedFabric,
+    layouts: Sequence[Parallelism] = (),
+    daemon: Mapping[str, Any] | None = None,
+) -> Generation:
+    """With engines of these `layouts`, or of the section's profile: exchanges of known engines are not changed by the
+    network. Raises ValueError where no configuration fits."""
+    profile = section.profile_value or on_fabric(hardware, layouts, where, fabric)
+    return Generation(section, hardware, where, fabric, profile, daemon or {})
 
 
-def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
+def generation_stages(ready: Generation, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:
     """Of each of so many steps, one after another. Raises ProblemFaults where no engine holds the longest request."""
     scenario = ready.scenario(steps)
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
-        initial = ConfigurationId(ready.job.section.initial or _tuned(scenario, kinds, asked))
-        network = OverFabric(ready.fabric, ready.job.where.first, scenario.engines.moved_bytes_per_token)
+        initial = ConfigurationId(ready.section.initial or _tuned(scenario, kinds, asked))
+        network = OverFabric(ready.fabric, ready.where.first, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
-        found = run_fast(run, network if ready.job.section.kv_transfer else None)
+        found = run_fast(run, network if ready.section.kv_transfer else None)
         for step, requests in zip(found, asked, strict=True):
             check_answers(step.finish_s, step.output_tokens, requests)
         return tuple(
-            stage_of(step.finish_s, requests, _phases_s(step), _sent(ready, kinds, step.tokens, step.kv_tier_bytes))
+            stage_of(step.finish_s, requests, step.phases_s, summed([ready.sent(step.tokens), step.kv_tier_bytes]))
             for step, requests in zip(found, asked, strict=True)
         )
     return tuple(
@@ -125,23 +131,12 @@ def generation_stages(ready: Prepared, arm: str, seed: int, steps: int) -> tuple
             step.finish_s,
             requests,
             {str(kind.id): step.makespan_s},
-            _sent(ready, kinds, {kind.id: step.tokens}, {}),
+            ready.sent({kind.id: step.tokens}),
             seconds=step.makespan_s,
             carried=len(step.carried),
         )
         for (kind, step), requests in zip(_static(scenario, kinds, arm, seed, asked), asked, strict=True)
     )
-
-
-def _sent(
-    ready: Prepared,
-    kinds: Mapping[ConfigurationId, EngineKind],
-    tokens: Mapping[ConfigurationId, int],
-    kv: Mapping[str, float],
-) -> Mapping[str, float]:
-    """By tier, of tokens that passed engines of each configuration, and of KV that moved."""
-    parts = [ready.exchanged.of(name, kinds[name].profile.parallelism, tokens[name]) for name in sorted(tokens)]
-    return summed([*parts, kv])
 
 
 # --- static arms
@@ -198,23 +193,3 @@ def stage_of(
         sample_square_tokens=fmean(length**2 for length in lengths),
         tier_bytes=tier_bytes,
     )
-
-
-def _phases_s(step: FastStep) -> dict[str, float]:
-    """Seconds under each fleet, redeploying and moving KV; together the step's. Engines that stay decode meanwhile."""
-    phases_s: dict[str, float] = {}
-
-    def add(name: str, seconds: float) -> None:
-        if seconds > 0:
-            phases_s[name] = phases_s.get(name, 0.0) + seconds
-
-    at_s = 0.0
-    for redeployment in step.redeployments:
-        add(redeployment.before, redeployment.begin_s - at_s)
-        up_s = min(redeployment.begin_s + redeployment.switch_s, step.makespan_s)
-        ready_s = min(up_s + redeployment.kv_s, step.makespan_s)
-        add("redeploying", up_s - redeployment.begin_s)
-        add("moving KV", ready_s - up_s)
-        at_s = ready_s
-    add(step.fleet, step.makespan_s - at_s)
-    return phases_s

@@ -8,31 +8,37 @@ With a `kv_network` KV goes over the fabric when engines change, and is there at
 engines that stay; without one it is computed again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from itertools import pairwise
 
 from balancer.balance import BalanceSituation, decide_balance
 from orchestrrl.core.config.schema import Config
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
-from orchestrrl.lab.sim.engines import homogeneous
-from orchestrrl.lab.sim.rl.generation_fleet import summed
-from orchestrrl.lab.sim.rl.generation_records import LiveEngine, LiveRequest, leaving_of, snapshot_of
+from orchestrrl.lab.sim.engines import EngineKind, homogeneous
+from orchestrrl.lab.sim.net.fluid import summed
 from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric
 from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.admission import FREE, ControlState, OperatorControl
 from planner.model import (
     Act,
     ConfigurationId,
+    EngineHealth,
     EngineId,
+    EngineView,
     FastPolicy,
     FinishedLength,
+    GpuId,
     Mode,
     Plan,
     PlanId,
     PlannedInstance,
     RequestId,
+    RequestState,
+    RequestView,
     Snapshot,
 )
 from planner.plan import History
@@ -41,15 +47,81 @@ from planner.solver.from_snapshot import instances_text
 NEVER_CHANGES = OperatorControl(ControlState.PINNED, reason="this arm does not plan")
 
 
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """A change of engines, seconds from its step's beginning."""
+@dataclass(slots=True)
+class LiveRequest:
+    request: SimRequest
+    engine: EngineId
+    generated: int = 0
+    moves: int = 0
+    moved_s: float | None = None
 
-    begin_s: float
-    switch_s: float  # until the last new engine is up
-    kv_s: float  # and then until its KV is there
-    before: str
-    engines: int  # new ones
+    def leaving(self, source: "LiveEngine", kind: EngineKind, gpus: tuple[GpuId, ...]) -> Leaving:
+        return Leaving(
+            self.request.id,
+            (source.kind.profile.parallelism, source.gpus),
+            (kind.profile.parallelism, gpus),
+            kind.profile.prefill_tokens_per_s,
+            self.request.prompt_tokens + self.generated,
+        )
+
+    def view(self, running: set[RequestId]) -> RequestView:
+        request = self.request
+        return RequestView(
+            id=request.id,
+            engine=self.engine,
+            state=RequestState.RUNNING if request.id in running else RequestState.WAITING,
+            prompt_tokens=request.prompt_tokens,
+            generated_tokens=self.generated,
+            max_tokens=request.max_tokens,
+            group=request.group,
+            moves=self.moves,
+        )
+
+
+@dataclass(slots=True)
+class LiveEngine:
+    """One engine. It answers from `ready_s` on; its requests wait until then."""
+
+    id: EngineId
+    kind: EngineKind
+    gpus: tuple[GpuId, ...]
+    ready_s: float
+    scheduler: Scheduler = field(init=False)
+    seen: tuple[float, int] = field(init=False)  # when its rate was last taken, and its tokens then
+    decode_tokens_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduler, self.seen = Scheduler(self.kind.shape, self.ready_s), (self.ready_s, 0)
+
+    def submit(self, live: LiveRequest, at_s: float, *, prefilled: bool) -> None:
+        live.request.submit(self.scheduler, max(at_s, self.ready_s), live.generated, prefilled=prefilled)
+
+    def update_rate(self, now_s: float, window_s: float) -> None:
+        """Take its rate over the last window."""
+        since_s, tokens = self.seen
+        if now_s - since_s >= window_s:
+            made = self.scheduler.generated_tokens_total
+            self.decode_tokens_per_s = (made - tokens) / (now_s - since_s) if self.scheduler.running else None
+            self.seen = now_s, made
+
+    def view(self) -> EngineView:
+        scheduler, shape = self.scheduler, self.scheduler.shape
+        capacity_tokens = shape.blocks * shape.block_tokens
+        return EngineView(
+            id=self.id,
+            url="",
+            configuration=self.kind.id,
+            health=EngineHealth.OK,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_capacity_tokens=capacity_tokens,
+            kv_free_tokens=capacity_tokens - scheduler.kv_used_tokens,
+            max_sequences=self.kind.profile.max_sequences,
+            decode_tokens_per_s=self.decode_tokens_per_s,
+            age_s=0.0,
+            gpus=self.gpus,
+            preemptions_total=scheduler.preemptions_total,
+        )
 
 
 @dataclass(slots=True)
@@ -58,8 +130,8 @@ class FastStep:
 
     finish_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
-    redeployments: list[FleetChange] = field(default_factory=list)
-    fleet: str = ""  # at its end, in words
+    engines_started: int = 0
+    phases: list[tuple[float, str]] = field(default_factory=list)  # when each begins: fleets, and changes of them
     tokens: dict[ConfigurationId, int] = field(default_factory=dict)  # that passed engines, generated and prefilled
     kv_tier_bytes: dict[str, float] = field(default_factory=dict)
     passed: list[Leaving] = field(default_factory=list)  # whose KV went from one engine to another beside everything
@@ -67,6 +139,18 @@ class FastStep:
     @property
     def makespan_s(self) -> float:
         return max(self.finish_s)
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds under each fleet, redeploying and moving KV; together the step's. Engines that stay decode
+        meanwhile."""
+        phases_s: dict[str, float] = {}
+        end_s = self.makespan_s
+        for (begin_s, name), (until_s, _) in pairwise([*self.phases, (end_s, "")]):
+            seconds = min(until_s, end_s) - min(begin_s, end_s)
+            if seconds > 0:
+                phases_s[name] = phases_s.get(name, 0.0) + seconds
+        return phases_s
 
 
 def run_fast(run: ControlledRun, kv_network: OverFabric | None = None) -> list[FastStep]:
@@ -91,11 +175,11 @@ class _FastFleet:
         self._settling = False
         scenario, kind = run.scenario, run.kinds[run.initial]
         for placement in homogeneous(kind, scenario.gpus, scenario.gpus_per_node):
-            self._engines[placement.engine] = LiveEngine.start(placement.engine, kind, placement.gpus, 0.0)
+            self._engines[placement.engine] = LiveEngine(placement.engine, kind, placement.gpus, 0.0)
 
     def step(self, requests: Sequence[SimRequest]) -> FastStep:
         """From the first request to the last answer."""
-        step, started_s = FastStep(), self._now_s
+        step, started_s = FastStep(phases=[(0.0, self._fleet_text())]), self._now_s
         self._finished = []
         before = self._tokens()
         self._submit(requests)
@@ -109,7 +193,6 @@ class _FastFleet:
             next_fast_s += fast_s if self._now_s >= next_fast_s else 0.0
             next_slow_s += slow_s if self._now_s >= next_slow_s else 0.0
         step.finish_s.sort()
-        step.fleet = _configurations_text(self._engines.values())
         step.tokens = {name: count - before.get(name, 0) for name, count in self._tokens().items()}
         if step.passed and self._kv_network is not None:
             step.kv_tier_bytes = summed([step.kv_tier_bytes, self._kv_network.sent(step.passed)])
@@ -157,7 +240,7 @@ class _FastFleet:
 
     def _decide(self, step: FastStep, started_s: float, *, slow: bool) -> None:
         """The slow loop first: it may change what the fast one would balance."""
-        snapshot = snapshot_of(self._now_s, started_s, self._engines, self._live.values(), tuple(self._finished))
+        snapshot = self._snapshot(started_s)
         if slow:
             plan = self._plan(snapshot)
             if isinstance(plan.verdict, Act) and plan.instances:
@@ -165,6 +248,25 @@ class _FastFleet:
                 return
         if self._config.fast.policy is not FastPolicy.NONE:
             self._balance(snapshot, step)
+
+    def _snapshot(self, started_s: float) -> Snapshot:
+        """What agents and a gateway would tell, without their delays: every age is 0."""
+        running, finished = self._running(), tuple(self._finished)
+        return Snapshot(
+            now_s=self._now_s,
+            engines=tuple(self._engines[id].view() for id in sorted(self._engines)),
+            requests=tuple(self._live[id].view(running) for id in sorted(self._live)),
+            finished_output_tokens=tuple(each.tokens for each in finished),
+            requests_age_s=0.0,
+            step_started_s=started_s,
+            finished=finished,
+        )
+
+    def _running(self) -> set[RequestId]:
+        return {each.id for engine in self._engines.values() for each in engine.scheduler.running}
+
+    def _fleet_text(self) -> str:
+        return instances_text([engine.kind.id for engine in self._engines.values()])
 
     def _plan(self, snapshot: Snapshot) -> Plan:
         known = self._planning.known_output_tokens
@@ -197,43 +299,49 @@ class _FastFleet:
 
     def _carry_out(self, plan: Plan, step: FastStep, started_s: float) -> None:
         """Engines that go are stopped at once; new ones answer when they are up and their KV is there."""
-        before = _configurations_text(self._engines.values())
         new = [each for each in plan.instances if not each.kept]
         kv = self._kv(plan.instances) if self._kv_network is not None else None
         kept = {each.id for each in plan.instances if each.kept}
         stopped = {id: self._engines.pop(id) for id in sorted(self._engines) if id not in kept}
         self._past += stopped.values()
-        kinds = self._run.kinds
-        ready_s = {each.id: self._now_s + kinds[each.configuration].profile.switch_s for each in new}
-        up_s = max(ready_s.values(), default=self._now_s)
+        up_s = self._now_s
         for each in new:
-            own_s = ready_s[each.id] + (kv.ready_s.get(each.gpus, 0.0) if kv else 0.0)  # the others' KV delays nobody
-            self._engines[each.id] = LiveEngine.start(each.id, kinds[each.configuration], each.gpus, own_s)
+            kind = self._run.kinds[each.configuration]
+            own_s = self._now_s + kind.profile.switch_s
+            up_s = max(up_s, own_s)
+            own_s += kv.ready_s.get(each.gpus, 0.0) if kv else 0.0  # the others' KV does not delay it
+            self._engines[each.id] = LiveEngine(each.id, kind, each.gpus, own_s)
         for each in plan.instances:
             for request in each.requests:
                 live = self._live.get(request)
                 if live is not None and live.engine != each.id:
-                    held = stopped.get(live.engine)
                     prefilled = kv is not None and request in kv.transferred
-                    self._move(request, each.id, step, prefilled=prefilled, source=held)
-        if new:
-            self._last_redeploy_s = self._now_s
-            kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
-            step.kv_tier_bytes = summed([step.kv_tier_bytes, kv.tier_bytes if kv else {}])
-            change = FleetChange(self._now_s - started_s, up_s - self._now_s, kv_s, before, len(new))
-            step.redeployments.append(change)
+                    self._move(request, each.id, step, prefilled=prefilled, source=stopped.get(live.engine))
+        if not new:
+            step.phases[-1] = step.phases[-1][0], self._fleet_text()
+            return
+        self._last_redeploy_s = self._now_s
+        step.kv_tier_bytes = summed([step.kv_tier_bytes, kv.tier_bytes if kv else {}])
+        step.engines_started += len(new)
+        begin_s = self._now_s - started_s
+        started_up_s = begin_s + (up_s - self._now_s)
+        kv_s = max(0.0, max(self._engines[each.id].ready_s for each in new) - up_s)
+        step.phases += [
+            (begin_s, "redeploying"),
+            (started_up_s, "moving KV"),
+            (started_up_s + kv_s, self._fleet_text()),
+        ]
 
     def _kv(self, instances: Sequence[PlannedInstance]) -> KvOutcome:
         assert self._kv_network is not None
-        running = {each.id for engine in self._engines.values() for each in engine.scheduler.running}
-        leaving = []
+        running, leaving = self._running(), []
         for each in instances:
             kind = self._run.kinds[each.configuration]
             for request in each.requests:
                 live = self._live.get(request)
                 if live is None or live.engine == each.id or request not in running:
                     continue
-                leaving.append(leaving_of(live, self._engines[live.engine], kind, each.gpus))
+                leaving.append(live.leaving(self._engines[live.engine], kind, each.gpus))
         return self._kv_network(leaving)
 
     def _move(
@@ -245,7 +353,7 @@ class _FastFleet:
         engine.scheduler.abort([request])
         live.engine, live.moves, live.moved_s = to, live.moves + ran, self._now_s
         if ran and prefilled and source is None:
-            step.passed.append(leaving_of(live, engine, self._engines[to].kind, self._engines[to].gpus))
+            step.passed.append(live.leaving(engine, self._engines[to].kind, self._engines[to].gpus))
         self._engines[to].submit(live, self._now_s, prefilled=prefilled)
 
 
@@ -255,7 +363,3 @@ def _quick(run: ControlledRun) -> Config:
     if run.control.planning:
         return config
     return config.model_copy(update={"slow": config.slow.model_copy(update={"work_budget": 1})})
-
-
-def _configurations_text(engines: Iterable[LiveEngine]) -> str:
-    return instances_text([engine.kind.id for engine in engines])

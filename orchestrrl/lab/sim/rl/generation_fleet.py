@@ -12,14 +12,14 @@ each token sent to its experts and back, and so have the FFN GPUs under AFD. Of 
 have the whole fleet to itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.collectives import m2n
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import finish_s
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, Servers
 from planner.cost.engines import EngineModel
 from planner.cost.hardware import GpuModel
@@ -27,7 +27,6 @@ from planner.cost.models import Model
 from planner.cost.predict import DoesNotFit, identifier, move_costs, predict
 from planner.cost.profile import Parallelism, Profile
 from planner.cost.roofline import ACTIVATION_BYTES
-from planner.model import ConfigurationId
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +160,6 @@ def exchange(fleet: UniformFleet, fabric: SimulatedFabric, name: str) -> TokenEx
     return TokenExchange(SENT_BYTES / float(wire_s.mean()), max(0.0, float(latency_s.max()) - nearest_s))
 
 
-TierBytes = Mapping[str, float]
-
-
 def token_flows(fleet: UniformFleet, model: Model, servers: Servers) -> GpuFlows:
     """That a token causes as it passes an engine, in the mean over the fleet: each instance has as many tokens."""
     p = fleet.parallelism
@@ -199,34 +195,6 @@ def _rings(members: Ints, apart: int, given: float) -> GpuFlows:
     """[ring, member]: each to the one so many places on."""
     src, dst = members.reshape(-1), np.roll(members, -apart, axis=1).reshape(-1)
     return GpuFlows(src, dst, np.full(len(src), given))
-
-
-@dataclass
-class Exchanged:
-    """Of engines on a fabric; each configuration is looked at once."""
-
-    fabric: SimulatedFabric
-    where: GenGpus
-    model: Model
-    _of_token: dict[ConfigurationId, TierBytes] = field(default_factory=dict)
-
-    def of(self, configuration: ConfigurationId, parallelism: Parallelism, tokens: float) -> TierBytes:
-        """Of so many tokens that pass engines of this configuration, generated or prefilled."""
-        if configuration not in self._of_token:
-            servers = self.fabric.servers
-            fleet = deployed(parallelism, self.where, servers, self.fabric.pods)
-            network = self.fabric.network(gen_period(fleet, servers, configuration))
-            found = tier_bytes(network, token_flows(fleet, self.model, servers))
-            self._of_token[configuration] = {tier.value: size for tier, size in found.items()}
-        return {tier: size * tokens for tier, size in self._of_token[configuration].items()}
-
-
-def summed(parts: Iterable[TierBytes]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in parts:
-        for tier, size in part.items():
-            found[tier] = found.get(tier, 0.0) + size
-    return found
 
 
 @dataclass(frozen=True, slots=True)

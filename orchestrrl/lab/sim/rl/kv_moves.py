@@ -8,13 +8,12 @@ to nothing beside the network. All KV sets out at once; what an instance compute
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import TierBytes, finish_s, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Ints, LinkNetwork
 from planner.model import GpuId, Parallelism, RequestId
 
@@ -43,21 +42,7 @@ class KvOutcome:
     ready_s: Mapping[tuple[GpuId, ...], float]
     transferred: frozenset[RequestId]
     seconds: float
-    bytes: float  # over GPUs' links
-    tier_bytes: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class KvShares:
-    """Of all requests: bytes from GPU to GPU, and whose they are."""
-
-    src: Ints
-    dst: Ints
-    bytes: Floats
-    request: Ints  # its number among those that leave
-
-    def only(self, these: NDArray[np.bool_]) -> "KvShares":
-        return KvShares(self.src[these], self.dst[these], self.bytes[these], self.request[these])
+    tier_bytes: TierBytes
 
 
 @dataclass(frozen=True)
@@ -77,40 +62,40 @@ class OverFabric:
         again_s = np.bincount(
             at, [each.context_tokens / each.prefill_tokens_per_s for each in leaving], len(places)
         ).astype(np.float64)
-        by_network, shares = np.ones(len(places), np.bool_), self.shares(leaving)
-        ready_s, sent_bytes, tiers = again_s, 0.0, dict[str, float]()
+        by_network, (shares, request) = np.ones(len(places), np.bool_), self.shares(leaving)
+        ready_s = again_s
+        sent: TierBytes = {}
         for _ in range(MOST_ROUNDS):
-            some = shares.only(by_network[at][shares.request])
-            flows, of = _merged(some)
+            going = by_network[at][request]
+            flows, of = shares.only(going).merged()
             if not len(flows):
-                ready_s, sent_bytes, tiers = np.where(by_network, 0.0, again_s), 0.0, {}
+                ready_s, sent = np.where(by_network, 0.0, again_s), {}
                 break
             network = self.fabric.network(Period.of("KV", FabricStage.GEN, flows))
-            arrived_s = _arrived_s(network, flows, of, at[some.request], len(places))
+            arrived_s = _arrived_s(network, flows, of, at[request[going]], len(places))
             later = by_network & (arrived_s > again_s)
             by_network = by_network & ~later
             ready_s = np.where(by_network, arrived_s, again_s)
-            kept = some.only(by_network[at[some.request]])
-            sent_bytes, tiers = float(kept.bytes.sum()), _tier_bytes(network, kept)
+            sent = tier_bytes(network, shares.only(by_network[at][request]).merged()[0])
             if not later.any():
                 break
         return KvOutcome(
             {gpus: float(ready_s[number]) for number, (_, gpus) in enumerate(places) if by_network[number]},
             frozenset(each.request for each, place in zip(leaving, at, strict=True) if by_network[place]),
             float(ready_s.max(initial=0.0)),
-            sent_bytes,
-            tiers,
+            sent,
         )
 
-    def sent(self, leaving: Sequence[Leaving]) -> Mapping[str, float]:
+    def sent(self, leaving: Sequence[Leaving]) -> TierBytes:
         """Return bytes by tier of KV that nothing waits for, over the fabric as it is at rest."""
-        shares = self.shares(leaving)
-        return _tier_bytes(self.fabric.network(None), shares) if len(shares.src) else {}
+        return tier_bytes(self.fabric.network(None), self.shares(leaving)[0].merged()[0])
 
-    def shares(self, leaving: Sequence[Leaving]) -> KvShares:
-        """Replicas of either side take the requests in turn."""
+    def shares(self, leaving: Sequence[Leaving]) -> tuple[GpuFlows, Ints]:
+        """Return what goes from GPU to GPU, and the number among `leaving` of the request that each is of. Replicas of
+        either side take the requests in turn."""
         gone, come = Counter[Place](), Counter[Place]()
-        rows: list[tuple[int, int, float, int]] = []
+        rows: list[tuple[int, int, float]] = []
+        request: list[int] = []
         for number, each in enumerate(leaving):
             source = self._replica(each.source, gone[each.source])
             destination = self._replica(each.destination, come[each.destination])
@@ -119,12 +104,9 @@ class OverFabric:
             kv_bytes = each.context_tokens * self.kv_bytes_per_token
             for src, dst, share in _overlaps(source, destination):
                 if src != dst:
-                    rows.append((src, dst, share * kv_bytes, number))
-        if not rows:
-            none = GpuFlows.none()
-            return KvShares(none.src, none.dst, none.bytes, none.src)
-        from_gpu, to_gpu, size, request = (np.array(each) for each in zip(*rows, strict=True))
-        return KvShares(from_gpu, to_gpu, size, request)
+                    rows.append((src, dst, share * kv_bytes))
+                    request.append(number)
+        return GpuFlows.of(rows), np.array(request, np.int64)
 
     def _replica(self, place: Place, turn: int) -> Ints:
         """[rank], GPUs of the attention replica whose turn it is."""
@@ -132,10 +114,6 @@ class OverFabric:
         held = gpus[: parallelism.attention_gpus] if parallelism.afd else gpus
         replicas = np.array(held).reshape(-1, parallelism.tp) + self.first_gpu
         return np.asarray(replicas[turn % len(replicas)])
-
-
-def _tier_bytes(network: LinkNetwork, shares: KvShares) -> dict[str, float]:
-    return {tier.value: size for tier, size in tier_bytes(network, _merged(shares)[0]).items()}
 
 
 def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
@@ -146,16 +124,6 @@ def _overlaps(source: Ints, destination: Ints) -> list[tuple[int, int, float]]:
         (int(source[first // b]), int(destination[first // a]), (last - first) / (a * b))
         for first, last in itertools.pairwise(cuts)
     ]
-
-
-def _merged(shares: KvShares) -> tuple[GpuFlows, Ints]:
-    """And which flow each share goes with."""
-    if not len(shares.src):
-        return GpuFlows.none(), np.empty(0, np.int64)
-    ends = np.stack([shares.src, shares.dst])
-    pairs, of = np.unique(ends, axis=1, return_inverse=True)
-    of = of.reshape(-1)
-    return GpuFlows(pairs[0], pairs[1], np.bincount(of, shares.bytes).astype(np.float64)), of
 
 
 def _arrived_s(network: LinkNetwork, flows: GpuFlows, of: Ints, destination: Ints, places: int) -> Floats:

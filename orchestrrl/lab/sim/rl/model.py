@@ -54,18 +54,29 @@ class TrainStage:
     update: TrainingIteration  # the first of them
 
 
+class SyncCourse(StrEnum):
+    """How a sync uses the fabric's circuits."""
+
+    KEEP = "keep"  # as they are
+    CHANGE = "change"  # once, for all that is sent
+    CHANGE_BY_WAVE = "change_by_wave"  # before each wave that wants others
+
+
 @dataclass(frozen=True, slots=True)
 class SyncStage:
     """A weight version to every engine. `bound_s`: no plan is shorter on these links. `held_s`: what each of those who
-    send beside it is late by, if it does so all the while."""
+    send beside it is late by, if it does so all the while; nobody sends while circuits change."""
 
     seconds: float
-    phases_s: Mapping[str, float]  # e.g. circuits, phase A, phase B
-    bytes: float
-    bound_s: float = 0.0
-    tier_bytes: Mapping[str, float] = field(default_factory=dict)
-    circuits: str = "keep"  # how they were used: see SyncCourse
-    held_s: Mapping[FabricStage, float] = field(default_factory=dict)
+    phases_s: Mapping[str, float]  # circuits; phase A, until the last bytes have come from other PoDs; phase B
+    bound_s: float
+    tier_bytes: Mapping[str, float]
+    circuits: SyncCourse
+    held_s: Mapping[FabricStage, float]
+
+    @property
+    def cost_s(self) -> float:
+        return self.seconds + sum(self.held_s.values())
 
 
 @dataclass(frozen=True, slots=True)

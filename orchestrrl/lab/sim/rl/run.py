@@ -8,7 +8,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.sim.controlled import CONTROLS
 from orchestrrl.lab.sim.cost import PRICES_USD, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
-from orchestrrl.lab.sim.rl.generation_fleet import left_idle
+from orchestrrl.lab.sim.rl.generation_fleet import leaves_servers, left_idle
 from orchestrrl.lab.sim.rl.loop import run_loop
 from orchestrrl.lab.sim.rl.model import RlRun, SyncStage, TimelineSpan, TrainStage
 from orchestrrl.lab.sim.rl.results import Bill, ClusterResult
@@ -64,7 +64,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
     last = times.healthy[-1]
-    streamed = response_stream(times.job(last.samples), stages.job.where, stages.fabric)
+    streamed = response_stream(times.job(last.samples), stages.where, stages.fabric)
     return ClusterResult(
         scenario=scenario.document(),
         run=replace(
@@ -155,12 +155,12 @@ def _beside(run: RlRun, synced: SyncStage, times: ArmTimes) -> list[str]:
 
 def _idle(times: ArmTimes) -> list[str]:
     """Where engines that stay inside PoDs leave GPUs over."""
-    ready, where = times.stages.ready(SimulatedFailures()), times.stages.job.where
+    ready, where = times.stages.ready(SimulatedFailures()), times.stages.where
     planned = "; plans do not know of PoDs, and may use them" if times.arm in CONTROLS else ""
     return [
         f"{len(fleet)} x {name} stay inside PoDs, which leaves {idle} of {where.count} GPUs idle{planned}"
-        for name, fleet in ready.wide.items()
-        if (idle := left_idle(fleet, where))
+        for name, fleet in ready.fleets.items()
+        if leaves_servers(fleet, ready.fabric.servers) and (idle := left_idle(fleet, where))
     ]
 
 

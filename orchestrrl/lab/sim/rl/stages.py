@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.rl.demand import fabric_for
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
-from orchestrrl.lab.sim.rl.generation import GenJob, Prepared, generation_stages, prepared
+from orchestrrl.lab.sim.rl.generation import Generation, generation_on, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.loop import GenTime
 from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
@@ -47,16 +47,9 @@ class FabricStages:
     def fabric(self) -> SimulatedFabric:
         return fabric_for(self.scenario, self.section, self.constants)
 
-    @cached_property
-    def job(self) -> GenJob:
-        scenario = self.scenario
-        return GenJob(
-            hardware=Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value),
-            where=GenGpus(scenario.cluster.first_generating, scenario.cluster.generating),
-            section=scenario.generation,
-            layouts=scenario.engine_layouts,
-            daemon=scenario.daemon,
-        )
+    @property
+    def where(self) -> GenGpus:
+        return GenGpus(self.scenario.cluster.first_generating, self.scenario.cluster.generating)
 
     def without(self, failed: SimulatedFailures) -> SimulatedFabric:
         return self.fabric.without(failed) if _key(failed) != _key(SimulatedFailures()) else self.fabric
@@ -67,8 +60,15 @@ class FabricStages:
         made: Made = self._made[key]
         return made
 
-    def ready(self, failed: SimulatedFailures) -> Prepared:
-        return self._once(("ready", _key(failed)), lambda: prepared(self.job, self.without(failed)))
+    def ready(self, failed: SimulatedFailures) -> Generation:
+        scenario = self.scenario
+
+        def make() -> Generation:
+            hardware = Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value)
+            fabric, layouts = self.without(failed), scenario.engine_layouts
+            return generation_on(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)
+
+        return self._once(("ready", _key(failed)), make)
 
     def gen(self, failed: SimulatedFailures, arm: str, seed: int) -> tuple[GenStage, ...]:
         """[step]. Raises ValueError where engines have no way to each other."""
@@ -146,7 +146,7 @@ class ArmTimes:
     def fleet(self) -> UniformFleet:
         """That takes weights."""
         tuned, fabric = self.stages.tuned(self.seed), self.stages.fabric
-        return deployed(tuned.parallelism, self.stages.job.where, fabric.servers, fabric.pods)
+        return deployed(tuned.parallelism, self.stages.where, fabric.servers, fabric.pods)
 
     def job(self, samples: int) -> TrainJob:
         return self.stages.scenario.train_job(samples, self.tokens, self.length_cv)

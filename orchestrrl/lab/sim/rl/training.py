@@ -19,9 +19,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import TierBytes, finish_s, summed, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, TierBytes, summed
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
@@ -83,7 +83,7 @@ def training_bytes(
         for kind, times in often.items():
             network = passes if kind in FORWARD_BACKWARD else gradients
             sizes = tier_bytes(network, exchanges[kind].transfer.flows)
-            found.append({tier.value: times * size for tier, size in sizes.items()})
+            found.append({tier: times * size for tier, size in sizes.items()})
     return summed(found)
 
 
@@ -139,4 +139,4 @@ def response_stream(job: TrainJob, where: GenGpus, fabric: SimulatedFabric) -> R
         return ResponseStream(total, 0.0, {})
     network = fabric.network(None)
     seconds = float(finish_s(network, flows, network.routes(flows)).max())
-    return ResponseStream(total, seconds, {tier.value: size for tier, size in tier_bytes(network, flows).items()})
+    return ResponseStream(total, seconds, tier_bytes(network, flows))

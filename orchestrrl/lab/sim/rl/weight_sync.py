@@ -6,19 +6,16 @@ plan at once, or anew for each wave that wants others: whichever is sooner. Othe
 costs least, what those are late by included.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
-from orchestrrl.lab.sim.net.fluid import finish_beside, finish_s, tier_bytes
+from orchestrrl.lab.sim.net.fluid import TierBytes, finish_beside, finish_s, summed, tier_bytes
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, LinkNetwork, Servers
-from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, summed
-from orchestrrl.lab.sim.rl.model import SyncStage
+from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet
+from orchestrrl.lab.sim.rl.model import SyncCourse, SyncStage
 from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, FlowStep, naive_steps, tree_steps, two_stage_steps
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob
@@ -32,44 +29,22 @@ GBPS = 8e-9  # gigabits of a byte
 MOST_WAVES = 24  # that circuits are tried anew for: working them out takes its time
 
 
-class SyncCourse(StrEnum):
-    KEEP = "keep"  # circuits stay as they are
-    CHANGE = "change"  # once, for all that is sent
-    CHANGE_BY_WAVE = "change_by_wave"  # before each wave that wants others
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds of steps on a fabric."""
-
-    course: SyncCourse
-    circuits_s: float
-    crossing_s: float  # phase A: until the last bytes have come from other PoDs
-    inside_s: float  # phase B, beyond that
-    tier_bytes: Mapping[str, float]
-    held_s: Mapping[FabricStage, float]  # of those beside it; nobody sends while circuits change
-
-    @property
-    def seconds(self) -> float:
-        return self.circuits_s + self.crossing_s + self.inside_s
-
-    @property
-    def cost_s(self) -> float:
-        return self.seconds + sum(self.held_s.values())
-
-
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """The fabric of steps, its circuits at rest, and who sends beside them. `meanwhile_s`: no sync is shorter."""
+    """What all courses of a sync have in common: the fabric, who sends beside it, and the time that none is under."""
 
     fabric: SimulatedFabric
     beside: Sequence[Beside]
-    meanwhile_s: float
+    bound_s: float
 
     def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
         """For these flows, and what others send in that share of the time."""
-        others = [each.flows.times(self.meanwhile_s * share) for each in self.beside]
-        return _period(GpuFlows.joined([flows, *others]), self.fabric.servers)
+        others = [each.flows.times(self.bound_s * share) for each in self.beside]
+        sent = GpuFlows.joined([flows, *others])
+        return Period.of("weight sync", FabricStage.WEIGHT_SYNC, sent.only(sent.cross(self.fabric.servers)))
+
+    def circuits_s(self, before: Period | None, after: Period) -> float:
+        return self.fabric.reconfigures_s if self.fabric.changes(before, after) else 0.0
 
 
 def sync_stage(
@@ -84,22 +59,10 @@ def sync_stage(
     not known, and where a layout cannot divide the model."""
     if scheme not in SCHEMES:
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
-    servers = fabric.servers
-    shards = shards_of(job, fleets, servers.gpus_per_server)
-    site = site_of(fabric.network(None))
-    least_s = bound_s(shards, site)
+    shards, site = shards_of(job, fleets, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
-    found = list(_courses(scheme, shards, site, _Ground(fabric, sending, least_s)))
-    timed, steps = min(found, key=lambda each: each[0].cost_s)  # of those that are alike, the one that changes least
-    return SyncStage(
-        seconds=timed.seconds,
-        phases_s={"circuits": timed.circuits_s, "phase A": timed.crossing_s, "phase B": timed.inside_s},
-        bytes=sum(float(step.flows.bytes[_outside(step.flows, servers)].sum()) for step in steps),
-        bound_s=least_s,
-        tier_bytes=timed.tier_bytes,
-        circuits=timed.course.value,
-        held_s=timed.held_s,
-    )
+    found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site)))
+    return min(found, key=lambda each: each.cost_s)  # of those that are alike, the one that changes least
 
 
 def steps_of(
@@ -154,81 +117,62 @@ def bound_s(shards: Sequence[ServerShard], site: SyncSite) -> float:
     return float(max(leaving_s, *found))
 
 
-def _courses(
-    scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground
-) -> Iterator[tuple[Timed, Sequence[FlowStep]]]:
+def _courses(scheme: str, shards: Sequence[ServerShard], site: SyncSite, ground: _Ground) -> Iterator[SyncStage]:
     """Waves cost nothing where circuits are kept: a plan for those may have more of them."""
     fabric = ground.fabric
     steps = steps_of(scheme, shards, site, fabric.servers)
-    yield _kept(steps, ground), steps
+    try:
+        yield _stage(SyncCourse.KEEP, 0.0, steps, [fabric.network(None)] * len(steps), ground)
+    except ValueError:  # circuits of another period may leave servers apart
+        if not fabric.reconfigures_s:
+            raise
     if not fabric.reconfigures_s:
         return
     if scheme == "tree":
         steps = steps_of(scheme, shards, site, fabric.servers, fabric.reconfigures_s)
-    yield _at_once(steps, ground), steps
-    if 1 < len(steps) <= MOST_WAVES:
-        yield _step_by_step(steps, ground), steps
-
-
-def _kept(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
-    network = ground.fabric.network(None)
-    try:
-        return _timed(SyncCourse.KEEP, 0.0, [_step_s(network, step, ground.beside) for step in steps])
-    except ValueError:  # circuits of another period may leave servers apart
-        if not ground.fabric.reconfigures_s:
-            raise
-        return Timed(SyncCourse.KEEP, 0.0, math.inf, 0.0, {}, {})
-
-
-def _at_once(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
-    fabric = ground.fabric
     period = ground.period(GpuFlows.joined([step.flows for step in steps]))
-    network = fabric.network(period)
-    circuits_s = fabric.reconfigures_s if fabric.changes(None, period) else 0.0
-    return _timed(SyncCourse.CHANGE, circuits_s, [_step_s(network, step, ground.beside) for step in steps])
+    networks = [fabric.network(period)] * len(steps)
+    yield _stage(SyncCourse.CHANGE, ground.circuits_s(None, period), steps, networks, ground)
+    if 1 < len(steps) <= MOST_WAVES:
+        yield _by_wave(steps, ground)
 
 
-def _step_by_step(steps: Sequence[FlowStep], ground: _Ground) -> Timed:
-    fabric: SimulatedFabric = ground.fabric
+def _by_wave(steps: Sequence[FlowStep], ground: _Ground) -> SyncStage:
     before: Period | None = None
-    circuits_s, times = 0.0, []
+    circuits_s, networks = 0.0, []
     for step in steps:
-        if not _outside(step.flows, fabric.servers).any():
-            network = fabric.network(before)
-        else:
+        if step.flows.cross(ground.fabric.servers).any():
             period = ground.period(step.flows, 1 / len(steps))
-            circuits_s += fabric.reconfigures_s if fabric.changes(before, period) else 0.0
-            network, before = fabric.network(period), period
-        times.append(_step_s(network, step, ground.beside))
-    return _timed(SyncCourse.CHANGE_BY_WAVE, circuits_s, times)
+            circuits_s += ground.circuits_s(before, period)
+            before = period
+        networks.append(ground.fabric.network(before))
+    return _stage(SyncCourse.CHANGE_BY_WAVE, circuits_s, steps, networks, ground)
 
 
-def _timed(course: SyncCourse, circuits_s: float, times: Sequence["_StepTime"]) -> Timed:
+def _stage(
+    course: SyncCourse, circuits_s: float, steps: Sequence[FlowStep], networks: Sequence[LinkNetwork], ground: _Ground
+) -> SyncStage:
+    times = [_step_s(network, step, ground.beside) for network, step in zip(networks, steps, strict=True)]
     crossing_s = sum(each.crossing_s for each in times)
-    whole_s = sum(each.seconds for each in times)
+    inside_s = sum(each.seconds for each in times) - crossing_s
     held_s: dict[FabricStage, float] = {}
     for stage, late_s in (pair for each in times for pair in each.held_s.items()):
         held_s[stage] = held_s.get(stage, circuits_s) + late_s
-    sent = summed([each.tier_bytes for each in times])
-    return Timed(course, circuits_s, crossing_s, whole_s - crossing_s, sent, held_s)
-
-
-def _period(flows: GpuFlows, servers: Servers) -> Period:
-    outside = _outside(flows, servers)
-    return Period.of(
-        "weight sync", FabricStage.WEIGHT_SYNC, GpuFlows(flows.src[outside], flows.dst[outside], flows.bytes[outside])
+    return SyncStage(
+        seconds=circuits_s + crossing_s + inside_s,
+        phases_s={"circuits": circuits_s, "phase A": crossing_s, "phase B": inside_s},
+        bound_s=ground.bound_s,
+        tier_bytes=summed(each.tier_bytes for each in times),
+        circuits=course,
+        held_s=held_s,
     )
-
-
-def _outside(flows: GpuFlows, servers: Servers) -> NDArray[np.bool_]:
-    return np.asarray(flows.src // servers.gpus_per_server != flows.dst // servers.gpus_per_server)
 
 
 @dataclass(frozen=True, slots=True)
 class _StepTime:
     crossing_s: float  # until the last flow between PoDs is through
     seconds: float  # until all are
-    tier_bytes: Mapping[str, float]
+    tier_bytes: TierBytes
     held_s: Mapping[FabricStage, float]
 
 
@@ -241,10 +185,10 @@ def _step_s(network: LinkNetwork, step: FlowStep, beside: Sequence[Beside]) -> _
     ends_s, late_s = _shared(network, flows, routes, [each for each in beside if each.has_way(network)])
     chunk_s = ends_s * np.minimum(1.0, CHUNK_BYTES / network.servers.gpus_per_server / flows.bytes)
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
-    sent = {tier.value: size for tier, size in tier_bytes(network, flows, routes).items()}
     seconds = float(ends_s.max())
     held_s = {each.stage: late_s.get(each.stage, seconds) for each in beside}  # without a way, all the while
-    return _StepTime(float(ends_s[step.crosses].max(initial=0.0)), seconds, sent, held_s)
+    crossing_s = float(ends_s[step.crosses].max(initial=0.0))
+    return _StepTime(crossing_s, seconds, tier_bytes(network, flows, routes), held_s)
 
 
 def _shared(

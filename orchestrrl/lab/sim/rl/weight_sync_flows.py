@@ -151,13 +151,12 @@ class Beside:
 
     @classmethod
     def of(cls, stage: FabricStage, flows: GpuFlows, group: Ints, servers: Servers) -> "Beside":
-        """Between two GPUs there is one flow, of what all of theirs send."""
-        size = servers.gpus_per_server
-        far = np.flatnonzero((flows.src // size != flows.dst // size) & (flows.bytes > 0))
-        pair = flows.src[far] * servers.gpus + flows.dst[far]
-        pairs, first, which = np.unique(pair, return_index=True, return_inverse=True)
-        sent = np.bincount(which, flows.bytes[far], len(pairs)).astype(np.float64)
-        return cls(stage, GpuFlows(pairs // servers.gpus, pairs % servers.gpus, sent), group[far][first])
+        """Between two GPUs there is one flow, of what all of theirs send; it is of the group of the first of them."""
+        far = flows.cross(servers) & (flows.bytes > 0)
+        merged, of = flows.only(far).merged()
+        groups = np.zeros(len(merged), np.int64)
+        groups[of[::-1]] = group[far][::-1]
+        return cls(stage, merged, groups)
 
     def held_s(self, behind_s: Floats) -> float:
         """By which the stage is late: each group by its slowest flow, in the mean over groups. `behind_s` [flow]."""

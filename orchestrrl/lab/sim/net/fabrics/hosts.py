@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
-from orchestrrl.lab.sim.net.model import Floats, FlowRouter, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
+from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRouter, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 
 
 @dataclass(slots=True)
@@ -98,7 +97,6 @@ def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
     return owner, begin[:-1][rows][owner] + within
 
 
-Bools = NDArray[np.bool_]
 Shares = Mapping[int, float] | None
 Between = Callable[[LinkRows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
 

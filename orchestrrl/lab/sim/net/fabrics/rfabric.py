@@ -24,9 +24,9 @@ from orchestrrl.lab.sim.net.fabrics.base import (
 )
 from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, distances
 from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
-from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, Bools, HostNetwork, Legs, LinkRows, Wiring, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring, joined
 from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
-from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
+from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import regular_site
 from planner.fabric.intent import Stage
 from planner.fabric.model import PortPair

@@ -20,8 +20,8 @@ import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, DirectedLinks, distances
-from orchestrrl.lab.sim.net.fabrics.hosts import Bools, left
-from orchestrrl.lab.sim.net.model import Floats, Ints
+from orchestrrl.lab.sim.net.fabrics.hosts import left
+from orchestrrl.lab.sim.net.model import Bools, Floats, Ints
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize

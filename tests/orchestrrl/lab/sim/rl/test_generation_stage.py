@@ -1,13 +1,11 @@
 """Generation steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
 
-from dataclasses import replace
-
 import pytest
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.generation import GenJob, generation_stages, prepared
+from orchestrrl.lab.sim.rl.generation import Generation, generation_on, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware
 from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
@@ -30,21 +28,21 @@ WORKLOAD = WorkloadSection(
 )
 DENSE, MOE = model_named("qwen2.5-14b"), model_named("qwen2-57b-a14b")
 AFD = Parallelism(attention_gpus=8, ffn_gpus=8, micro_batches=2)
-JOB = GenJob(
-    Hardware(DENSE, gpu_named("h800"), paper_engine(DENSE)),
-    GenGpus(32, 16),
-    GenerationSection(workload=WORKLOAD, initial="tp2"),
-    (Parallelism(tp=2), Parallelism(tp=8)),
-    {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}},
-)
+HARDWARE = Hardware(DENSE, gpu_named("h800"), paper_engine(DENSE))
+DAEMON = {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}}
+
+
+def generation(gpus: int = 16) -> Generation:
+    section, layouts = GenerationSection(workload=WORKLOAD, initial="tp2"), (Parallelism(tp=2), Parallelism(tp=8))
+    return generation_on(section, HARDWARE, GenGpus(32, gpus), fabric(), layouts, DAEMON)
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:
     return build(kind, servers, servers_per_pod=4, **options)
 
 
-def generation_stage(job: GenJob, fabric: SimulatedFabric, arm: str, seed: int = 1) -> GenStage:
-    return generation_stages(prepared(job, fabric), arm, seed, 1)[0]
+def generation_stage(arm: str, seed: int = 1, gpus: int = 16) -> GenStage:
+    return generation_stages(generation(gpus), arm, seed, 1)[0]
 
 
 def check(stage: GenStage, samples: int) -> None:
@@ -58,21 +56,21 @@ def check(stage: GenStage, samples: int) -> None:
 
 @pytest.mark.parametrize("arm", ["verl_to", "verl_lo", "packed_known", "both", "balancing"])
 def test_every_request_is_answered(arm: str) -> None:
-    for step, stage in enumerate(generation_stages(prepared(JOB, fabric()), arm, 1, 2)):
+    for step, stage in enumerate(generation_stages(generation(), arm, 1, 2)):
         check(stage, 128)
         lengths = [each.prompt_tokens + each.output_tokens for each in requests_of_step(WORKLOAD, 1, step)]
         assert stage.sample_tokens == pytest.approx(sum(lengths) / 128)
 
 
 def test_partial_rollout_carries_the_rest_over() -> None:
-    first, second = generation_stages(prepared(JOB, fabric()), "partial_rollout", 1, 2)
+    first, second = generation_stages(generation(), "partial_rollout", 1, 2)
     assert first.samples >= 0.9 * 128
     assert first.remaining[-1][1] == 128 - first.samples
     assert second.samples + first.samples <= 256
 
 
 def test_engines_that_change_take_their_kv_along() -> None:
-    stage = generation_stage(replace(JOB, where=GenGpus(32, 32)), fabric(), "both")
+    stage = generation_stage("both", gpus=32)
     check(stage, 128)
     if "redeploying" in stage.phases_s:
         assert stage.phases_s["redeploying"] > 0
@@ -80,12 +78,12 @@ def test_engines_that_change_take_their_kv_along() -> None:
 
 
 def test_the_same_seed_is_the_same_stage() -> None:
-    assert generation_stage(JOB, fabric(), "both", 3) == generation_stage(JOB, fabric(), "both", 3)
+    assert generation_stage("both", 3) == generation_stage("both", 3)
 
 
 def test_an_unknown_arm_is_refused() -> None:
     with pytest.raises(ValueError, match="arm must be one of"):
-        generation_stage(JOB, fabric(), "wishful")
+        generation_stage("wishful")
 
 
 def test_by_order_engines_change_once_and_a_faster_fabric_is_never_slower() -> None:

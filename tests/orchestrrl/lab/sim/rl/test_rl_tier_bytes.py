@@ -7,16 +7,22 @@ import pytest
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
-from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.net.fluid import summed
+from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
-from orchestrrl.lab.sim.rl.generation_fleet import Exchanged, GenGpus, deployed, summed, token_flows
+from orchestrrl.lab.sim.rl.generation import generation_on
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, deployed, token_flows
 from orchestrrl.lab.sim.rl.kv_moves import Leaving, OverFabric
 from orchestrrl.lab.sim.rl.run import run_cluster
+from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.rl.scenario_file import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.training import TOKEN_BYTES, response_stream
-from orchestrrl.lab.sim.rl.weight_sync import sync_stage
+from orchestrrl.lab.sim.rl.weight_sync import steps_of, sync_stage
+from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of, site_of
+from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from planner.cost.engines import engine_named
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from planner.cost.profile import Parallelism
@@ -27,6 +33,8 @@ SERVERS = Servers(8)
 WHERE = GenGpus(16, 48)
 FABRIC = build("fat_tree", SERVERS)
 DENSE, MOE = model_named("qwen2.5-14b"), model_named("qwen3-235b-a22b")
+LENGTHS = LognormalLengths(kind="lognormal", median_tokens=50, sigma=0.5)
+WORKLOAD = WorkloadSection(prompts=4, max_tokens=100, lengths=LENGTHS)
 JOB = TrainJob(DENSE, gpu_named("h800"), TrainLayout(tp=4, dp=4), 64, 1000.0)
 
 
@@ -76,9 +84,10 @@ def test_afd_sends_every_token_to_ffn_gpus_and_back() -> None:
 
 
 def test_tiers_have_the_bytes_of_all_tokens() -> None:
-    exchanged = Exchanged(FABRIC, WHERE, MOE)
-    name, layout = ConfigurationId("ep16"), Parallelism(dp=16, ep=16)
-    one, many = (exchanged.of(name, layout, tokens) for tokens in (1.0, 1000.0))
+    layout, name = Parallelism(dp=16, ep=16), ConfigurationId("tp1dp16ep16")
+    hardware = Hardware(MOE, gpu_named("h800"), engine_named("vllm"))
+    ready = generation_on(GenerationSection(workload=WORKLOAD), hardware, WHERE, FABRIC, [layout])
+    one, many = (ready.sent({name: tokens}) for tokens in (1.0, 1000.0))
     assert many == {tier: pytest.approx(1000 * size) for tier, size in one.items()}
     assert one["nic"] == pytest.approx(2 * sent(layout, "qwen3-235b-a22b")[1])  # up from one, down to another
     assert summed([one, one]) == {tier: 2 * size for tier, size in one.items()}
@@ -89,10 +98,10 @@ def test_kv_that_moves_is_on_the_tiers() -> None:
     over, wish = OverFabric(FABRIC, 16, 1e5), Leaving(RequestId("r"), source, destination, 1.0, 1000)
     moved = over([wish])
     assert moved.transferred == {"r"}
-    assert moved.tier_bytes["nic"] == pytest.approx(2 * moved.bytes) == pytest.approx(2e8)
+    assert moved.tier_bytes["nic"] == pytest.approx(2e8)
     assert over.sent([wish]) == moved.tier_bytes
     again = over([replace(wish, prefill_tokens_per_s=1e12)])  # computing is quicker: nothing is sent
-    assert (again.transferred, again.bytes, again.tier_bytes) == (frozenset(), 0.0, {})
+    assert (again.transferred, again.tier_bytes) == (frozenset(), {})
     assert over.sent([]) == {}
 
 
@@ -100,8 +109,11 @@ def test_kv_that_moves_is_on_the_tiers() -> None:
 @pytest.mark.parametrize("scheme", ["tree", "naive", "two_stage"])
 def test_weights_leave_and_enter_by_nics(kind: str, scheme: str) -> None:
     fabric = build(kind, SERVERS)
-    stage = sync_stage(JOB, [deployed(Parallelism(tp=4), WHERE, SERVERS)], fabric, scheme)
-    assert stage.tier_bytes["nic"] == pytest.approx(2 * stage.bytes, rel=0.01)
+    fleets = [deployed(Parallelism(tp=4), WHERE, SERVERS)]
+    shards, site = shards_of(JOB, fleets, SERVERS.gpus_per_server), site_of(fabric.network(None))
+    flows = GpuFlows.joined([step.flows for step in steps_of(scheme, shards, site, SERVERS)])
+    sent_bytes = flows.bytes[flows.cross(SERVERS)].sum()
+    assert sync_stage(JOB, fleets, fabric, scheme).tier_bytes["nic"] == pytest.approx(2 * sent_bytes, rel=0.01)
 
 
 def test_answers_go_to_training_once() -> None:
@@ -133,5 +145,5 @@ def test_static_engines_pass_each_token_once() -> None:
     stages = FabricStages(scenario, scenario.fabrics[0])
     last = ArmTimes(stages, "verl_to", 1).healthy[-1]
     passed = last.sample_tokens * last.samples
-    one = stages.ready(SimulatedFailures()).exchanged.of(ConfigurationId("tp4"), Parallelism(tp=4), 1.0)
+    one = stages.ready(SimulatedFailures()).sent({ConfigurationId("tp4"): 1.0})
     assert last.tier_bytes == {tier: pytest.approx(size * passed) for tier, size in one.items()}

@@ -13,7 +13,6 @@ from balancer.balance import BalanceSituation, decide_balance
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.routing import ENGINES, SAMPLES, Setting, shape_of
-from orchestrrl.lab.sim.step import IntervalState, Policy, StepMove, run_step
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import (
     Configuration,
@@ -29,6 +28,7 @@ from planner.model import (
     Snapshot,
 )
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
+from tests.balancer.interval_steps import IntervalState, Policy, StepMove, run_step
 
 INTERVAL_S = 2.0
 BIN_TOKENS = 512

@@ -4,9 +4,8 @@ from pathlib import Path
 
 from orchestrrl.lab.sim.rl.results import read
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
-from orchestrrl.lab.sim.rl.sweep import load_sweep
-from orchestrrl.lab.sim.rl.sweep_workers import Processes
+from orchestrrl.lab.sim.rl.scenario import scenario_of
+from orchestrrl.lab.sim.rl.sweep import Processes, load_sweep
 from tests.orchestrrl.lab.sim.rl.test_rl_sweep import written
 
 

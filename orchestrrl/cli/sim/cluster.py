@@ -1,6 +1,8 @@
-"""`orchestrrl sim run`, `compare`, `report` and `daemon-config`: a whole RL cluster, its fabric and its loop."""
+"""`orchestrrl sim run`, `compare`, `report` and `daemon-config`: a whole RL cluster, its fabric and its loop; and the
+cells of the cluster simulator's tables."""
 
 import logging
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,13 +15,72 @@ from rich.markup import escape
 from orchestrrl.cli.command import command
 from orchestrrl.cli.output import Columns, Output, print_view, table
 from orchestrrl.cli.progress import with_progress
-from orchestrrl.cli.sim.cells import STAGES, notes_of, rate_of, total_of, usd_of, worth_of
 from orchestrrl.cli.sim.generation import check_folder, or_faults, parts_of, seeds_of
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.sim.rl.results import ClusterResult
+    from orchestrrl.lab.sim.rl.results import ClusterResult, SummaryRow
     from orchestrrl.lab.sim.rl.scenario import ClusterScenario
+
+
+STAGES: Columns = {
+    "gen": lambda row: f"{row.gen_s:.1f} s",
+    "train": lambda row: f"{row.train_s:.1f} s",
+    "sync": lambda row: f"{row.sync_s:.2f} s",
+    "waits": lambda row: f"{row.waits_s:.2f} s",
+    "idle gen": lambda row: f"{row.idle_gen:.0%}",
+    "idle train": lambda row: f"{row.idle_train:.0%}",
+    "staleness": lambda row: f"{row.staleness:.2f}",
+}
+LEGEND = (
+    "gen, train, sync: means of a step; waits: engines for weights or room; per M$: samples/s for each million dollars"
+    " of network"
+)
+_FIGURE = re.compile(r"\d+(?:\.\d+)?")
+
+
+def rate_of(row: "SummaryRow") -> str:
+    return digits(row.samples_per_s)
+
+
+def usd_of(row: "SummaryRow") -> str | None:
+    """Nothing where no prices are known."""
+    return f"{row.network_usd / 1e6:.2f} M$" if row.network_usd else None
+
+
+def worth_of(row: "SummaryRow") -> str | None:
+    return digits(row.samples_per_s_per_musd) if row.network_usd else None
+
+
+def total_of(row: "SummaryRow") -> str | None:
+    return None if row.total_usd is None else f"{row.total_usd / 1e6:.2f} M$"
+
+
+def digits(value: float) -> str:
+    """Three, so that a column can be compared; never as a power of ten where it is large."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
+    """For rich: each note once, with who has it first; those that differ from it in figures alone are counted."""
+    told: dict[str, tuple[str, set[str]]] = {}
+    for result in results:
+        who = f"{result.run.fabric}, {result.run.arm}"
+        for note in result.run.notes:
+            told.setdefault(_FIGURE.sub("#", note), (f"{who}: {note}", set()))[1].add(who)
+    lines = [LEGEND, *(escape(f"{first}{_others(len(having) - 1)}") for first, having in told.values())]
+    return [*lines, *kept_in(out)]
+
+
+def kept_in(out: Path | None) -> list[str]:
+    return (
+        [] if out is None else [escape(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")]
+    )
+
+
+def _others(count: int) -> str:
+    return f" (and {count} more alike)" if count else ""
+
 
 Cluster = Annotated[
     str, typer.Argument(metavar="SCENARIO.yaml", help="A cluster scenario's file, or the name of a built-in one.")
@@ -97,7 +158,7 @@ def daemon_config(
     Example: `orchestrrl sim daemon-config cluster64 -o orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
     from orchestrrl.lab.sim.rl.deployable import write_daemon
-    from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
+    from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
 
     if out.is_dir():
         raise ProblemFaults([f"--out: must be a file, got the folder {str(out)!r}"])
@@ -108,7 +169,7 @@ def daemon_config(
 def _ran(
     source: str, fabrics: str, arms: str, seeds: str, out: Path | None
 ) -> "tuple[list[ClusterResult], ClusterScenario]":
-    from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
+    from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
     from orchestrrl.lab.sim.run import chosen
     from orchestrrl.lab.sim.scenario import ARMS
 
@@ -148,7 +209,7 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
 
 
 def _example(name: str) -> str:
-    from orchestrrl.lab.sim.rl.scenario_file import FOLDER, SMALLEST
+    from orchestrrl.lab.sim.rl.scenario import FOLDER, SMALLEST
     from orchestrrl.lab.sim.scenario import scenario_text
 
     return scenario_text(name or SMALLEST, FOLDER)[0]

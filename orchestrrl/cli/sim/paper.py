@@ -15,7 +15,7 @@ from orchestrrl.core.errors import ProblemFaults
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orchestrrl.lab.scoreboard.kept import Made
+    from orchestrrl.lab.scoreboard.run import Made
 
 
 @command
@@ -33,9 +33,8 @@ def paper(
     Example: `orchestrrl sim paper --quick --figures 15,20`
     """
     from orchestrrl.lab.scoreboard.figures import chosen
-    from orchestrrl.lab.scoreboard.kept import as_json
     from orchestrrl.lab.scoreboard.page import page
-    from orchestrrl.lab.scoreboard.run import make
+    from orchestrrl.lab.scoreboard.run import as_json, make
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     wanted = chosen(parts_of(figures))
@@ -55,8 +54,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> View:
-    from orchestrrl.lab.scoreboard.kept import all_rows
     from orchestrrl.lab.scoreboard.page import COLUMNS, counted
+    from orchestrrl.lab.scoreboard.run import all_rows
 
     yield table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
     yield counted(all_rows(made))

@@ -10,8 +10,7 @@ from rich.markup import escape
 from orchestrrl.cli.command import command
 from orchestrrl.cli.output import Columns, Output, choice_faults, table
 from orchestrrl.cli.progress import with_progress
-from orchestrrl.cli.sim.cells import digits, kept_in
-from orchestrrl.cli.sim.cluster import Cluster, Out, keep
+from orchestrrl.cli.sim.cluster import Cluster, Out, digits, keep, kept_in
 from orchestrrl.cli.sim.generation import check_folder, or_faults
 from orchestrrl.core.errors import ProblemFaults
 
@@ -33,7 +32,7 @@ def split(
 
     Example: `orchestrrl sim split cluster64 --fabric fat_tree`
     """
-    from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
+    from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
     from orchestrrl.lab.sim.rl.split import best, faults_of, splits
     from orchestrrl.lab.sim.scenario import ARMS
 

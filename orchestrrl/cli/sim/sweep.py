@@ -10,7 +10,7 @@ from rich.markup import escape
 from orchestrrl.cli.command import command
 from orchestrrl.cli.output import Columns, Output, fields, note, table
 from orchestrrl.cli.progress import with_progress
-from orchestrrl.cli.sim.cells import rate_of, usd_of
+from orchestrrl.cli.sim.cluster import rate_of, usd_of
 from orchestrrl.cli.sim.generation import check_folder, make_folder, or_faults
 from orchestrrl.core.errors import ProblemFaults
 
@@ -36,7 +36,7 @@ def sweep(
     """
     from orchestrrl.lab.sim.rl import sweep as sweeps
     from orchestrrl.lab.sim.rl.results import SUFFIX, parse, rows
-    from orchestrrl.lab.sim.rl.sweep_workers import OnRay, Processes
+    from orchestrrl.lab.sim.rl.sweep import OnRay, Processes
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     if ray is not None and workers is not None:

@@ -15,8 +15,7 @@ from orchestrrl.lab.demo.stack import engines as started_engines
 from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
 from orchestrrl.lab.demo.step import DemoStepRecord, Report, connected, run_step
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
-from orchestrrl.lab.sim import step as simulation
-from orchestrrl.lab.sim.step import best_step, lower_bound_s
+from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.rpc.control_client import ControlClient
 from planner.model import RequestId
@@ -183,7 +182,7 @@ def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
-    requests = [sample.request for sample in step]
+    requests = {sample.id: sample.request for sample in step}
     dealt: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
     routed: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
     for index, sample in enumerate(step):
@@ -191,8 +190,8 @@ def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
         routed[index % scenario.engines].append(sample.id)
     shape = scenario.engine.shape
     return OracleMark(
-        best_step(shape, scenario.engines, requests, routed).makespan_s,
-        simulation.run_step(shape, requests, dealt).makespan_s,
-        lower_bound_s(shape, requests),
-        max(request.output_tokens for request in requests),
+        best_placed_s(shape, requests, routed),
+        placed_s(shape, requests, dealt),
+        lower_bound_s(shape, requests.values()),
+        max(request.output_tokens for request in requests.values()),
     )

@@ -10,11 +10,9 @@ from typing import Any
 from orchestrrl.lab.scoreboard import constants as given
 from orchestrrl.lab.sim.cost import network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
-from orchestrrl.lab.sim.rl.loop import FixedTimes, run_loop
-from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
+from orchestrrl.lab.sim.rl.loop import FixedTimes, SampleBatch, SyncTime, run_loop
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
-from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob
 

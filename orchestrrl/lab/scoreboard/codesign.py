@@ -14,13 +14,12 @@ from orchestrrl.lab.scoreboard.cases import (
     retrained,
     stages_of,
 )
-from orchestrrl.lab.scoreboard.model import ScoreboardRow
-from orchestrrl.lab.scoreboard.rows import beyond, compared
+from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond, compared
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
+from orchestrrl.lab.sim.rl.generation import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware
-from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import layout_named
 from orchestrrl.lab.sim.workload import requests_of_step

@@ -7,7 +7,7 @@ components are like stands in the files that `ELSEWHERE` names, with their sourc
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrrl.lab.scoreboard.model import Constant
+from orchestrrl.lab.scoreboard.claims import Constant
 from orchestrrl.lab.sim.net.fabrics.mixnet import SERVERS_PER_REGION
 
 _PAPER = "arXiv 2601.01209, "

@@ -1,8 +1,7 @@
 """Figure 12: how far simulators are from what they stand for; the paper's, and ours (docs/fidelity.md)."""
 
 from orchestrrl.lab.scoreboard.cases import TRAIN_CONSTANTS
-from orchestrrl.lab.scoreboard.model import ScoreboardRow
-from orchestrrl.lab.scoreboard.rows import compared, put_in
+from orchestrrl.lab.scoreboard.claims import ScoreboardRow, compared, put_in
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.train.iteration import iteration

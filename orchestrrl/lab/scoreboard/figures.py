@@ -6,23 +6,20 @@ from functools import partial
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.scoreboard import (
     codesign,
-    costs,
     decisions,
     fabrics,
     fidelity,
     generation,
-    own,
     phases,
     sensitivity,
-    slack,
 )
-from orchestrrl.lab.scoreboard.model import ScoreboardPart
+from orchestrrl.lab.scoreboard.claims import ScoreboardPart
 
 FIGURES: tuple[ScoreboardPart, ...] = (
     ScoreboardPart("2", "Section 2: a job on 72 GPUs", generation.workload),
     ScoreboardPart("2-phases", "Section 2.1: phases of a step", phases.example),
     ScoreboardPart("4.1", "Section 4.1: forecast", decisions.forecast, "4 seeds of 20 in its first row"),
-    ScoreboardPart("5", "Figure 5: slack", slack.slack),
+    ScoreboardPart("5", "Figure 5: slack", generation.slack),
     ScoreboardPart(
         "9",
         "Figure 9: throughput on the testbed",
@@ -45,9 +42,9 @@ FIGURES: tuple[ScoreboardPart, ...] = (
         "512 GPUs alone",
     ),
     ScoreboardPart("14", "Figure 14: stages by fabric", fabrics.stage_times, "512 GPUs instead of 1,024"),
-    ScoreboardPart("15", "Figure 15: cost", costs.costs),
+    ScoreboardPart("15", "Figure 15: cost", fabrics.costs),
     ScoreboardPart(
-        "16", "Figure 16: throughput per dollar", costs.frontier, "the mixture of experts at 200 Gbps alone"
+        "16", "Figure 16: throughput per dollar", fabrics.frontier, "the mixture of experts at 200 Gbps alone"
     ),
     ScoreboardPart("17", "Figure 17: scheduler and fabric", codesign.two_by_two, "512 GPUs instead of 2,048"),
     ScoreboardPart(
@@ -59,10 +56,10 @@ FIGURES: tuple[ScoreboardPart, ...] = (
     ScoreboardPart("20", "Figure 20: solver", decisions.solver, "1,024 GPUs alone"),
     ScoreboardPart("I", "Appendix I: circuits by traffic", sensitivity.allocation, "without weight sync"),
     ScoreboardPart("I-delays", "Section 7.2.5: delays of circuits", sensitivity.delays, "the dense model alone"),
-    ScoreboardPart("mixed", "Beyond: mixed fleets", own.mixed_fleets, "up to 64 GPUs"),
-    ScoreboardPart("sync", "Beyond: weight sync", own.weight_sync),
-    ScoreboardPart("additions", "Beyond: our additions", own.additions, "the packing balancer alone"),
-    ScoreboardPart("failures", "Beyond: failures", own.failures),
+    ScoreboardPart("mixed", "Beyond: mixed fleets", sensitivity.mixed_fleets, "up to 64 GPUs"),
+    ScoreboardPart("sync", "Beyond: weight sync", sensitivity.weight_sync),
+    ScoreboardPart("additions", "Beyond: our additions", sensitivity.additions, "the packing balancer alone"),
+    ScoreboardPart("failures", "Beyond: failures", sensitivity.failures),
 )
 
 NOT_HERE: Mapping[str, str] = {

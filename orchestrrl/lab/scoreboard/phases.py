@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from orchestrrl.lab.scoreboard import constants as given
+from orchestrrl.lab.scoreboard.claims import ScoreboardRow, compared, put_in
 from orchestrrl.lab.scoreboard.generation import on_testbed
-from orchestrrl.lab.scoreboard.model import ScoreboardRow
-from orchestrrl.lab.scoreboard.rows import compared, put_in
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.rl.stages import FabricStages

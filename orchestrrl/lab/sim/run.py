@@ -8,9 +8,19 @@ from statistics import median
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.controlled import ControlledRun, EngineSpan, Report, SeedRun
 from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
-from orchestrrl.lab.sim.known import Ceiling, best_known_steps, best_prompts_known_steps, ceiling
 from orchestrrl.lab.sim.scenario import ARMS, GenerationScenario
-from orchestrrl.lab.sim.static import Ran, Steps, countdown, dealt_steps, partial_steps, widest
+from orchestrrl.lab.sim.static import (
+    Ceiling,
+    Ran,
+    Steps,
+    best_known_steps,
+    best_prompts_known_steps,
+    ceiling,
+    countdown,
+    dealt_steps,
+    partial_steps,
+    widest,
+)
 from orchestrrl.lab.sim.workload import requests_of_step
 from planner.model import ConfigurationId
 

@@ -1,14 +1,31 @@
-"""Generation steps as frameworks run them: a homogeneous fleet, prompts dealt in turn, nobody moves. Pure."""
+"""Generation steps as frameworks run them: a homogeneous fleet, prompts dealt in turn, no moves; and marks beside them,
+with every length or prompt known, and re-planning's ceiling without. Pure.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+Static fleets: requests are spread (longest first onto the least loaded) or packed (contiguous blocks of the descending
+order, which keeps the longest together); of all configurations, the best. Where a prompt is known, so is the
+distribution of its samples' lengths, and nothing else: more than finished samples of it, in this step or in earlier
+epochs, can ever reveal.
+
+The ceiling: while lengths are known only as a distribution, requests can only be spread evenly, and the fleet's
+configuration chosen by how many are left. Here that choice is free and instant: at each output position the whole fleet
+has the configuration that is fastest there. Prefill, redeployments, moves and fractions of a request cost nothing;
+fleets of several kinds at once are left out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.scenario import GenerationScenario
-from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.sim.workload import SimRequest, redrawn
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
-from planner.model import RequestId
+from planner.cost.profile import Curve, EngineProfile
+from planner.cost.requests import RemainingWork, work_s
+from planner.model import Configuration, ConfigurationId, RequestId
 
 
 @dataclass(slots=True)
@@ -41,7 +58,7 @@ def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]
 def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> StaticStep:
     """Every engine works off what it was given."""
     engines = [_loaded(kind, [(request, 0) for request in held]) for held in placement]
-    by_engine = [_drained(engine) for engine in engines]
+    by_engine = [drained(engine) for engine in engines]
     return _step(engines, by_engine)
 
 
@@ -118,7 +135,8 @@ def _loaded(kind: EngineKind, held: Sequence[tuple[SimRequest, int]]) -> Schedul
     return engine
 
 
-def _drained(engine: Scheduler) -> list[float]:
+def drained(engine: Scheduler) -> list[float]:
+    """Return when each of the engine's requests ends, ascending."""
     ends: dict[RequestId, float] = {}
     horizon_s = 600.0
     while not engine.idle:
@@ -139,3 +157,207 @@ def _step(engines: Sequence[Scheduler], by_engine: list[list[float]]) -> StaticS
         sum(engine.preemptions_total for engine in engines),
         sum(engine.generated_tokens_total + engine.prefilled_tokens_total for engine in engines),
     )
+
+
+BISECTIONS = 40
+FUTURES = 8  # draws of a step's lengths that a placement by prompt is judged on
+QUANTILES = (0.5, 0.8, 0.95)
+
+
+def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], requests: Sequence[SimRequest]) -> Ran:
+    """The shortest step found, and the configuration of its engines."""
+    tried = []
+    for kind in kinds:
+        engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+        configuration = kind.profile.configuration((1.0, max(2.0, len(requests) / engines)))
+        for place in (spread, packed):
+            tried.append((kind, run_static(kind, place(configuration, engines, requests))))
+    return min(tried, key=lambda found: found[1].makespan_s)
+
+
+def best_known_steps(scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Steps) -> list[Ran]:
+    """Run each step on the configuration that is best for it."""
+    return [best_known(scenario, kinds, requests) for requests in steps]
+
+
+def best_prompts_known_steps(
+    scenario: GenerationScenario,
+    kinds: Sequence[EngineKind],
+    seed: int,
+    steps: Steps,
+    report: Callable[[int], None] = lambda step: None,
+) -> list[Ran]:
+    """As `best_known_steps`, but of lengths only each prompt's distribution is known. `report` gets each step first."""
+    ran = []
+    for step, requests in enumerate(steps):
+        report(step)
+        ran.append(best_prompts_known(scenario, kinds, requests, redrawn(scenario.workload, seed, step, FUTURES)))
+    return ran
+
+
+def best_prompts_known(
+    scenario: GenerationScenario,
+    kinds: Sequence[EngineKind],
+    requests: Sequence[SimRequest],
+    redrawn_tokens: NDArray[np.int64],
+) -> Ran:
+    """The step with the placement that does best in the mean over `redrawn_tokens` ([time, request], lengths that the
+    same prompts might have had). Placements rest on quantiles of each prompt's lengths."""
+    distributions = [_with_lengths(requests, tokens) for tokens in redrawn_tokens]
+    of_prompt = redrawn_tokens.reshape(len(redrawn_tokens), -1, scenario.workload.samples)
+    tried = []
+    for kind in kinds:
+        engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
+        configuration = kind.profile.configuration((1.0, max(2.0, len(requests) / engines)))
+        placements = [dealt(requests, engines)]
+        for quantile in QUANTILES:
+            guess = np.quantile(of_prompt, quantile, axis=(0, 2)).astype(np.int64).repeat(scenario.workload.samples)
+            placements += [place(configuration, engines, _with_lengths(requests, guess)) for place in (spread, packed)]
+        for placement in placements:
+            ends_s = [run_static(kind, _placed_like(placement, future)).makespan_s for future in distributions]
+            tried.append((float(np.mean(ends_s)), kind, placement))
+    _, kind, placement = min(tried, key=lambda found: found[0])
+    return kind, run_static(kind, _placed_like(placement, requests))
+
+
+def _with_lengths(requests: Sequence[SimRequest], tokens: NDArray[np.int64]) -> list[SimRequest]:
+    return [replace(request, output_tokens=int(length)) for request, length in zip(requests, tokens, strict=True)]
+
+
+def _placed_like(placement: Sequence[Sequence[SimRequest]], requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    by_id = {request.id: request for request in requests}
+    return [[by_id[request.id] for request in held] for held in placement]
+
+
+def _pending(request: SimRequest) -> RemainingWork:
+    return RemainingWork(request.prompt_tokens, request.output_tokens)
+
+
+def _longest_first(requests: Sequence[SimRequest]) -> list[SimRequest]:
+    return sorted(requests, key=lambda request: (-request.output_tokens, request.id))
+
+
+def spread(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    placement: list[list[SimRequest]] = [[] for _ in range(engines)]
+    loads_s = [0.0] * engines
+    for request in _longest_first(requests):
+        place = loads_s.index(min(loads_s))
+        if not placement[place]:
+            loads_s[place] += configuration.alpha_s * request.output_tokens
+        loads_s[place] += work_s(configuration, _pending(request))
+        placement[place].append(request)
+    return placement
+
+
+def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
+    """The shortest makespan for which the blocks, each filled as far as it goes, are no more than there are engines."""
+    ordered = _longest_first(requests)
+    high_s = sum(_alone_s(configuration, request) for request in ordered)
+    low_s, best = 0.0, [ordered]
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        blocks = _blocks(configuration, ordered, middle_s, engines)
+        if blocks is None:
+            low_s = middle_s
+        else:
+            high_s, best = middle_s, blocks
+    return best + [[] for _ in range(engines - len(best))]
+
+
+def _blocks(
+    configuration: Configuration, ordered: Sequence[SimRequest], makespan_s: float, engines: int
+) -> list[list[SimRequest]] | None:
+    blocks: list[list[SimRequest]] = []
+    left_s, room = 0.0, 0
+    for request in ordered:
+        work, footprint = work_s(configuration, _pending(request)), request.prompt_tokens + request.output_tokens
+        if not blocks or work > left_s or footprint > room or len(blocks[-1]) >= configuration.max_sequences:
+            if len(blocks) == engines:
+                return None
+            blocks.append([])
+            left_s = makespan_s - configuration.alpha_s * request.output_tokens
+            room = configuration.kv_capacity_tokens
+            if work > left_s or footprint > room:
+                return None
+        blocks[-1].append(request)
+        left_s -= work
+        room -= footprint
+    return blocks
+
+
+def _alone_s(configuration: Configuration, request: SimRequest) -> float:
+    return configuration.alpha_s * request.output_tokens + work_s(configuration, _pending(request))
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Seconds of one step, or of several together, evenly spread."""
+
+    static_s: Mapping[ConfigurationId, float]  # of each configuration kept from beginning to end
+    redeploying_s: float  # of the fastest at each position
+
+    @property
+    def gain(self) -> float:
+        return min(self.static_s.values()) / self.redeploying_s
+
+
+def ceiling(
+    scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Sequence[Sequence[SimRequest]]
+) -> Ceiling:
+    """Of all these steps together: one configuration for all of them, against the fastest at each position of each."""
+    instances = {kind.id: len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node)) for kind in kinds}
+    static_s, redeploying_s = dict.fromkeys(instances, 0.0), 0.0
+    for requests in steps:
+        alive, kv_tokens = alive_at(requests)
+        seconds = np.stack([position_s(kind.profile, instances[kind.id], alive, kv_tokens) for kind in kinds])
+        redeploying_s += float(seconds.min(axis=0).sum())
+        for kind, row in zip(kinds, seconds, strict=True):
+            static_s[kind.id] += float(row.sum())
+    return Ceiling(static_s, redeploying_s)
+
+
+def alive_at(requests: Sequence[SimRequest]) -> tuple[Floats, Floats]:
+    """[position, from the first token on]: requests that make this token, and the KV tokens that they hold before."""
+    outputs = np.array([request.output_tokens for request in requests])
+    prompts = np.array([request.prompt_tokens for request in requests], dtype=np.float64)
+    order = np.argsort(outputs, kind="stable")
+    positions = np.arange(int(outputs.max()))
+    gone = np.searchsorted(outputs[order], positions, side="right")
+    prompts_left = np.concatenate([np.cumsum(prompts[order][::-1])[::-1], [0.0]])
+    alive = (len(requests) - gone).astype(np.float64)
+    return alive, prompts_left[gone] + alive * positions
+
+
+def position_s(profile: EngineProfile, instances: int, alive: Floats, kv_tokens: Floats) -> Floats:
+    """[position]: seconds of one token for all, on `instances` engines. KV that does not fit waits for a further round,
+    or is spilled where the engine can, whichever is sooner."""
+    sequences, kv = np.maximum(1.0, alive / instances), kv_tokens / np.minimum(instances, alive)
+    waiting_s = _rounds_s(profile, sequences, kv, profile.kv_capacity_tokens)
+    if not profile.spill_capacity_tokens:
+        return waiting_s
+    room = profile.kv_capacity_tokens + profile.spill_capacity_tokens
+    return np.minimum(waiting_s, _rounds_s(profile, sequences, kv, room))
+
+
+def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room_tokens: int) -> Floats:
+    """In as many rounds of one engine as its KV room and seats ask for; parts of a round count as such."""
+    rounds = np.maximum(1.0, np.maximum(kv_tokens / room_tokens, sequences / profile.max_sequences))
+    batch, held = sequences / rounds, kv_tokens / rounds
+    spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
+    step = profile.step
+    one_s = _along(step.base_s, batch) + step.kv_s_per_token * held + step.spill_s_per_token * spilled
+    return rounds * one_s
+
+
+def _along(curve: Curve, xs: Floats) -> Floats:
+    """`curve.at` of many."""
+    if len(curve.xs) == 1:
+        return np.full_like(xs, curve.ys[0])
+    knots, ys = np.array(curve.xs), np.array(curve.ys)
+    right = np.clip(np.searchsorted(knots, xs, side="right"), 1, len(knots) - 1)
+    slope = (ys[right] - ys[right - 1]) / (knots[right] - knots[right - 1])
+    seconds: Floats = np.maximum(0.0, ys[right - 1] + slope * (xs - knots[right - 1]))
+    return seconds

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestrrl.core.charts import ChartBar, ChartLine, add_legend, add_stairs, axes, bar_chart
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page.display_names import LANES, STAGES, TIERS, display_name, number, rank
-from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier
+from orchestrrl.lab.sim.report_page.groups import LANES, STAGES, TIERS, ArmGroup, display_name, frontier, number, rank
 from orchestrrl.lab.sim.rl.model import RlRun, TimelineSpan
 from orchestrrl.lab.sim.rl.training import RESPONSE_STREAM
 

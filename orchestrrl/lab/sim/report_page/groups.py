@@ -1,14 +1,164 @@
-"""Results put together for a report: runs that differ in their seed alone, and which of them are worth their money.
-Pure."""
+"""Results put together for a report: runs that differ in their seed alone, how scenarios of one name are told apart,
+and how short names are shown. Pure."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
+from typing import Any
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page.naming import in_order, scenario_names
+from orchestrrl.lab.sim.net.model import LinkTier
 from orchestrrl.lab.sim.rl.results import ClusterResult, digest_of, pareto
+from orchestrrl.lab.sim.rl.training import RESPONSE_STREAM
+
+LONGEST = 60  # letters by which scenarios of one name are told apart
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
+
+
+def scenario_names(scenarios: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """By digest. What differs in seeds, arms and which fabrics it has alone is one scenario, and has one name: results
+    of several runs are put together. Scenarios of one name are told apart by the values in which they differ; where
+    that says too much, or nothing, by the beginnings of their digests. A name that all have goes without saying."""
+    documents = {digest_of(scenario): scenario for scenario in scenarios}
+    said = {digest: _distinguishing(each, _clashing(documents.values())) for digest, each in documents.items()}
+    by_name: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for each in said.values():
+        by_name.setdefault(str(each.get("name") or "scenario"), {})[digest_of(each)] = each
+    names = {
+        digest: f"{name} {told}".strip() if len(by_name) > 1 else told or name
+        for name, some in by_name.items()
+        for digest, told in _distinguished(some).items()
+    }
+    return {digest: names[digest_of(each)] for digest, each in said.items()}
+
+
+def in_order(name: str) -> list[tuple[float, str]]:
+    """To sort by: words and numbers by turns."""
+    parts = _NUMBER.split(name)
+    return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]
+
+
+def _clashing(scenarios: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Names of fabrics that are not the same in all scenarios which have them."""
+    found: dict[str, set[str]] = {}
+    for scenario in scenarios:
+        for title, section in _fabrics(scenario).items():
+            found.setdefault(title, set()).add(json.dumps(section, sort_keys=True))
+    return {title for title, sections in found.items() if len(sections) > 1}
+
+
+def _fabrics(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    sections = scenario.get("fabrics")
+    return {str(each.get("name") or each.get("kind")): each for each in sections} if isinstance(sections, list) else {}
+
+
+def _distinguishing(scenario: Mapping[str, Any], clashing: Iterable[str]) -> dict[str, Any]:
+    """What tells it from others; fabrics are said where they clash, their options by their name."""
+    said = {name: value for name, value in scenario.items() if name not in ("seeds", "fabrics")}
+    if isinstance(generation := said.get("generation"), Mapping):
+        said["generation"] = {name: value for name, value in generation.items() if name != "arms"}
+    fabrics = _fabrics(scenario)
+    return said | {title: fabrics[title].get("options", {}) for title in sorted(clashing) if title in fabrics}
+
+
+def _distinguished(scenarios: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """By digest; nothing where there is one alone."""
+    if len(scenarios) == 1:
+        return dict.fromkeys(scenarios, "")
+    leaves = {digest: dict(_leaves(scenario, "")) for digest, scenario in scenarios.items()}
+    paths = list(dict.fromkeys(path for each in leaves.values() for path in each))
+    differ = [path for path in paths if len({each[path] for each in leaves.values() if path in each}) > 1]
+    last = [path.rpartition(".")[2] for path in differ]
+    short = {path: name if last.count(name) == 1 else path for path, name in zip(differ, last, strict=True)}
+    told = {
+        digest: ", ".join(f"{short[path]} {each[path]}" for path in differ if path in each)
+        for digest, each in leaves.items()
+    }
+    if len(set(told.values())) == len(told) and max(map(len, told.values())) <= LONGEST:
+        return told
+    return {digest: digest[:6] for digest in scenarios}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, value) of all that it says."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(each, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, list) and not all(isinstance(each, str | int | float) for each in value):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{index}]")
+    else:
+        yield path, "-".join(map(_text, value)) if isinstance(value, list) else _text(value)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# In the order in which they are shown.
+STAGES: Mapping[str, str] = {
+    FabricStage.GEN: "generation",
+    RESPONSE_STREAM: "answers to training",
+    FabricStage.TRAIN: "training",
+    FabricStage.WEIGHT_SYNC: "weight sync",
+}
+TIERS: Mapping[str, str] = {
+    LinkTier.NVLINK: "NVLink",
+    LinkTier.NIC: "server to ToR",
+    LinkTier.AGG: "ToR to ToR in a PoD",
+    LinkTier.CORE: "PoD to PoD",
+    LinkTier.DIRECT: "circuits between NICs",
+}
+LANES: Mapping[str, str] = {"gen": "generation", "sync": "weight sync", "train": "training", "fault": "faults"}
+OF_A_STEP: Mapping[str, str] = {
+    "gen_s": "generation",
+    "gen_waits_weights_s": "engines wait for weights",
+    "gen_waits_room_s": "engines wait for room",
+    "sync_s": "weight sync",
+    "train_s": "training",
+    "train_log_probs_s": "of it log-probabilities",
+    "train_held_s": "training held up by weights on their way",
+    "gen_held_s": "generation held up by weights on their way",
+    "train_waits_samples_s": "trainer waits for samples",
+    "train_waits_sync_s": "trainer waits for weight sync",
+}
+ARMS: Mapping[str, str] = {
+    "verl_to": "static fleet of the best configuration, prompts dealt in turn",
+    "verl_lo": "static fleet of the widest engines, prompts dealt in turn",
+    "partial_rollout": "as verl_to, but a step ends early and the rest goes on in the next",
+    "planning": "our planner alone",
+    "balancing": "our balancer alone",
+    "balancing_paper": "our balancer alone, moves by the paper's rule",
+    "both": "our planner and balancer",
+    "both_paper": "our planner and balancer, moves by the paper's rule",
+    "mean_only": "as both, without a forecast of lengths",
+    "oracle": "as both, the planner knows all lengths",
+    "packed_known": "the best static fleet, packed with all lengths known",
+    "prompts_known": "the best static fleet, the distribution of each prompt's lengths known",
+}
+
+
+def display_name(names: Mapping[str, str], name: str) -> str:
+    return names.get(name, name.replace("_", " "))
+
+
+def rank(names: Mapping[str, str], name: str) -> tuple[int, str]:
+    """To sort by: those we know in their order, others behind them."""
+    order = list(names)
+    return (order.index(name) if name in names else len(order), name)
+
+
+def number(value: float) -> str:
+    """For people: four digits, with thousands apart."""
+    if value == 0 or not isfinite(value):
+        return "0" if value == 0 else str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"
+
 
 _ALIKE = re.compile(r"^\d+ x (\S+)$")
 

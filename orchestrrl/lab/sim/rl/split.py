@@ -14,8 +14,7 @@ from typing import TypeVar
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.lab.sim.rl.results import ClusterResult, rows
 from orchestrrl.lab.sim.rl.run import Report, run_arm
-from orchestrrl.lab.sim.rl.scenario import ClusterScenario
-from orchestrrl.lab.sim.rl.scenario_file import faults_between_sections
+from orchestrrl.lab.sim.rl.scenario import ClusterScenario, faults_between_sections
 from orchestrrl.lab.sim.rl.stages import TUNED, FabricStages
 from orchestrrl.lab.sim.scenario import ARMS
 

@@ -4,30 +4,105 @@ Training and generation have servers of their own and their traffic is taken not
 of both, where they go on. They are brought to the fleet that the tuned static baseline would have. An engine, or a
 server that generates, that has failed takes its share of the speed with it; of those that train another one takes the
 place (see faults.py).
+
+A fabric that is built for one job is built for what the job is expected to send in a step: TopoOpt's topology is worked
+out from the job's traffic and stays as it is (section 4 of the TopoOpt paper, NSDI 2023): collectives of its optimiser
+steps, engines' exchanges where they span servers, weights on their way.
 """
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFabric, SimulatedFailures
-from orchestrrl.lab.sim.rl.demand import fabric_for
+from orchestrrl.lab.sim.net.fabrics.registry import options_of
+from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
-from orchestrrl.lab.sim.rl.generation import Generation, generation_on, generation_stages
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.loop import GenTime
-from orchestrrl.lab.sim.rl.loop_rules import SampleBatch, SyncTime
+from orchestrrl.lab.sim.rl.generation import EnginesOnFabric, generation_on, generation_stages
+from orchestrrl.lab.sim.rl.generation_fleet import (
+    GenGpus,
+    Hardware,
+    UniformFleet,
+    deployed,
+    leaves_servers,
+    token_flows,
+)
+from orchestrrl.lab.sim.rl.loop import GenTime, SampleBatch, SyncTime
 from orchestrrl.lab.sim.rl.model import GenStage, SyncStage, TrainStage
 from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.training import training_stage
-from orchestrrl.lab.sim.rl.weight_sync import sync_stage
-from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, generation_beside, training_beside
+from orchestrrl.lab.sim.rl.weight_sync import Beside, generation_beside, steps_of, sync_stage, training_beside
+from orchestrrl.lab.sim.rl.weight_sync_shards import shards_of, site_of
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
+from orchestrrl.lab.sim.train.traffic import periods
+from orchestrrl.lab.sim.workload import mean_tokens
 from planner.cost.profile import EngineProfile
+
+
+def fabric_for(
+    scenario: ClusterScenario, section: ClusterFabricSection, constants: TrainConstants = MEGATRON
+) -> SimulatedFabric:
+    """The section's, made for the scenario's job where its kind is. Raises Impossible with all that is wrong with its
+    options."""
+    plain = scenario.fabric(section)
+    if "demand" not in options_of(section.kind):
+        return plain
+    return scenario.fabric(section, demand=job_demand(scenario, plain, constants))
+
+
+def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
+    """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
+    job, fleet = _job(scenario), _fleet(scenario, plain)
+    parts = _training(scenario, job, constants)
+    if fleet is not None:
+        parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
+    return GpuFlows.joined(parts)
+
+
+def _job(scenario: ClusterScenario) -> TrainJob:
+    return scenario.train_job(
+        scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
+    )
+
+
+def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[GpuFlows]:
+    """All optimiser steps of a training step."""
+    return [
+        period.demand.times(times)
+        for size, times in scenario.recipe.shares(job.sequences)
+        for period in periods(replace(job, sequences=size), scenario.servers, constants=constants)
+    ]
+
+
+def _fleet(scenario: ClusterScenario, plain: SimulatedFabric) -> UniformFleet | None:
+    """Of the last layout that there is room for: which of them will run is known once the fabric is."""
+    cluster = scenario.cluster
+    where = GenGpus(cluster.first_generating, cluster.generating)
+    for parallelism in reversed(scenario.engine_layouts):
+        fleet = deployed(parallelism, where, scenario.servers, plain.pods)
+        if len(fleet):
+            return fleet
+    return None
+
+
+def _exchanges(scenario: ClusterScenario, fleet: UniformFleet) -> GpuFlows:
+    """Of engines that span servers, for all tokens of a step."""
+    if not leaves_servers(fleet, scenario.servers):
+        return GpuFlows.none()
+    tokens = scenario.samples * mean_tokens(scenario.generation.workload)
+    return token_flows(fleet, scenario.model_value, scenario.servers).times(tokens)
+
+
+def _weights(scenario: ClusterScenario, job: TrainJob, fleet: UniformFleet, plain: SimulatedFabric) -> GpuFlows:
+    servers = scenario.servers
+    shards = shards_of(job, [fleet], servers.gpus_per_server)
+    steps = steps_of(scenario.weight_sync.scheme, shards, site_of(plain.network(None)), servers)
+    return GpuFlows.joined([step.flows for step in steps])
+
 
 Made = TypeVar("Made")
 
@@ -60,10 +135,10 @@ class FabricStages:
         made: Made = self._made[key]
         return made
 
-    def ready(self, failed: SimulatedFailures) -> Generation:
+    def ready(self, failed: SimulatedFailures) -> EnginesOnFabric:
         scenario = self.scenario
 
-        def make() -> Generation:
+        def make() -> EnginesOnFabric:
             hardware = Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value)
             fabric, layouts = self.without(failed), scenario.engine_layouts
             return generation_on(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)

@@ -9,12 +9,10 @@ import pytest
 import yaml
 
 from orchestrrl.lab.scoreboard import constants
-from orchestrrl.lab.scoreboard.claims import CLAIMS
+from orchestrrl.lab.scoreboard.claims import CLAIMS, Constant, PaperClaim, ScoreboardRow, compared
 from orchestrrl.lab.scoreboard.constants import every
 from orchestrrl.lab.scoreboard.fidelity import HELD
 from orchestrrl.lab.scoreboard.figures import FIGURES, NOT_HERE, chosen
-from orchestrrl.lab.scoreboard.model import Constant, PaperClaim, ScoreboardRow
-from orchestrrl.lab.scoreboard.rows import compared
 
 FIDELITY = Path(__file__).parents[4] / "docs" / "fidelity.md"
 REFERENCE = Path(__file__).parents[5] / "shared" / "reference" / "paper.yaml"

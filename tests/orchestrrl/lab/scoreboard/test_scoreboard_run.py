@@ -8,12 +8,11 @@ from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.scoreboard import kept, page
-from orchestrrl.lab.scoreboard.costs import costs
+from orchestrrl.lab.scoreboard import page
+from orchestrrl.lab.scoreboard.claims import PaperClaim, ScoreboardRow
+from orchestrrl.lab.scoreboard.fabrics import costs
 from orchestrrl.lab.scoreboard.figures import FIGURES, chosen
-from orchestrrl.lab.scoreboard.kept import Made
-from orchestrrl.lab.scoreboard.model import PaperClaim, ScoreboardRow
-from orchestrrl.lab.scoreboard.run import make
+from orchestrrl.lab.scoreboard.run import Made, make, path_of, read, write
 
 SCOREBOARD = Path(__file__).parents[4] / "docs" / "scoreboard.md"
 ROWS = (
@@ -30,12 +29,12 @@ def quiet(what: str, done: int, total: int) -> None:
 
 def test_rows_come_back_as_they_were_kept(tmp_path: Path) -> None:
     made = Made("15", "Figure 15", "less", ROWS, 1.5)
-    kept.write(tmp_path, made, True, "code")
-    assert kept.read(tmp_path, "15", True, "code") == made
-    assert kept.read(tmp_path, "15", False, "code") is None, "a quick one is no whole one"
-    assert kept.read(tmp_path, "15", True, "other code") is None
-    kept.path_of(tmp_path, "15", True).write_text("{")
-    assert kept.read(tmp_path, "15", True, "code") is None
+    write(tmp_path, made, True, "code")
+    assert read(tmp_path, "15", True, "code") == made
+    assert read(tmp_path, "15", False, "code") is None, "a quick one is no whole one"
+    assert read(tmp_path, "15", True, "other code") is None
+    path_of(tmp_path, "15", True).write_text("{")
+    assert read(tmp_path, "15", True, "code") is None
 
 
 def test_what_is_kept_is_not_made_again(tmp_path: Path) -> None:
@@ -43,7 +42,7 @@ def test_what_is_kept_is_not_made_again(tmp_path: Path) -> None:
     first = make(figures, True, tmp_path, quiet, processes=2)
     assert [each.id for each in first] == [figure.id for figure in figures]
     assert make(figures, True, tmp_path, quiet) == first, "to the last digit of their seconds"
-    kept.path_of(tmp_path, "11", True).unlink()  # as if it had been interrupted before that
+    path_of(tmp_path, "11", True).unlink()  # as if it had been interrupted before that
     again = {each.id: each for each in make(figures, True, tmp_path, quiet)}
     assert again["20"] in first
     assert again["11"].rows == next(each.rows for each in first if each.id == "11")

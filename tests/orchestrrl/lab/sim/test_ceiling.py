@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.engines import EngineKind
-from orchestrrl.lab.sim.known import alive_at, ceiling, position_s
+from orchestrrl.lab.sim.static import alive_at, ceiling, position_s
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.cost.paper import named_profile
 from planner.cost.profile import EngineProfile

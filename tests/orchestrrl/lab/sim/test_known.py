@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.engines import kinds_of
-from orchestrrl.lab.sim.known import best_known, best_prompts_known
 from orchestrrl.lab.sim.scenario import GenerationScenario, load_scenario
-from orchestrrl.lab.sim.static import dealt, run_static
+from orchestrrl.lab.sim.static import best_known, best_prompts_known, dealt, run_static
 from orchestrrl.lab.sim.workload import redrawn, requests_of_step
 
 

@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 from orchestrrl.lab.sim.net.collectives import (
     Algorithm,
     Protocol,
+    RankShape,
     all_gather,
     all_reduce,
     all_to_all,
     best,
+    double_tree,
     m2n,
     p2p,
     reduce_scatter,
+    rings,
+    shaped,
+    tree_depth,
 )
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Servers
-from orchestrrl.lab.sim.net.shapes import RankShape, double_tree, rings, shaped, tree_depth
 
 SERVERS = Servers(6)
 SIZE = 840e6

@@ -6,15 +6,17 @@ import pytest
 from orchestrrl.lab.sim.net.collectives import (
     Algorithm,
     Protocol,
+    RankShape,
     all_reduce,
     all_to_all,
     best,
     p2p_overhead_s,
     ring_choice,
+    shaped,
     tree_choice,
+    tree_depth,
 )
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.net.shapes import RankShape, shaped, tree_depth
 
 SERVERS = Servers(64)
 SWITCH_US = 2.8  # two links and a switch, which the routes have

@@ -16,7 +16,8 @@ from matplotlib.patches import Rectangle
 from orchestrrl.core.charts import SHORTEST
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.report_page import charts, display_names
+from orchestrrl.lab.sim.report_page import charts
+from orchestrrl.lab.sim.report_page.groups import ARMS as ARM_NAMES
 from orchestrrl.lab.sim.report_page.groups import ArmGroup, frontier, groups_of
 from orchestrrl.lab.sim.report_page.page import page, write
 from orchestrrl.lab.sim.rl.model import TimelineSpan
@@ -334,7 +335,7 @@ def test_pictures_keep_inside_their_frame(draw: Callable[[Sequence[ArmGroup]], F
 
 
 def test_every_arm_has_its_words() -> None:
-    assert set(display_names.ARMS) == set(ARMS)
+    assert set(ARM_NAMES) == set(ARMS)
     assert "both: our planner and balancer." in read([result()]).text["summary"]
 
 

@@ -3,8 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from orchestrrl.lab.sim.rl.loop import Times
-from orchestrrl.lab.sim.rl.loop_rules import LoopRules, SampleBatch
+from orchestrrl.lab.sim.rl.loop import LoopRules, SampleBatch, Times
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 
 Begun = tuple[str, int, float, float]  # lane, step or version, begin, end

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from typer.testing import Result as Ran
 
 from orchestrrl.cli.main import application
-from orchestrrl.cli.sim.cells import digits, notes_of
+from orchestrrl.cli.sim.cluster import digits, notes_of
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.sim.rl.results import ClusterResult, read
 from orchestrrl.lab.sim.rl.run import run_arm
-from orchestrrl.lab.sim.rl.scenario_file import load_cluster_scenario
+from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
 from orchestrrl.lab.sim.rl.stages import FabricStages
 from tests.orchestrrl.lab.sim.report.results_builder import result
 from tests.orchestrrl.lab.sim.rl.cluster_builders import TEXT, document

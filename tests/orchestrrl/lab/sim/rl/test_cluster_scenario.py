@@ -5,9 +5,9 @@ import yaml
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
-from orchestrrl.lab.sim.rl.scenario import layout_named
-from orchestrrl.lab.sim.rl.scenario_file import (
+from orchestrrl.lab.sim.rl.scenario import (
     FOLDER,
+    layout_named,
     load_cluster_scenario,
     parse_cluster_scenario,
     scenario_of,

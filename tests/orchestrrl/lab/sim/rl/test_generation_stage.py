@@ -1,13 +1,18 @@
-"""Generation steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
+"""EnginesOnFabric steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
 
 import pytest
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.generation import Generation, generation_on, generation_stages
+from orchestrrl.lab.sim.rl.generation import (
+    EnginesOnFabric,
+    RedeploymentCase,
+    generation_on,
+    generation_stages,
+    redeployed_stage,
+)
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware
-from orchestrrl.lab.sim.rl.generation_redeployment import RedeploymentCase, redeployed_stage
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
@@ -32,7 +37,7 @@ HARDWARE = Hardware(DENSE, gpu_named("h800"), paper_engine(DENSE))
 DAEMON = {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work_budget": 100}}
 
 
-def generation(gpus: int = 16) -> Generation:
+def generation(gpus: int = 16) -> EnginesOnFabric:
     section, layouts = GenerationSection(workload=WORKLOAD, initial="tp2"), (Parallelism(tp=2), Parallelism(tp=8))
     return generation_on(section, HARDWARE, GenGpus(32, gpus), fabric(), layouts, DAEMON)
 

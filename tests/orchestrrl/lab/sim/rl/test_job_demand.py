@@ -5,10 +5,8 @@ import pytest
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.topoopt import TopoOpt
-from orchestrrl.lab.sim.rl.demand import fabric_for, job_demand
-from orchestrrl.lab.sim.rl.scenario import ClusterScenario
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
-from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
+from orchestrrl.lab.sim.rl.scenario import ClusterScenario, scenario_of
+from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages, fabric_for, job_demand
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 

@@ -9,8 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.rl.loop import FixedTimes, GenTime, run_loop
-from orchestrrl.lab.sim.rl.loop_rules import LoopRules, Needs, SampleBatch, Slowed, SyncTime
+from orchestrrl.lab.sim.rl.loop import FixedTimes, GenTime, LoopRules, Needs, SampleBatch, Slowed, SyncTime, run_loop
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun
 from tests.orchestrrl.lab.sim.rl.loop_oracle import Oracle
 

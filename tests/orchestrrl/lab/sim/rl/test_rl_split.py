@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.scenario import scenario_of
 from orchestrrl.lab.sim.rl.split import FINEST, GpuSplit, best, search, splits, train_counts, with_split
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 

@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
-from orchestrrl.lab.sim.rl import sweep_workers
+from orchestrrl.lab.sim.rl import sweep as sweeps
 from orchestrrl.lab.sim.rl.results import read
-from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint, load_sweep, put, sweep
-from orchestrrl.lab.sim.rl.sweep_workers import OnRay, run_point
+from orchestrrl.lab.sim.rl.sweep import OnRay, SweepOutcome, SweepPoint, load_sweep, put, run_point, sweep
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 GRID = {"cluster.nic_gbps": [100, 200], "training.tp": [2, 3, 4]}
@@ -118,6 +117,6 @@ def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Monke
             next(OnRay(address)(points, tmp_path))
     with pytest.raises(ProblemFaults, match=r"--ray: .*, got 'here'"):
         next(OnRay("here")(points, tmp_path))
-    monkeypatch.setattr(sweep_workers, "find_spec", lambda name: None)
+    monkeypatch.setattr(sweeps, "find_spec", lambda name: None)
     with pytest.raises(Permanent, match=r"orchestrrl\[ray\]"):
         next(OnRay("auto")(points, tmp_path))

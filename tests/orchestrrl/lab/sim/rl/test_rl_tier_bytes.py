@@ -14,8 +14,7 @@ from orchestrrl.lab.sim.rl.generation import generation_on
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, deployed, token_flows
 from orchestrrl.lab.sim.rl.kv_moves import Leaving, OverFabric
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario import GenerationSection
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.scenario import GenerationSection, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.training import TOKEN_BYTES, response_stream
 from orchestrrl.lab.sim.rl.weight_sync import steps_of, sync_stage

@@ -11,7 +11,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.scenario import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.training import LOG_PROBS, Recipe, model_flops, training_bytes, training_stage
 from orchestrrl.lab.sim.train.compute import step_flops

@@ -11,8 +11,7 @@ from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
 from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.weight_sync import SCHEMES, bound_s, problem_of, steps_of, sync_stage
-from orchestrrl.lab.sim.rl.weight_sync_flows import FlowStep
+from orchestrrl.lab.sim.rl.weight_sync import SCHEMES, FlowStep, bound_s, problem_of, steps_of, sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, parameters_of, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named

@@ -14,11 +14,10 @@ from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario_file import scenario_of
+from orchestrrl.lab.sim.rl.scenario import scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.training import Recipe
-from orchestrrl.lab.sim.rl.weight_sync import sync_stage
-from orchestrrl.lab.sim.rl.weight_sync_flows import Beside, generation_beside, training_beside
+from orchestrrl.lab.sim.rl.weight_sync import Beside, generation_beside, sync_stage, training_beside
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrrl.lab.sim.train.memory import MARGIN, fault_of, layer_bytes, memory_of
+from orchestrrl.lab.sim.train.compute import MARGIN, fault_of, layer_bytes, memory_of
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
 from planner.cost.models import Model, model_named

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.train.pipeline import PipelineOp, PipelineSchedule, Stages, forward_only, order, run
+from orchestrrl.lab.sim.train.stages import PipelineOp, PipelineSchedule, Stages, forward_only, order, run
 
 ranks = st.integers(1, 6)
 seconds = st.floats(0.01, 2.0)

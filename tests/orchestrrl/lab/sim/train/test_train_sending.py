@@ -6,11 +6,20 @@ import pytest
 
 from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.train.circuits import CircuitCourse, Gradients, last_sent_s, reduced, shortest
-from orchestrrl.lab.sim.train.iteration import boundaries, forward_s, gradients, on_fabric, windows
+from orchestrrl.lab.sim.train.iteration import (
+    CircuitCourse,
+    Gradients,
+    boundaries,
+    forward_s,
+    gradients,
+    last_sent_s,
+    on_fabric,
+    reduced,
+    shortest,
+    windows,
+)
 from orchestrrl.lab.sim.train.model import MEGATRON, CollectiveBoundary, OverlapWindow, TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.pipeline import PipelineOp, run
-from orchestrrl.lab.sim.train.stages import StageLoad
+from orchestrrl.lab.sim.train.stages import PipelineOp, StageLoad, run
 from orchestrrl.lab.sim.train.traffic import traffic
 from tests.orchestrrl.lab.sim.train.train_builders import MOE, job, star, static
 

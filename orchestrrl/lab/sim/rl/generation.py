@@ -1,4 +1,4 @@
-"""EnginesOnFabric steps on a fabric: engines' profiles by what the network gives them, then the scheduling of an arm.
+"""Generation steps on a fabric: engines' profiles by what the network gives them, then the scheduling of an arm.
 
 Arms are those of `sim gen` (docs/simulator.md). Static ones are run as they are there; ours by the real planner and
 balancer in the quick loop (generation_fast.py), KV of engines that change over the fabric. Steps of one arm belong

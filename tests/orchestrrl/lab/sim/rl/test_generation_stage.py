@@ -1,4 +1,4 @@
-"""EnginesOnFabric steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
+"""Generation steps on fabrics: nothing is lost, phases add up, and a faster fabric is never slower."""
 
 import pytest
 

@@ -49,5 +49,5 @@ def _shares(errors: list[float]) -> str:
 
 def _error(layout: TrainLayout, sequences: int, tokens: float, published: float) -> float:
     servers = Servers(layout.gpus // 8, nic_gbps=400.0, nvlink_bytes_per_s=450e9)
-    job = TrainJob(LLAMA, gpu_named("h100"), layout, sequences, tokens)
-    return iteration(job, build("rail_optimized", servers), constants=TRAIN_CONSTANTS).mfu / published - 1
+    job = TrainJob(LLAMA, gpu_named("h100"), layout, sequences, tokens, constants=TRAIN_CONSTANTS)
+    return iteration(job, build("rail_optimized", servers)).mfu / published - 1

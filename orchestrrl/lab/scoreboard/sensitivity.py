@@ -92,7 +92,7 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
     """[by traffic, even over pairs that send, even over all pairs], seconds of each kind that leaves its servers."""
     job = _job(model)
     servers = Servers(count=job.layout.gpus // 8, nic_gbps=given.NIC_GBPS.value)
-    exchanges = traffic(job, servers, TRAIN_CONSTANTS)
+    exchanges = traffic(job, servers)
     passes, gradients = periods_of(job, exchanges)
     fabrics = [
         build("rfabric", servers, servers_per_tor=servers_per_tor, allocation=each)
@@ -116,7 +116,7 @@ def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
     """Of gradients, as a trainer without a distributed optimizer has them; by axis."""
     sizes = dict(zip(("dp_cp", "expert_dp"), stage_parameters(job), strict=True))
     return {
-        axis: all_reduce(groups(job, axis), parameters * TRAIN_CONSTANTS.gradient_bytes, servers)
+        axis: all_reduce(groups(job, axis), parameters * job.constants.gradient_bytes, servers)
         for axis, parameters in sizes.items()
         if parameters and crosses(groups(job, axis), servers)
     }
@@ -130,7 +130,8 @@ def _job(model: str) -> TrainJob:
     part = TRAINING[model]
     without_dp = part["tp"] * part.get("cp", 1) * part.get("pp", 1)
     layout = TrainLayout(**part, dp=TRAIN_GPUS[model] // without_dp)
-    return TrainJob(model_named(model), gpu_named(given.GPU.value), layout, *given.SHARED_OUT_STEP.value)
+    model_and_gpu = model_named(model), gpu_named(given.GPU.value)
+    return TrainJob(*model_and_gpu, layout, *given.SHARED_OUT_STEP.value, constants=TRAIN_CONSTANTS)
 
 
 def _sync_rows() -> list[ScoreboardRow]:
@@ -224,7 +225,7 @@ def failures(quick: bool) -> list[ScoreboardRow]:
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
     stages = stages_of(scenario, "rfabric")
-    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value)
+    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value, constants=TRAIN_CONSTANTS)
     whole_s = stages.training(SimulatedFailures(), job).seconds
     lost = {
         "one NIC": SimulatedFailures(nics=frozenset({0})),

@@ -1,16 +1,12 @@
 """The gateway of a simulated fleet: the real ledger, fleet and routing; only the relay's HTTP is left out.
 
 A request is a count of tokens instead of the tokens. Moves, holding, and what becomes of requests whose engine died
-follow gateway/relay.py. Many requests that arrive at once are routed in columns: a thousand engines and sixteen
-thousand requests are 16 million ranks, which one by one would cost more than the rest of a simulated step.
+follow gateway/relay.py.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import cast
-
-import numpy as np
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import (
@@ -27,7 +23,7 @@ from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
-from orchestrrl.gateway.routing.strategies import EngineLoad, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import SequenceProgress
@@ -111,16 +107,11 @@ class VirtualGateway:
     def submit(self, requests: Sequence[SimRequest], to: Sequence[EngineId] | None = None) -> None:
         """New requests: dealt as given, or routed one by one."""
         now_s = self.clock.now_s()
-        quick = to is None and self.fleet.routing == RoutingPolicy() and not self.fleet.queue_depth
-        many = ManyChoices([backend for backend in self.fleet if backend.usable]) if quick else None
         for index, request in enumerate(requests):
             record = record_of(request, now_s)
             self.ledger.add(record)
             self.records[record.id] = record
-            chosen = None if to is None else to[index]
-            if many is not None:
-                chosen = many.choose(record.context_tokens)
-            self._send(record, self.fleet.get(chosen), None)
+            self._send(record, None if to is None else self.fleet.get(to[index]), None)
 
     def progressed(self, engine: VirtualEngine, made: Sequence[SequenceProgress], now_s: float) -> None:
         """Tokens that an engine has made."""
@@ -239,40 +230,3 @@ class VirtualGateway:
             if (backend is not None and backend.usable) or now_s >= until_s:
                 del self._held[request]
                 self._send(self.records[request], backend if backend is not None and backend.usable else None, None)
-
-
-class ManyChoices:
-    """The loads of a fleet, and what has been sent to it since."""
-
-    def __init__(self, loads: Sequence[EngineLoad]) -> None:
-        self._loads = sorted(loads, key=lambda load: load.id)  # so that the first of equals has the smaller id
-        known = [load.seconds_per_token for load in loads if load.seconds_per_token]
-        typical_s = median(known) if known else 1.0
-        self._seconds = np.array([load.seconds_per_token or typical_s for load in self._loads])
-        self._requests = np.array([load.running + load.waiting for load in self._loads], dtype=np.int64)
-        self._running = np.array([load.running for load in self._loads], dtype=np.int64)
-        self._held = sum(load.running_tokens + load.waiting_tokens for load in self._loads)
-        self._capacity = np.array([load.kv_capacity_tokens for load in self._loads], dtype=np.int64)
-        self._free = np.array([load.kv_free_tokens for load in self._loads], dtype=np.int64)
-        self._waiting_tokens = np.array([load.waiting_tokens for load in self._loads], dtype=np.int64)
-        self._most = np.array([load.max_sequences or np.iinfo(np.int64).max for load in self._loads], dtype=np.int64)
-        self._unlimited = (self._capacity == 0) & (self._most == np.iinfo(np.int64).max)
-
-    def choose(self, context_tokens: int) -> EngineId | None:
-        """The engine that the gateway would take; the request then waits there."""
-        if not self._loads:
-            return None
-        mean_tokens = max(1.0, (self._held + context_tokens) / (int(self._requests.sum()) + 1))
-        by_room = self._running + np.maximum(self._free, 0) // mean_tokens
-        cap = np.maximum(1, np.minimum(self._most, np.where(self._capacity > 0, by_room, np.inf)))
-        cap[self._unlimited] = 1
-        index = (self._requests + 1) / cap * self._seconds
-        fits = (self._capacity == 0) | (self._free - self._waiting_tokens >= context_tokens)
-        if fits.any():
-            index[~fits] = np.inf
-        best = np.flatnonzero(index == index.min())
-        place = int(best[np.argmin(self._requests[best])])
-        self._requests[place] += 1
-        self._waiting_tokens[place] += context_tokens
-        self._held += context_tokens
-        return self._loads[place].id

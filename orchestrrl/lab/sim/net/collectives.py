@@ -1,4 +1,4 @@
-"""Collectives as NCCL runs them, as flows on the network, with the algorithm and protocol that NCCL would choose. Pure.
+"""Collectives as NCCL runs them, as flows on the network, along rings, with the protocol that NCCL would choose. Pure.
 
 Groups are GPUs [rank], or [group, rank] for several that call together. Bytes are those of a call's buffer at one
 rank, as in NCCL's and torch.distributed's calls:
@@ -14,7 +14,7 @@ slowest link must carry, whatever the number of ranks.
 Latencies and bandwidths are those of NCCL's own tuning model (github.com/NVIDIA/nccl, v2.28, src/graph/tuning.cc):
 baseLatencies, hwLatencies of NVLink and of the network, the network's overhead per message, llMaxBws. A step over the
 network there is a whole one, through a switch; the switch's part is taken off here, since the simulator's routes have
-it.
+it. Trees, which NCCL takes for small all-reduces over many servers, are left out: gradients are large.
 
 Groups that lie alike share a pattern: it names ranks by their place in the group, and the share of a message that goes
 each way. NCCL cuts a message over channels, one for each NIC that the group has on a server. A channel comes into each
@@ -22,7 +22,7 @@ server and leaves it by the same rail (NCCL_CROSS_NIC=0, as NCCL's manual advise
 last GPU of a server is beside another NIC, it hands over by NVLink (PXN, since NCCL 2.12).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -74,11 +74,6 @@ class Pattern:
     dst: Ints  # [flow], rank
     part: Floats  # [flow], of the bytes that the caller names
 
-    @classmethod
-    def of(cls, rows: dict[tuple[int, int], float]) -> "Pattern":
-        pairs = np.array(list(rows), np.int64).reshape(-1, 2)
-        return cls(pairs[:, 0], pairs[:, 1], np.array(list(rows.values()), np.float64))
-
     def over(self, groups: Ints, size: float) -> GpuFlows:
         """As flows of every group [group, rank]."""
         return GpuFlows(
@@ -125,51 +120,11 @@ def _across(order: list[int], following: list[int]) -> Hop:
 @lru_cache(maxsize=512)
 def ring(shape: RankShape) -> Pattern:
     """Part 1: a lap of the whole message, cut over channels."""
-    channels = rings(shape)
-    return _summed([(pair, 1 / len(channels)) for hops in channels for hop in hops for pair in hop])
-
-
-@lru_cache(maxsize=512)
-def trees(shape: RankShape) -> Pattern:
-    """Up and down two binary trees over servers, each with half of a channel's message, so that the inner servers of
-    one are leaves of the other (Sanders, Speck and Traff 2009); in a server along a chain from the channel's leader."""
-    blocks = list(shape.members().values())
-    part = 1 / shape.channels
-    rows: list[tuple[tuple[int, int], float]] = []
-    for channel in range(shape.channels):
-        orders = [_from(block, shape.leaders(block)[channel]) for block in blocks]
-        for order in orders:
-            rows += [(pair, part) for a, b in pairwise(order) for pair in ((a, b), (b, a))]
-        for child, parent in double_tree(len(blocks)):
-            a, b = orders[child][0], orders[parent][0]
-            rows += [((a, b), part / 2), ((b, a), part / 2)]
-    return _summed(rows)
-
-
-def double_tree(count: int) -> list[tuple[int, int]]:
-    """(child, parent) of both trees. In the first, 0 is the root and odd ones are leaves; the second is its mirror
-    image, or it moved by one where the count is odd."""
-    first = [(child, _parent(child, count)) for child in range(1, count)]
-    if count % 2:
-        return first + [((a + 1) % count, (b + 1) % count) for a, b in first]
-    return first + [(count - 1 - a, count - 1 - b) for a, b in first]
-
-
-def _parent(child: int, count: int) -> int:
-    low = child & -child
-    up = (child ^ low) | (low << 1)
-    return up if up < count else child ^ low
-
-
-def tree_depth(count: int) -> int:
-    """The most steps from a leaf to the root."""
-    deepest = 0
-    for child in range(1, count):
-        depth = 0
-        while child:
-            child, depth = _parent(child, count), depth + 1
-        deepest = max(deepest, depth)
-    return deepest
+    channels, parts = rings(shape), dict[tuple[int, int], float]()
+    for pair in (pair for hops in channels for hop in hops for pair in hop):
+        parts[pair] = parts.get(pair, 0.0) + 1 / len(channels)
+    src, dst = np.array(list(parts), np.int64).reshape(-1, 2).T
+    return Pattern(src, dst, np.array(list(parts.values()), np.float64))
 
 
 @lru_cache(maxsize=64)
@@ -188,20 +143,8 @@ def pairs(shape: RankShape) -> Pattern:
     return Pattern(both // shape.ranks, both % shape.ranks, np.bincount(where).astype(np.float64))
 
 
-def _summed(rows: list[tuple[tuple[int, int], float]]) -> Pattern:
-    found: dict[tuple[int, int], float] = {}
-    for pair, part in rows:
-        found[pair] = found.get(pair, 0.0) + part
-    return Pattern.of(found)
-
-
 NET_OVERHEAD_S = 1e-6  # per message; three times with Simple in a ring inside servers
 ONE_SWITCH_S = 2 * 1e-6 + 0.8e-6  # two links and a switch, as `Servers` has them
-
-
-class Algorithm(StrEnum):
-    RING = "ring"
-    TREE = "tree"
 
 
 class Protocol(StrEnum):
@@ -212,138 +155,101 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
+    """Of a ring. `alone_s`: of a step over the network in a group of one GPU a server, which has nothing inside servers
+    to hide it behind: NCCL takes a tree's."""
+
     base_s: float
     nvlink_s: float
     net_s: float
+    alone_s: float
 
 
 LATENCIES = {
-    (Algorithm.TREE, Protocol.LL): Latency(6.8e-6, 0.6e-6, 5.0e-6),
-    (Algorithm.TREE, Protocol.LL128): Latency(14.0e-6, 1.25e-6, 8.5e-6),
-    (Algorithm.TREE, Protocol.SIMPLE): Latency(8.4e-6, 4.0e-6, 14.0e-6),
-    (Algorithm.RING, Protocol.LL): Latency(6.6e-6, 0.6e-6, 2.7e-6),
-    (Algorithm.RING, Protocol.LL128): Latency(14.0e-6, 1.9e-6, 4.0e-6),
-    (Algorithm.RING, Protocol.SIMPLE): Latency(8.4e-6, 3.4e-6, 14.0e-6),
+    Protocol.LL: Latency(6.6e-6, 0.6e-6, 2.7e-6, 5.0e-6),
+    Protocol.LL128: Latency(14.0e-6, 1.9e-6, 4.0e-6, 8.5e-6),
+    Protocol.SIMPLE: Latency(8.4e-6, 3.4e-6, 14.0e-6, 14.0e-6),
 }
 WIRE = {Protocol.LL: 2.0, Protocol.LL128: 128 / 120, Protocol.SIMPLE: 1.0}  # bytes sent per byte of data
 LL_BYTES_PER_S = {1: 141e9, 2: 39e9}  # of all channels, one server of Hopper GPUs and two
 LL_MANY_BYTES_PER_S = 20.4e9  # three servers and more
-TREE_SHARE = 0.92  # of a tree's rate, what it reaches
 RING_PLATEAU = 1.4  # all-reduce by Simple over servers: how much longer its steps take than the constants
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    algorithm: Algorithm
+class RingChoice:
+    """How a ring runs with one protocol. `laps`: 2 of an all-reduce, 1 of what goes around once."""
+
+    shape: RankShape
     protocol: Protocol
-    overhead_s: float
-    rounds: int  # over the network
+    laps: int
 
     @property
-    def wire(self) -> float:
-        return WIRE[self.protocol]
+    def rounds(self) -> int:
+        """Over the network."""
+        return self.laps * (self.shape.servers - 1)
+
+    @property
+    def overhead_s(self) -> float:
+        latency, shape, is_simple = LATENCIES[self.protocol], self.shape, self.protocol is Protocol.SIMPLE
+        nvlink_s = latency.nvlink_s
+        if shape.servers > 1:
+            nvlink_s = max(nvlink_s, NET_OVERHEAD_S * (3 if is_simple else 1))
+        step_s = _host_s(latency.alone_s if shape.servers == shape.ranks else latency.net_s, self.protocol)
+        inside = self.laps * (shape.ranks - 1) - self.rounds
+        plateau = RING_PLATEAU if self.laps == 2 and is_simple and shape.servers > 1 else 1.0
+        return plateau * (latency.base_s + inside * nvlink_s + self.rounds * step_s)
+
+    def seconds(self, size: float, servers: Servers) -> float:
+        """Of `size` bytes, on a network that is in nobody's way: the alpha-beta model."""
+        shape, rate = self.shape, servers.nvlink_bytes_per_s
+        if shape.servers > 1:
+            rate = min(rate, servers.nic_bytes_per_s * shape.channels)
+        rate /= WIRE[self.protocol]
+        if self.protocol is Protocol.LL:
+            rate = min(rate, LL_BYTES_PER_S.get(shape.servers, LL_MANY_BYTES_PER_S))
+        lap = self.laps * (shape.ranks - 1) / shape.ranks
+        return self.overhead_s + self.rounds * ONE_SWITCH_S + lap * size / rate
 
 
-def ring_choice(shape: RankShape, protocol: Protocol, laps: int) -> Choice:
-    """`laps`: 2 of an all-reduce, 1 of what goes around once."""
-    latency, servers = LATENCIES[Algorithm.RING, protocol], shape.servers
-    steps, across = laps * (shape.ranks - 1), laps * (servers - 1)
-    nvlink_s = latency.nvlink_s
-    if servers > 1:
-        nvlink_s = max(nvlink_s, NET_OVERHEAD_S * (3 if protocol is Protocol.SIMPLE else 1))
-    exposed = Algorithm.TREE if servers == shape.ranks else Algorithm.RING  # nothing inside servers to hide it
-    step_s = _host_s(LATENCIES[exposed, protocol], protocol)
-    plateau = RING_PLATEAU if laps == 2 and protocol is Protocol.SIMPLE and servers > 1 else 1.0
-    return Choice(
-        Algorithm.RING, protocol, plateau * (latency.base_s + (steps - across) * nvlink_s + across * step_s), across
-    )
-
-
-def tree_choice(shape: RankShape, protocol: Protocol) -> Choice:
-    latency, servers = LATENCIES[Algorithm.TREE, protocol], shape.servers
-    rounds = 2 * tree_depth(servers)
-    inside = 2 * (-(-shape.ranks // servers) - 1)
-    overhead_s = latency.base_s + inside * latency.nvlink_s + rounds * _host_s(latency, protocol)
-    return Choice(Algorithm.TREE, protocol, overhead_s, rounds)
+def best(shape: RankShape, size: float, laps: int, servers: Servers) -> RingChoice:
+    return min((RingChoice(shape, each, laps) for each in Protocol), key=lambda each: each.seconds(size, servers))
 
 
 def p2p_overhead_s(across: bool) -> float:
     """Of a send and its receive, with what else of them is in the same group call."""
-    latency = LATENCIES[Algorithm.RING, Protocol.SIMPLE]
-    return latency.base_s + (_host_s(latency, Protocol.SIMPLE) if across else latency.nvlink_s)
+    latency = LATENCIES[Protocol.SIMPLE]
+    return latency.base_s + (_host_s(latency.net_s, Protocol.SIMPLE) if across else latency.nvlink_s)
 
 
-def _host_s(latency: Latency, protocol: Protocol) -> float:
-    return latency.net_s + NET_OVERHEAD_S * (2 if protocol is Protocol.SIMPLE else 1) - ONE_SWITCH_S
-
-
-def best(shape: RankShape, size: float, laps: int, servers: Servers, tree: bool) -> Choice:
-    """By the alpha-beta model: what takes `size` bytes once (or twice) around in the shortest time on a network that is
-    in nobody's way."""
-    choices = [ring_choice(shape, protocol, laps) for protocol in Protocol]
-    if tree and shape.servers > 1:
-        choices += [tree_choice(shape, protocol) for protocol in Protocol]
-    return min(choices, key=lambda each: _seconds(each, shape, size, laps, servers))
-
-
-def _seconds(choice: Choice, shape: RankShape, size: float, laps: int, servers: Servers) -> float:
-    rate = servers.nvlink_bytes_per_s
-    if shape.servers > 1:
-        rate = min(rate, servers.nic_bytes_per_s * shape.channels)
-    rate /= choice.wire
-    if choice.protocol is Protocol.LL:
-        rate = min(rate, LL_BYTES_PER_S.get(shape.servers, LL_MANY_BYTES_PER_S))
-    lap = laps * (shape.ranks - 1) / shape.ranks if choice.algorithm is Algorithm.RING else laps / TREE_SHARE
-    return choice.overhead_s + choice.rounds * ONE_SWITCH_S + lap * size / rate
+def _host_s(net_s: float, protocol: Protocol) -> float:
+    return net_s + NET_OVERHEAD_S * (2 if protocol is Protocol.SIMPLE else 1) - ONE_SWITCH_S
 
 
 Groups = Ints | Sequence[int] | Sequence[Sequence[int]]
 
 
-def all_reduce(
-    groups: Groups,
-    bytes: float,
-    servers: Servers,
-    *,
-    algorithm: Algorithm | None = None,
-    protocol: Protocol | None = None,
-) -> MessageTransfer:
-    """Ring or tree. None: what NCCL would take."""
-
-    def choose(shape: RankShape) -> Choice:
-        if algorithm is None and protocol is None:
-            return best(shape, bytes, 2, servers, tree=True)
-        if algorithm is Algorithm.TREE:
-            return tree_choice(shape, protocol or Protocol.SIMPLE)
-        return ring_choice(shape, protocol or Protocol.SIMPLE, 2)
-
-    parts = []
-    for shape, alike in _several(groups, servers):
-        choice = choose(shape)
-        if choice.algorithm is Algorithm.TREE:
-            parts.append((choice, trees(shape).over(alike, bytes * choice.wire)))
-        else:
-            lap = 2 * (shape.ranks - 1) / shape.ranks * bytes
-            parts.append((choice, ring(shape).over(alike, lap * choice.wire)))
-    return _together(parts)
+def all_reduce(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
+    return _around(groups, lambda ranks: bytes, 2, servers)
 
 
 def all_gather(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    return _once_around(groups, bytes, servers)
+    return _around(groups, lambda ranks: bytes * ranks, 1, servers)
 
 
-def reduce_scatter(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    return _once_around(groups, bytes, servers)
+reduce_scatter = all_gather  # the other way round, as much
 
 
-def _once_around(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
-    """Along rings, in chunks that follow each other."""
-    parts = []
+def _around(groups: Groups, whole_bytes: Callable[[int], float], laps: int, servers: Servers) -> MessageTransfer:
+    """Along rings, in chunks that follow each other; `whole_bytes` of a group of so many ranks. Groups that lie
+    differently end together: the latency of the slowest is everyone's."""
+    flows, rounds, overhead_s = [], 0, 0.0
     for shape, alike in _several(groups, servers):
-        lap_bytes = bytes * (shape.ranks - 1)
-        choice = best(shape, lap_bytes * shape.ranks / (shape.ranks - 1), 1, servers, tree=False)
-        parts.append((choice, ring(shape).over(alike, lap_bytes * choice.wire)))
-    return _together(parts)
+        size = whole_bytes(shape.ranks)
+        choice = best(shape, size, laps, servers)
+        lap_bytes = laps * (shape.ranks - 1) / shape.ranks * size
+        flows.append(ring(shape).over(alike, lap_bytes * WIRE[choice.protocol]))
+        rounds, overhead_s = max(rounds, choice.rounds), max(overhead_s, choice.overhead_s)
+    return MessageTransfer(GpuFlows.joined(flows), rounds, overhead_s)
 
 
 def all_to_all(groups: Groups, bytes: float, servers: Servers) -> MessageTransfer:
@@ -382,12 +288,3 @@ def _several(groups: Groups, servers: Servers) -> Iterator[tuple[RankShape, Ints
     """Groups of one rank have nothing to send."""
     each = np.atleast_2d(np.asarray(groups, np.int64))
     return shaped(each, servers) if each.shape[0] and each.shape[1] > 1 else iter(())
-
-
-def _together(parts: list[tuple[Choice, GpuFlows]]) -> MessageTransfer:
-    """Groups that lie differently end together: the latency of the slowest is everyone's."""
-    return MessageTransfer(
-        GpuFlows.joined([flows for _, flows in parts]),
-        max((choice.rounds for choice, _ in parts), default=0),
-        max((choice.overhead_s for choice, _ in parts), default=0.0),
-    )

@@ -72,7 +72,7 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
             steps=tuple(_with_log_probs(row, trained) for row in run.steps),
             tier_bytes={
-                FabricStage.TRAIN.value: training_bytes(job, scenario.recipe, stages.fabric, stages.constants),
+                FabricStage.TRAIN.value: training_bytes(job, scenario.training, stages.fabric),
                 FabricStage.GEN.value: last.tier_bytes,
                 FabricStage.WEIGHT_SYNC.value: synced.tier_bytes,
                 RESPONSE_STREAM: streamed.tier_bytes,

@@ -19,7 +19,6 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
 from orchestrrl.lab.sim.rl.loop import LoopRules
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
-from orchestrrl.lab.sim.rl.training import Recipe
 from orchestrrl.lab.sim.scenario import (
     Arm,
     Count,
@@ -34,7 +33,7 @@ from orchestrrl.lab.sim.scenario import (
     validated,
 )
 from orchestrrl.lab.sim.train.compute import fault_of
-from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainJob, TrainLayout
 from orchestrrl.lab.sim.workload import mean_tokens
 from planner.cost.engines import ENGINES, EngineModel
 from planner.cost.hardware import GPUS, GpuModel, gpu_named
@@ -136,6 +135,14 @@ class TrainingSection(ScenarioSection):
     updates: Count = 1  # optimiser steps on a batch, each on its share of the samples (mini-batches)
     epochs: Count = 1  # over the batch
     recovery_s: NotNegative = 120.0  # for another server to take the place of one that failed, and begin again
+
+    def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
+        """(samples of an optimiser step, such steps): as even as they can be, the larger ones first. Fewer samples than
+        updates make a step each."""
+        updates = min(self.updates, samples)
+        each, more = divmod(samples, updates)
+        found = ((each + 1, more * self.epochs), (each, (updates - more) * self.epochs))
+        return tuple((size, times) for size, times in found if times)
 
 
 class GenerationSection(ScenarioSection):
@@ -275,12 +282,9 @@ class ClusterScenario(ScenarioSection):
         dp = self.cluster.train_gpus // (part.tp * part.cp * part.pp)
         return TrainLayout(tp=part.tp, cp=part.cp, dp=dp, pp=part.pp, ep=part.ep, vpp=part.vpp)
 
-    @property
-    def recipe(self) -> Recipe:
-        part = self.training
-        return Recipe(part.log_prob_passes, part.updates, part.epochs)
-
-    def train_job(self, sequences: int, tokens: float, length_cv: float = 0.0) -> TrainJob:
+    def train_job(
+        self, sequences: int, tokens: float, length_cv: float = 0.0, constants: TrainConstants = MEGATRON
+    ) -> TrainJob:
         """On so many samples of that mean length, prompts included, and that spread of lengths."""
         return TrainJob(
             model=self.model_value,
@@ -291,6 +295,7 @@ class ClusterScenario(ScenarioSection):
             micro_sequences=self.training.micro_sequences,
             recompute=self.training.recompute,
             length_cv=length_cv,
+            constants=constants,
         )
 
     def rules(self) -> LoopRules:
@@ -342,7 +347,7 @@ def _layout_faults(scenario: ClusterScenario) -> Iterable[str]:
         yield f"training.updates: must be at most the {samples} samples of a training step, got {part.updates}"
         return
     found: list[str] = []
-    for share in {samples: None, **dict(scenario.recipe.shares(samples))}:
+    for share in {samples: None, **dict(scenario.training.shares(samples))}:
         try:
             scenario.train_job(share, 1.0)
         except ValueError as error:
@@ -354,7 +359,7 @@ def _memory_faults(scenario: ClusterScenario) -> Iterable[str]:
     """Of the largest optimiser step of a training step, on samples of the length that is expected."""
     if any(_layout_faults(scenario)):
         return
-    size = scenario.recipe.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
+    size = scenario.training.shares(scenario.loop.batch_samples or scenario.samples)[0][0]
     if fault := fault_of(scenario.train_job(size, mean_tokens(scenario.generation.workload))):
         yield f"training: {fault}"
 

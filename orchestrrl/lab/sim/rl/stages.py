@@ -56,25 +56,20 @@ def fabric_for(
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
     """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
-    job, fleet = _job(scenario), _fleet(scenario, plain)
-    parts = _training(scenario, job, constants)
+    samples, tokens = scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
+    job, fleet = scenario.train_job(samples, tokens, constants=constants), _fleet(scenario, plain)
+    parts = _training(scenario, job)
     if fleet is not None:
         parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
     return GpuFlows.joined(parts)
 
 
-def _job(scenario: ClusterScenario) -> TrainJob:
-    return scenario.train_job(
-        scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
-    )
-
-
-def _training(scenario: ClusterScenario, job: TrainJob, constants: TrainConstants) -> list[GpuFlows]:
+def _training(scenario: ClusterScenario, job: TrainJob) -> list[GpuFlows]:
     """All optimiser steps of a training step."""
     return [
         period.demand.times(times)
-        for size, times in scenario.recipe.shares(job.sequences)
-        for period in periods(replace(job, sequences=size), scenario.servers, constants=constants)
+        for size, times in scenario.training.shares(job.sequences)
+        for period in periods(replace(job, sequences=size), scenario.servers)
     ]
 
 
@@ -153,15 +148,15 @@ class FabricStages:
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
         """An optimiser step on the job's samples."""
         key = ("train", _key(failed), job)
-        return self._once(key, lambda: iteration(job, self.without(failed), constants=self.constants))
+        return self._once(key, lambda: iteration(job, self.without(failed)))
 
     def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
         """A training step on the job's samples, as the scenario has it: passes for log-probabilities, optimiser
         steps."""
-        recipe = self.scenario.recipe
+        recipe = self.scenario.training
 
         def make() -> TrainStage:
-            passes_s = forward_s(job, self.without(failed), constants=self.constants) if recipe.log_prob_passes else 0.0
+            passes_s = forward_s(job, self.without(failed)) if recipe.log_prob_passes else 0.0
             return training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
 
         return self._once(("training", _key(failed), job), make)
@@ -175,8 +170,8 @@ class FabricStages:
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
         seconds = self.training(SimulatedFailures(), job).seconds
-        recipe, servers = self.scenario.recipe, self.fabric.servers
-        return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers, self.constants))
+        recipe, servers = self.scenario.training, self.fabric.servers
+        return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers))
 
     def generation_sends(self, fleet: UniformFleet, tokens_per_s: float) -> Beside:
         """A second, in the mean."""
@@ -224,7 +219,7 @@ class ArmTimes:
         return deployed(tuned.parallelism, self.stages.where, fabric.servers, fabric.pods)
 
     def job(self, samples: int) -> TrainJob:
-        return self.stages.scenario.train_job(samples, self.tokens, self.length_cv)
+        return self.stages.scenario.train_job(samples, self.tokens, self.length_cv, self.stages.constants)
 
     def gen(self, step: int, begin_s: float) -> GenTime:
         seconds = stretched_s(self._schedule, begin_s, lambda now_s: self._gen_s(step, now_s))

@@ -12,44 +12,24 @@ and take no time of the loop: answers go while others are generated.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
-from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import TierBytes, finish_s, summed, tier_bytes
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus
 from orchestrrl.lab.sim.rl.model import TrainStage
+from orchestrrl.lab.sim.rl.scenario import TrainingSection
 from orchestrrl.lab.sim.train.compute import forward_flops, step_flops
-from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
+from orchestrrl.lab.sim.train.model import TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, forward_times, periods_of, traffic
 
 LOG_PROBS = "log probs"  # of a stage's parts
 
 
-@checked(frozen=True, slots=True)
-class Recipe:
-    """What a training step does with its samples: passes over all of them for log-probabilities, then `epochs` times
-    `updates` optimiser steps, each on as many of them."""
-
-    log_prob_passes: Annotated[int, Field(ge=0)] = 1
-    updates: Annotated[int, Field(ge=1)] = 1
-    epochs: Annotated[int, Field(ge=1)] = 1
-
-    def shares(self, samples: int) -> tuple[tuple[int, int], ...]:
-        """(samples of an optimiser step, such steps): as even as they can be, the larger ones first. Fewer samples than
-        updates make a step each."""
-        updates = min(self.updates, samples)
-        each, more = divmod(samples, updates)
-        found = ((each + 1, more * self.epochs), (each, (updates - more) * self.epochs))
-        return tuple((size, times) for size, times in found if times)
-
-
 def training_stage(
-    job: TrainJob, recipe: Recipe, update: Callable[[TrainJob], TrainingIteration], forward_s: float
+    job: TrainJob, recipe: TrainingSection, update: Callable[[TrainJob], TrainingIteration], forward_s: float
 ) -> TrainStage:
     """On the samples of `job`. `update`: an optimiser step on a share of them; `forward_s`: a pass over all."""
     steps = [(times, update(replace(job, sequences=size))) for size, times in recipe.shares(job.sequences)]
@@ -67,18 +47,16 @@ def training_stage(
     )
 
 
-def model_flops(job: TrainJob, recipe: Recipe) -> float:
+def model_flops(job: TrainJob, recipe: TrainingSection) -> float:
     """Operations that the model asks for, those of its forward passes among them."""
     passes = recipe.log_prob_passes * job.sequences * forward_flops(job.model, job.tokens, job.square_tokens)
     return passes + recipe.epochs * step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
 
 
-def training_bytes(
-    job: TrainJob, recipe: Recipe, fabric: SimulatedFabric, constants: TrainConstants = MEGATRON
-) -> Mapping[str, float]:
+def training_bytes(job: TrainJob, recipe: TrainingSection, fabric: SimulatedFabric) -> Mapping[str, float]:
     """By tier, over its links: what stays in a server goes over NVLink."""
     found = []
-    for share, exchanges, often in _sent(job, recipe, fabric.servers, constants):
+    for share, exchanges, often in _sent(job, recipe, fabric.servers):
         passes, gradients = (fabric.network(period) for period in periods_of(share, exchanges))
         for kind, times in often.items():
             network = passes if kind in FORWARD_BACKWARD else gradients
@@ -87,12 +65,12 @@ def training_bytes(
     return summed(found)
 
 
-def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants = MEGATRON) -> GpuFlows:
+def training_flows(job: TrainJob, recipe: TrainingSection, servers: Servers) -> GpuFlows:
     """Of a training step, those of groups that span servers."""
     return GpuFlows.joined(
         [
             exchanges[kind].transfer.flows.times(times)
-            for _, exchanges, often in _sent(job, recipe, servers, constants)
+            for _, exchanges, often in _sent(job, recipe, servers)
             for kind, times in often.items()
             if exchanges[kind].crosses
         ]
@@ -102,14 +80,14 @@ def training_flows(job: TrainJob, recipe: Recipe, servers: Servers, constants: T
 Sent = tuple[TrainJob, Mapping[str, GroupCollective], Mapping[str, float]]
 
 
-def _sent(job: TrainJob, recipe: Recipe, servers: Servers, constants: TrainConstants) -> Iterator[Sent]:
+def _sent(job: TrainJob, recipe: TrainingSection, servers: Servers) -> Iterator[Sent]:
     """Of optimiser steps that are alike, then of the passes before them: exchanges by kind, and how often each."""
     for size, times in recipe.shares(job.sequences):
         share = replace(job, sequences=size)
-        exchanges = traffic(share, servers, constants)
+        exchanges = traffic(share, servers)
         yield share, exchanges, {kind: times * each.times for kind, each in exchanges.items()}
     if recipe.log_prob_passes:
-        exchanges = traffic(job, servers, constants)
+        exchanges = traffic(job, servers)
         forward = {kind: exchanges[kind] for kind in FORWARD_BACKWARD if kind in exchanges}
         often = {kind: recipe.log_prob_passes * forward_times(job, kind, each) for kind, each in forward.items()}
         yield job, exchanges, often

@@ -24,9 +24,10 @@ from orchestrrl.lab.sim.net.fluid import TierBytes, finish_beside, finish_s, sum
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, token_flows
 from orchestrrl.lab.sim.rl.model import SyncCourse, SyncStage
-from orchestrrl.lab.sim.rl.training import Recipe, training_flows
+from orchestrrl.lab.sim.rl.scenario import TrainingSection
+from orchestrrl.lab.sim.rl.training import training_flows
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, shards_of, site_of
-from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainJob
+from orchestrrl.lab.sim.train.model import TrainJob
 from planner.cost.models import Model
 from planner.sync_tree.model import Shard, SyncPlan, SyncProblem
 from planner.sync_tree.plan import make_plan
@@ -182,11 +183,9 @@ class Beside:
         return True
 
 
-def training_beside(
-    job: TrainJob, recipe: Recipe, seconds: float, servers: Servers, constants: TrainConstants = MEGATRON
-) -> Beside:
+def training_beside(job: TrainJob, recipe: TrainingSection, seconds: float, servers: Servers) -> Beside:
     """Of a training step that takes so long. All its GPUs wait for each other."""
-    flows = training_flows(job, recipe, servers, constants).times(1 / seconds)
+    flows = training_flows(job, recipe, servers).times(1 / seconds)
     return Beside.of(FabricStage.TRAIN, flows, np.zeros(len(flows), np.int64), servers)
 
 

@@ -115,7 +115,8 @@ class Compute:
     head_backward_s: float
 
 
-def compute_of(job: TrainJob, kernels: Kernels) -> Compute:
+def compute_of(job: TrainJob) -> Compute:
+    kernels = Kernels(job.gpu, job.constants)
     return Compute(
         _layer(job, kernels, backward=False),
         _layer(job, kernels, backward=True),
@@ -201,10 +202,10 @@ def stage_parameters(job: TrainJob) -> tuple[float, float]:
     return max(dense), max(experts)
 
 
-def optimizer_s(job: TrainJob, kernels: Kernels) -> float:
+def optimizer_s(job: TrainJob) -> float:
     """Of the distributed optimizer: each rank updates its shard, and clears its gradients."""
     dense, experts = stage_parameters(job)
-    layout, constants = job.layout, kernels.constants
+    layout, constants, kernels = job.layout, job.constants, Kernels(job.gpu, job.constants)
     shard = dense / (layout.dp * layout.cp) + experts * layout.ep / (layout.tp * layout.cp * layout.dp)
     moved = shard * (constants.optimizer_bytes + constants.gradient_bytes)  # read once more for the norm
     return kernels.moves_s(moved + (dense + experts) * constants.gradient_bytes)

@@ -19,12 +19,10 @@ import numpy as np
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import Floats, LinkNetwork
-from orchestrrl.lab.sim.train.compute import Kernels, compute_of, optimizer_s, step_flops
+from orchestrrl.lab.sim.train.compute import optimizer_s, step_flops
 from orchestrrl.lab.sim.train.model import (
-    MEGATRON,
     CollectiveBoundary,
     OverlapWindow,
-    TrainConstants,
     TrainingIteration,
     TrainJob,
 )
@@ -188,14 +186,12 @@ class TrainingOnFabric:
     changed: Gradients | None
 
 
-def on_fabric(
-    job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective], constants: TrainConstants
-) -> TrainingOnFabric:
+def on_fabric(job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]) -> TrainingOnFabric:
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     each_s = once_s(network, exchanges, FORWARD_BACKWARD)
     crossing = frozenset(group_of(kind) for kind, each in exchanges.items() if each.crosses)
-    given = loaded(job, compute_of(job, Kernels(job.gpu, constants)), each_s, crossing, constants)
+    given = loaded(job, each_s, crossing)
     changed = None
     if "dp" in given.crossing and fabric.changes(passes_period, gradients_period):
         changed = gradients(fabric.network(gradients_period), exchanges)
@@ -288,12 +284,12 @@ def windows(found: tuple[CollectiveBoundary, ...], least_s: float = 1e-9) -> tup
     )
 
 
-def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> TrainingIteration:
+def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
     """On the networks that the fabric is in the job's periods. Raises ValueError where GPUs of a group have no way to
     each other."""
-    exchanges = traffic(job, fabric.servers, constants)
-    found = on_fabric(job, fabric, exchanges, constants)
-    step_s = optimizer_s(job, Kernels(job.gpu, constants))
+    exchanges = traffic(job, fabric.servers)
+    found = on_fabric(job, fabric, exchanges)
+    step_s = optimizer_s(job)
     taken, free = (
         shortest(found.given, found.kept, found.changed, step_s, each) for each in (fabric.reconfigures_s, 0.0)
     )
@@ -304,9 +300,9 @@ def iteration(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstan
     return _iteration_of(found, taken, free, step_s)
 
 
-def forward_s(job: TrainJob, fabric: SimulatedFabric, *, constants: TrainConstants = MEGATRON) -> float:
+def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
     """The batch's forward passes alone, as for probabilities under the policy or a reference."""
-    given = on_fabric(job, fabric, traffic(job, fabric.servers, constants), constants).given
+    given = on_fabric(job, fabric, traffic(job, fabric.servers)).given
     return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 

@@ -113,6 +113,7 @@ class TrainJob:
     first_gpu: int = 0  # its GPUs are numbered from here on
     recompute: bool = False  # activations are computed again in the backward pass
     length_cv: float = 0.0  # standard deviation of the sequences' lengths over their mean; 0: all are as long
+    constants: TrainConstants = MEGATRON
 
     def __post_init__(self) -> None:
         if faults := self._faults():

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchestrrl.lab.sim.net.model import Floats
-from orchestrrl.lab.sim.train.compute import Compute, LayerPass, stage_parameters
-from orchestrrl.lab.sim.train.model import TrainConstants, TrainJob
+from orchestrrl.lab.sim.train.compute import Compute, LayerPass, compute_of, stage_parameters
+from orchestrrl.lab.sim.train.model import TrainJob
 
 Key = tuple[int, int, int]  # backward or not, stage, micro-batch
 
@@ -180,10 +180,10 @@ class Passes:
     backward: Pass
 
 
-def passes_of(job: TrainJob, compute: Compute, once_s: Mapping[str, float], constants: TrainConstants) -> Passes:
+def passes_of(job: TrainJob, compute: Compute, once_s: Mapping[str, float]) -> Passes:
     """`once_s`: of each kind of collective, on the network as it is then."""
-    forward = _pass(job, compute.forward, once_s, 0.0, constants.ep_hidden_share, ring_laps=1)
-    hidden = constants.tp_hidden_share, constants.ep_hidden_share
+    forward = _pass(job, compute.forward, once_s, 0.0, job.constants.ep_hidden_share, ring_laps=1)
+    hidden = job.constants.tp_hidden_share, job.constants.ep_hidden_share
     backward = _pass(job, compute.backward, once_s, *hidden, ring_laps=2)[::-1]
     if job.recompute:
         backward = (*forward, *backward)
@@ -234,7 +234,6 @@ class StageLoad:
     """`crossing`: kinds of collectives that leave their server; only they take part in circuits and windows."""
 
     job: TrainJob
-    constants: TrainConstants
     compute: Compute
     passes: Passes
     stages: Stages
@@ -257,7 +256,7 @@ class StageLoad:
     @property
     def buckets(self) -> int:
         """In which a stage's gradients and parameters are sent."""
-        size = max(self.constants.bucket_parameters, 1e6 * self.job.layout.dp)
+        size = max(self.job.constants.bucket_parameters, 1e6 * self.job.layout.dp)
         return max(1, round(sum(stage_parameters(self.job)) / self.job.layout.vpp / size))
 
     def head_s(self, op: PipelineOp) -> float:
@@ -275,11 +274,10 @@ class StageLoad:
         return min(1.0, sends_s * self.job.stage_layers[op.stage] / self.op_s(op))
 
 
-def loaded(
-    job: TrainJob, compute: Compute, once_s: Mapping[str, float], crossing: frozenset[str], constants: TrainConstants
-) -> StageLoad:
+def loaded(job: TrainJob, once_s: Mapping[str, float], crossing: frozenset[str]) -> StageLoad:
     """`once_s`: of each kind of collective of forward and backward."""
-    passes = passes_of(job, compute, once_s, constants)
+    compute = compute_of(job)
+    passes = passes_of(job, compute, once_s)
     layers = np.array(job.stage_layers, np.float64)
     head = np.zeros(len(layers))
     head[-1] = 1.0
@@ -290,7 +288,7 @@ def loaded(
         blocks=job.layout.vpp == 1,  # Megatron overlaps point-to-point messages where stages are interleaved
     )
     ops = order(job.layout.pp, job.micro_batches, job.layout.vpp)
-    return StageLoad(job, constants, compute, passes, stages, ops, crossing)
+    return StageLoad(job, compute, passes, stages, ops, crossing)
 
 
 def without_network(given: StageLoad) -> Floats:

@@ -14,7 +14,7 @@ from orchestrrl.lab.sim.net import collectives
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, MessageTransfer, Servers
 from orchestrrl.lab.sim.train.compute import ACTIVATION_BYTES, stage_parameters
-from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainJob
+from orchestrrl.lab.sim.train.model import TrainJob
 
 AXES = ("tp", "cp", "dp_cp", "pp", "ep", "expert_dp")
 
@@ -59,14 +59,14 @@ class GroupCollective:
     crosses: bool  # between servers
 
 
-def traffic(job: TrainJob, servers: Servers, constants: TrainConstants) -> Mapping[str, GroupCollective]:
+def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
     """By kind; kinds with one member only are left out. A ring of context parallelism counts its forward pass: the
     backward one carries the gradients of keys and values as well, twice as much."""
     if job.first_gpu + job.layout.gpus > servers.gpus:
         raise ValueError(
             f"the layout takes GPUs {job.first_gpu}..{job.first_gpu + job.layout.gpus - 1}, there are {servers.gpus}"
         )
-    found = {**_of_passes(job, servers), **_of_gradients(job, servers, constants)}
+    found = {**_of_passes(job, servers), **_of_gradients(job, servers)}
     return {name: found[name] for name in (*FORWARD_BACKWARD, *GRADIENTS) if name in found}
 
 
@@ -132,7 +132,7 @@ def tp_count(job: TrainJob) -> int:
     return 4 if job.model.ffn else 2
 
 
-def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) -> dict[str, GroupCollective]:
+def _of_gradients(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
     found = {}
     dense, experts = stage_parameters(job)
     for kind, axis, parameters in (("dp", "dp_cp", dense), ("expert", "expert_dp", experts)):
@@ -141,9 +141,9 @@ def _of_gradients(job: TrainJob, servers: Servers, constants: TrainConstants) ->
         if size < 2 or not parameters:
             continue
         far = crosses(members, servers)
-        transfer = collectives.reduce_scatter(members, parameters * constants.gradient_bytes / size, servers)
+        transfer = collectives.reduce_scatter(members, parameters * job.constants.gradient_bytes / size, servers)
         found[f"{kind}_reduce"] = GroupCollective(transfer, 1.0, far)
-        transfer = collectives.all_gather(members, parameters * constants.parameter_bytes / size, servers)
+        transfer = collectives.all_gather(members, parameters * job.constants.parameter_bytes / size, servers)
         found[f"{kind}_gather"] = GroupCollective(transfer, 1.0, far)
     return found
 
@@ -163,9 +163,9 @@ def _down(members: Ints, given: float, servers: Servers, *, around: bool) -> Mes
     return collectives.p2p(pairs.reshape(-1, 2), given, servers)
 
 
-def periods(job: TrainJob, servers: Servers, *, constants: TrainConstants = MEGATRON) -> tuple[Period, ...]:
+def periods(job: TrainJob, servers: Servers) -> tuple[Period, ...]:
     """Forward and backward, then gradients (and parameters). Demand is that of a whole iteration."""
-    return periods_of(job, traffic(job, servers, constants))
+    return periods_of(job, traffic(job, servers))
 
 
 def periods_of(job: TrainJob, exchanges: Mapping[str, GroupCollective]) -> tuple[Period, Period]:

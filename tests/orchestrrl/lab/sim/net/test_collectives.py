@@ -8,20 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.collectives import (
-    Algorithm,
-    Protocol,
+    WIRE,
     RankShape,
     all_gather,
     all_reduce,
     all_to_all,
     best,
-    double_tree,
     m2n,
     p2p,
     reduce_scatter,
     rings,
     shaped,
-    tree_depth,
 )
 from orchestrrl.lab.sim.net.model import Floats, GpuFlows, Servers
 
@@ -45,6 +42,11 @@ groups = st.one_of(even_groups(), any_groups).filter(lambda group: len(group) > 
 def shape_of(group: list[int]) -> RankShape:
     ((shape, _),) = shaped(np.array([group]), SERVERS)
     return shape
+
+
+def wire(group: list[int], size: float, laps: int) -> float:
+    """Bytes sent per byte of data, with the protocol that is chosen."""
+    return WIRE[best(shape_of(group), size, laps, SERVERS).protocol]
 
 
 def across(flows: GpuFlows) -> GpuFlows:
@@ -74,8 +76,8 @@ def test_rings_pass_every_rank_once_and_cross_each_boundary_once(group: list[int
 
 @given(even_groups().filter(lambda group: len(group) > 1))
 def test_channels_use_every_nic_of_a_group_alike(group: list[int]) -> None:
-    transfer = all_reduce(group, SIZE, SERVERS, algorithm=Algorithm.RING)
-    outside, lap = across(transfer.flows), 2 * (len(group) - 1) / len(group) * SIZE
+    transfer = all_reduce(group, SIZE, SERVERS)
+    outside, lap = across(transfer.flows), 2 * (len(group) - 1) / len(group) * SIZE * wire(group, SIZE, 2)
     channels = Counter(gpu // 8 for gpu in group).most_common()[0][1]
     if len(outside):
         given_, got = (by_gpu(of, outside.bytes)[group] for of in (outside.src, outside.dst))
@@ -98,9 +100,11 @@ def test_a_ring_over_like_servers_stays_on_its_rails(count: int, each: int) -> N
 @given(groups, st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"]))
 def test_bytes_of_rings_are_what_nccl_counts(group: list[int], name: str) -> None:
     n = len(group)
-    lap = 2 * (n - 1) / n * SIZE if name == "all_reduce" else (n - 1) * SIZE
+    lap = 2 * (n - 1) / n * SIZE * wire(group, SIZE, 2)
+    if name != "all_reduce":
+        lap = (n - 1) * SIZE * wire(group, n * SIZE, 1)
     whole = {
-        "all_reduce": lambda: all_reduce(group, SIZE, SERVERS, algorithm=Algorithm.RING),
+        "all_reduce": lambda: all_reduce(group, SIZE, SERVERS),
         "all_gather": lambda: all_gather(group, SIZE, SERVERS),
         "reduce_scatter": lambda: reduce_scatter(group, SIZE, SERVERS),
     }[name]()
@@ -139,46 +143,10 @@ def test_by_rail_crosses_to_the_receivers_place_alone() -> None:
     assert outside.bytes == pytest.approx(np.full(16, 8 * SIZE / 16))
 
 
-@given(st.integers(2, 40))
-def test_both_trees_reach_everyone_and_hardly_anyone_works_in_both(count: int) -> None:
-    edges = double_tree(count)
-    inner = []
-    for tree in (edges[: count - 1], edges[count - 1 :]):
-        parent = dict(tree)
-        assert len(parent) == count - 1
-        (root,) = set(range(count)) - set(parent)
-        for child in parent:
-            at, steps = child, 0
-            while at != root:
-                at, steps = parent[at], steps + 1
-            assert steps <= tree_depth(count) <= np.ceil(np.log2(count)) + 1
-        assert max(Counter(parent.values()).values()) <= 2
-        inner.append(set(parent.values()))
-    assert len(inner[0] & inner[1]) <= 2
-
-
-def test_a_tree_sends_twice_the_tensor_between_servers() -> None:
-    transfer = all_reduce(range(48), SIZE, SERVERS, algorithm=Algorithm.TREE)
-    assert across(transfer.flows).bytes.sum() == pytest.approx(2 * 5 * SIZE)
-    assert by_gpu(transfer.flows.src, transfer.flows.bytes) == pytest.approx(
-        by_gpu(transfer.flows.dst, transfer.flows.bytes)
-    )
-
-
-def test_small_messages_take_trees_and_large_ones_rings() -> None:
-    servers = Servers(32)
-    ((shape, _),) = shaped(np.arange(256)[None], servers)
-    small, large = (best(shape, size, 2, servers, tree=True) for size in (4e3, 8e9))
-    assert small.algorithm is Algorithm.TREE
-    assert small.protocol is Protocol.LL
-    assert large.algorithm is Algorithm.RING
-    assert large.overhead_s > small.overhead_s
-
-
 def test_many_groups_are_each_as_they_are_alone() -> None:
     many = np.arange(48).reshape(12, 4).T.copy()  # stride over servers and places: not all lie alike
-    together = all_reduce(many, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows
-    alone = GpuFlows.joined([all_reduce(each, SIZE, SERVERS, protocol=Protocol.SIMPLE).flows for each in many])
+    together = all_reduce(many, SIZE, SERVERS).flows
+    alone = GpuFlows.joined([all_reduce(each, SIZE, SERVERS).flows for each in many])
 
     def rows(flows: GpuFlows) -> list[tuple[int, int, float]]:
         return sorted(zip(flows.src.tolist(), flows.dst.tolist(), flows.bytes.tolist(), strict=True))

@@ -5,8 +5,9 @@ import pytest
 from reference_networks import one_switch, two_tiers
 
 from orchestrrl.lab.sim.net.collectives import (
-    Algorithm,
     Protocol,
+    RankShape,
+    RingChoice,
     all_gather,
     all_reduce,
     all_to_all,
@@ -30,8 +31,9 @@ def elapsed_s(network: LinkNetwork, transfer: MessageTransfer) -> float:
 
 def test_ring_over_servers_of_one_gpu_each_takes_its_closed_form() -> None:
     servers = Servers(6, gpus_per_server=1, nics_per_server=1)
-    transfer = all_reduce(range(6), MUCH, servers, algorithm=Algorithm.RING, protocol=Protocol.SIMPLE)
+    transfer = all_reduce(range(6), MUCH, servers)
     latency_s = 2 * servers.propagation_s + servers.processing_s
+    assert transfer.overhead_s == RingChoice(RankShape(tuple(range(6)), (0,) * 6), Protocol.SIMPLE, 2).overhead_s
     expected = 2 * 5 / 6 * MUCH / servers.nic_bytes_per_s + 10 * latency_s + transfer.overhead_s
     assert elapsed_s(one_switch(servers), transfer) == pytest.approx(expected, rel=1e-9)
 

@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 
 from orchestrrl.lab.sim.net.collectives import (
-    Algorithm,
+    WIRE,
     Protocol,
     RankShape,
+    RingChoice,
     all_reduce,
     all_to_all,
     best,
     p2p_overhead_s,
-    ring_choice,
     shaped,
-    tree_choice,
-    tree_depth,
 )
 from orchestrrl.lab.sim.net.model import Servers
 
@@ -40,28 +38,17 @@ FOUR, SPREAD = shape(np.arange(32)), shape(np.arange(0, 32, 8))
     ],
 )
 def test_a_ring_has_a_step_for_each_rank(protocol: Protocol, laps: int, microseconds: float) -> None:
-    found = ring_choice(FOUR, protocol, laps)
+    found = RingChoice(FOUR, protocol, laps)
     assert found.overhead_s * 1e6 == pytest.approx(microseconds)
     assert found.rounds == laps * 3
 
 
 def test_a_ring_of_one_gpu_a_server_hides_none_of_its_steps() -> None:
-    assert ring_choice(SPREAD, Protocol.LL, 1).overhead_s * 1e6 == pytest.approx(6.6 + 3 * (5.0 + 1 - SWITCH_US))
-
-
-@pytest.mark.parametrize(
-    ("protocol", "base_us", "nvlink_us", "net_us"),
-    [(Protocol.LL, 6.8, 0.6, 5.0 + 1), (Protocol.LL128, 14.0, 1.25, 8.5 + 1), (Protocol.SIMPLE, 8.4, 4.0, 14.0 + 2)],
-)
-def test_a_tree_goes_up_and_down(protocol: Protocol, base_us: float, nvlink_us: float, net_us: float) -> None:
-    found = tree_choice(FOUR, protocol)
-    depth = tree_depth(4)
-    assert found.overhead_s * 1e6 == pytest.approx(base_us + 2 * 7 * nvlink_us + 2 * depth * (net_us - SWITCH_US))
-    assert found.rounds == 2 * depth
+    assert RingChoice(SPREAD, Protocol.LL, 1).overhead_s * 1e6 == pytest.approx(6.6 + 3 * (5.0 + 1 - SWITCH_US))
 
 
 def test_protocols_send_flags_with_their_data() -> None:
-    assert [ring_choice(FOUR, each, 1).wire for each in Protocol] == [2.0, pytest.approx(16 / 15), 1.0]
+    assert [WIRE[each] for each in Protocol] == [2.0, pytest.approx(16 / 15), 1.0]
 
 
 def test_a_message_alone() -> None:
@@ -71,23 +58,16 @@ def test_a_message_alone() -> None:
 
 def test_protocols_follow_each_other_as_messages_grow() -> None:
     """From latency to bandwidth: LL, LL128, Simple."""
-    found = [best(FOUR, size, 1, SERVERS, tree=False).protocol for size in 2.0 ** np.arange(10, 36)]
+    found = [best(FOUR, size, 1, SERVERS).protocol for size in 2.0 ** np.arange(10, 36)]
     assert found == sorted(found, key=list(Protocol).index)
     assert set(found) == set(Protocol)
-
-
-def test_a_tree_is_worth_it_over_many_servers_alone() -> None:
-    many = shape(np.arange(512))
-    assert best(many, 1e6, 2, SERVERS, tree=True).algorithm is Algorithm.TREE
-    assert best(many, 1e11, 2, SERVERS, tree=True).algorithm is Algorithm.RING
-    assert best(shape(np.arange(8)), 1e3, 2, SERVERS, tree=True).algorithm is Algorithm.RING
 
 
 def test_groups_that_lie_differently_wait_for_the_slowest() -> None:
     """Four on one server, four on four."""
     groups = [[0, 1, 2, 3], [0, 8, 16, 24]]
-    both = all_reduce(groups, 1e6, SERVERS, protocol=Protocol.SIMPLE)
-    alone = [all_reduce(each, 1e6, SERVERS, protocol=Protocol.SIMPLE) for each in groups]
+    both = all_reduce(groups, 1e6, SERVERS)
+    alone = [all_reduce(each, 1e6, SERVERS) for each in groups]
     assert (both.rounds, both.overhead_s) == (6, max(each.overhead_s for each in alone))
 
 

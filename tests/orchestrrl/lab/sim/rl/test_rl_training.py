@@ -11,9 +11,9 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.model import TrainStage
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario import scenario_of
+from orchestrrl.lab.sim.rl.scenario import TrainingSection, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
-from orchestrrl.lab.sim.rl.training import LOG_PROBS, Recipe, model_flops, training_bytes, training_stage
+from orchestrrl.lab.sim.rl.training import LOG_PROBS, model_flops, training_bytes, training_stage
 from orchestrrl.lab.sim.train.compute import step_flops
 from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
@@ -26,38 +26,39 @@ JOB = TrainJob(model_named("qwen2.5-14b"), gpu_named("h800"), TrainLayout(tp=4, 
 MOE = TrainJob(model_named("qwen2-57b-a14b"), gpu_named("h800"), TrainLayout(tp=4, dp=8, ep=16), 128, 2000.0)
 
 
-def stage(recipe: Recipe, job: TrainJob = JOB) -> TrainStage:
+def stage(recipe: TrainingSection, job: TrainJob = JOB) -> TrainStage:
     return training_stage(job, recipe, lambda share: iteration(share, FABRIC), forward_s(job, FABRIC))
 
 
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 3))
 def test_every_sample_is_in_one_update_of_each_epoch(samples: int, updates: int, epochs: int) -> None:
-    shares = Recipe(1, updates, epochs).shares(samples)
+    shares = TrainingSection(log_prob_passes=1, updates=updates, epochs=epochs).shares(samples)
     assert sum(size * times for size, times in shares) == samples * epochs
     assert sum(times for _, times in shares) == min(samples, updates) * epochs
     assert max(size for size, _ in shares) - min(size for size, _ in shares) <= 1
 
 
 def test_one_update_alone_is_an_iteration() -> None:
-    found, alone = stage(Recipe(log_prob_passes=0)), iteration(JOB, FABRIC)
+    found, alone = stage(TrainingSection(log_prob_passes=0)), iteration(JOB, FABRIC)
     assert (found.seconds, found.updates) == (pytest.approx(alone.seconds), 1)
     assert found.mfu == pytest.approx(alone.mfu)
     assert {name: each_s for name, each_s in found.parts_s.items() if name != LOG_PROBS} == dict(alone.parts_s)
 
 
 def test_each_pass_adds_itself_and_what_it_asks_for() -> None:
-    none, one, two = (stage(Recipe(log_prob_passes=passes)) for passes in range(3))
+    none, one, two = (stage(TrainingSection(log_prob_passes=passes)) for passes in range(3))
     pass_s = forward_s(JOB, FABRIC)
     assert one.seconds == pytest.approx(none.seconds + pass_s)
     assert two.seconds == pytest.approx(none.seconds + 2 * pass_s)
     assert two.parts_s[LOG_PROBS] == pytest.approx(2 * pass_s)
     step = step_flops(JOB.model, JOB.sequences, JOB.tokens)
-    assert model_flops(JOB, Recipe(2)) == pytest.approx(step * 5 / 3)
+    assert model_flops(JOB, TrainingSection(log_prob_passes=2)) == pytest.approx(step * 5 / 3)
     assert two.mfu == pytest.approx(step * 5 / 3 / (32 * two.seconds * JOB.gpu.bf16_flops))
 
 
-@pytest.mark.parametrize("recipe", [Recipe(1, 4, 1), Recipe(1, 3, 2), Recipe(0, 1, 2)])
-def test_parts_add_up_to_all_of_its_steps(recipe: Recipe) -> None:
+@pytest.mark.parametrize(("passes", "updates", "epochs"), [(1, 4, 1), (1, 3, 2), (0, 1, 2)])
+def test_parts_add_up_to_all_of_its_steps(passes: int, updates: int, epochs: int) -> None:
+    recipe = TrainingSection(log_prob_passes=passes, updates=updates, epochs=epochs)
     found = stage(recipe)
     steps_s = sum(times * iteration(replace(JOB, sequences=size), FABRIC).seconds for size, times in recipe.shares(128))
     assert found.seconds == pytest.approx(sum(found.parts_s.values()))
@@ -65,7 +66,7 @@ def test_parts_add_up_to_all_of_its_steps(recipe: Recipe) -> None:
 
 
 def test_more_updates_exchange_gradients_and_fill_the_pipeline_each_time() -> None:
-    once, often = stage(Recipe(updates=1)), stage(Recipe(updates=4))
+    once, often = stage(TrainingSection(updates=1)), stage(TrainingSection(updates=4))
     assert often.updates == 4
     assert often.parts_s["optimizer"] == pytest.approx(4 * once.parts_s["optimizer"])
     assert often.parts_s["bubble"] == pytest.approx(4 * once.parts_s["bubble"], rel=0.01)
@@ -75,26 +76,28 @@ def test_more_updates_exchange_gradients_and_fill_the_pipeline_each_time() -> No
 
 def test_uneven_lengths_take_longer_by_their_squares() -> None:
     """Attention is as much longer as the mean of squares is; the rest takes what it took."""
-    even, spread = (stage(Recipe(), replace(JOB, length_cv=cv)) for cv in (0.0, 1.0))
+    even, spread = (stage(TrainingSection(), replace(JOB, length_cv=cv)) for cv in (0.0, 1.0))
     assert spread.parts_s["compute"] > even.parts_s["compute"]
     assert spread.parts_s["dp"] == pytest.approx(even.parts_s["dp"], rel=0.05)
     # Sequences of 1000 and 3000 tokens are, one by one, what both are in the mean.
     one, other = (replace(JOB, sequences=64, tokens=tokens) for tokens in (1000.0, 3000.0))
     both = replace(JOB, tokens=2000.0, length_cv=0.5)
-    assert model_flops(both, Recipe()) == pytest.approx(model_flops(one, Recipe()) + model_flops(other, Recipe()))
+    assert model_flops(both, TrainingSection()) == pytest.approx(
+        model_flops(one, TrainingSection()) + model_flops(other, TrainingSection())
+    )
 
 
 @pytest.mark.parametrize("job", [JOB, MOE])
 def test_what_is_sent_adds_up(job: TrainJob) -> None:
     """An update's gradients do not depend on its samples; passes do."""
-    one, four = (training_bytes(job, Recipe(0, updates), FABRIC) for updates in (1, 4))
-    passes = training_bytes(job, Recipe(1, 1), FABRIC)
+    one, four = (training_bytes(job, TrainingSection(log_prob_passes=0, updates=updates), FABRIC) for updates in (1, 4))
+    passes = training_bytes(job, TrainingSection(log_prob_passes=1, updates=1), FABRIC)
     gradients = {tier: (four[tier] - one[tier]) / 3 for tier in one}
     assert all(0 <= gradients[tier] <= one[tier] for tier in one)
     for tier, size in passes.items():  # a forward pass sends half of what forward and backward do
         assert size - one[tier] == pytest.approx((one[tier] - gradients[tier]) / 2, rel=1e-6, abs=1.0)
-    recomputed = training_bytes(replace(job, recompute=True), Recipe(1), FABRIC)
-    forward = training_bytes(replace(job, recompute=True), Recipe(0), FABRIC)
+    recomputed = training_bytes(replace(job, recompute=True), TrainingSection(log_prob_passes=1), FABRIC)
+    forward = training_bytes(replace(job, recompute=True), TrainingSection(log_prob_passes=0), FABRIC)
     for tier in passes:
         assert recomputed[tier] - forward[tier] == pytest.approx(passes[tier] - one[tier], rel=1e-6, abs=1.0)
 
@@ -102,7 +105,7 @@ def test_what_is_sent_adds_up(job: TrainJob) -> None:
 def test_a_recipe_is_sound() -> None:
     for wrong in ({"log_prob_passes": -1}, {"updates": 0}, {"epochs": 0}):
         with pytest.raises(ValueError, match="greater than or equal to"):
-            Recipe(**wrong)
+            TrainingSection(**wrong)
 
 
 def test_a_scenario_says_how_it_trains() -> None:
@@ -119,11 +122,12 @@ def test_a_scenario_says_how_it_trains() -> None:
     assert after.run.tier_bytes[FabricStage.TRAIN]["nic"] > 2 * before.run.tier_bytes[FabricStage.TRAIN]["nic"]
 
 
-def test_constants_are_those_that_stages_were_given() -> None:
+def test_constants_are_those_of_the_job() -> None:
     scenario = scenario_of(document())
-    job = scenario.train_job(16, 200.0)
     usual, hidden = (
-        FabricStages(scenario, scenario.fabrics[0], constants).training(SimulatedFailures(), job)
+        FabricStages(scenario, scenario.fabrics[0]).training(
+            SimulatedFailures(), scenario.train_job(16, 200.0, constants=constants)
+        )
         for constants in (MEGATRON, replace(MEGATRON, tp_hidden_share=0.5))
     )
     assert hidden.parts_s["tp"] < usual.parts_s["tp"]

@@ -14,9 +14,8 @@ from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
 from orchestrrl.lab.sim.rl.model import SyncStage
 from orchestrrl.lab.sim.rl.run import run_cluster
-from orchestrrl.lab.sim.rl.scenario import scenario_of
+from orchestrrl.lab.sim.rl.scenario import TrainingSection, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
-from orchestrrl.lab.sim.rl.training import Recipe
 from orchestrrl.lab.sim.rl.weight_sync import Beside, generation_beside, sync_stage, training_beside
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
@@ -44,7 +43,7 @@ def synced(kind: str, *beside: Beside, scheme: str = "tree") -> SyncStage:
 
 
 def trained(faster: float = 1.0, seconds: float = 2.0) -> Beside:
-    return training_beside(DENSE, Recipe(), seconds / faster, SERVERS)
+    return training_beside(DENSE, TrainingSection(), seconds / faster, SERVERS)
 
 
 def into_each_gpu(share: float) -> Beside:
@@ -102,7 +101,7 @@ def test_training_sends_its_bytes_over_its_seconds() -> None:
     assert twice.flows.bytes.sum() == pytest.approx(2 * once.flows.bytes.sum())
     assert (once.flows.src // 8 != once.flows.dst // 8).all()
     assert set(np.concatenate([once.flows.src, once.flows.dst]) // 8) == set(range(8))
-    without = training_beside(DENSE, Recipe(log_prob_passes=0), 2.0, SERVERS)
+    without = training_beside(DENSE, TrainingSection(log_prob_passes=0), 2.0, SERVERS)
     assert once.flows.bytes.sum() > without.flows.bytes.sum()
     pairs = list(zip(once.flows.src.tolist(), once.flows.dst.tolist(), strict=True))
     assert len(set(pairs)) == len(pairs)

@@ -36,16 +36,16 @@ layouts = st.sampled_from(
 
 
 def on(servers: Servers, of: TrainJob, **changes: object) -> TrainingIteration:
-    return iteration(of, static(servers), constants=replace(MEGATRON, **changes))
+    return iteration(replace(of, constants=replace(MEGATRON, **changes)), static(servers))
 
 
 def kernels(of: TrainJob) -> Kernels:
-    return Kernels(of.gpu, MEGATRON)
+    return Kernels(of.gpu, of.constants)
 
 
 def micro_s(of: TrainJob) -> tuple[float, float]:
     """Forward and backward of a micro-batch where one GPU holds all layers."""
-    compute = compute_of(of, kernels(of))
+    compute = compute_of(of)
     forward_s = of.model.layers * compute.forward.seconds + compute.head_forward_s
     return forward_s, of.model.layers * compute.backward.seconds + compute.head_backward_s
 
@@ -53,7 +53,7 @@ def micro_s(of: TrainJob) -> tuple[float, float]:
 def test_one_gpu_only_computes() -> None:
     of = job(TrainLayout())
     found = on(Servers(1), of)
-    assert found.seconds == pytest.approx(64 * sum(micro_s(of)) + optimizer_s(of, kernels(of)))
+    assert found.seconds == pytest.approx(64 * sum(micro_s(of)) + optimizer_s(of))
     assert {name for name, each_s in found.parts_s.items() if each_s} == {"compute", "optimizer"}
     assert found.mfu == pytest.approx(step_flops(DENSE, 64, 4096) / found.seconds / of.gpu.bf16_flops)
 
@@ -63,7 +63,7 @@ def test_compute_is_operations_over_what_kernels_reach() -> None:
     wide = Model("wide", 1, 8192, 64, 64, 128, 16896, 132 * 256)
     free = replace(MEGATRON, kernel_s=0.0, hbm_efficiency=1e6, attention_half_tokens=0.0)
     of = job(TrainLayout(), model=wide, tokens=132 * 128, sequences=1)
-    compute = compute_of(of, Kernels(of.gpu, free))
+    compute = compute_of(replace(of, constants=free))
     products = 6 * wide.active_params * 132 * 128 / (of.gpu.bf16_flops * free.gemm_efficiency)
     scores = 4 * 64 * 128 * (132 * 128) ** 2 / 2 / of.gpu.bf16_flops
     attention_s = scores / free.attention_forward_efficiency + 2.5 * scores / free.attention_backward_efficiency
@@ -74,7 +74,7 @@ def test_compute_is_operations_over_what_kernels_reach() -> None:
 
 def test_recomputing_adds_a_forward_pass_of_the_layers() -> None:
     plain, again = (on(Servers(1), job(TrainLayout(), recompute=each)) for each in (False, True))
-    layers_s = 64 * 8 * compute_of(job(TrainLayout()), kernels(job(TrainLayout()))).forward.seconds
+    layers_s = 64 * 8 * compute_of(job(TrainLayout())).forward.seconds
     assert again.parts_s["compute"] - plain.parts_s["compute"] == pytest.approx(layers_s)
 
 
@@ -123,7 +123,7 @@ def test_tensor_parallelism_is_hidden_in_the_backward_pass_alone(recompute: bool
     of, constants = job(TrainLayout(tp=8), recompute=recompute), replace(MEGATRON, tp_hidden_share=0.5)
     all_s, half_s = (on(TWO, of, tp_hidden_share=each).parts_s["tp"] for each in (0.0, 0.5))
     assert half_s == pytest.approx(all_s * left)
-    assert forward_s(of, static(TWO), constants=constants) == forward_s(of, static(TWO))
+    assert forward_s(replace(of, constants=constants), static(TWO)) == forward_s(of, static(TWO))
 
 
 def test_what_is_hidden_is_still_on_the_network() -> None:

@@ -15,13 +15,13 @@ from tests.orchestrrl.lab.sim.train.train_builders import DENSE, MOE, job
 
 
 def passes(of: TrainJob, once_s: dict[str, float]) -> Passes:
-    return passes_of(of, compute_of(of, Kernels(of.gpu, MEGATRON)), once_s, MEGATRON)
+    return passes_of(of, compute_of(of), once_s)
 
 
 @given(st.sampled_from([2, 4, 8]), st.floats(0.1, 10.0))
 def test_a_ring_is_hidden_but_for_its_last_block_and_goes_twice_round_backward(cp: int, share: float) -> None:
     of = job(TrainLayout(cp=cp))
-    compute = compute_of(of, Kernels(of.gpu, MEGATRON))
+    compute = compute_of(of)
     ring_s = share * compute.forward.attention_s
     found = passes(of, {"cp": ring_s})
     for each, sent_s, attention_s in (
@@ -38,22 +38,20 @@ def test_tensor_parallelism_sends_before_and_after_what_it_splits(model: object,
     of = job(TrainLayout(tp=8), model=model)  # type: ignore[arg-type]
     found = passes(of, {"tp": 1.0})
     assert found.forward.waits_s("tp") == found.backward.waits_s("tp") == count
-    assert traffic(of, Servers(1), MEGATRON)["tp"].times == 64 * 8 * 2 * count
+    assert traffic(of, Servers(1))["tp"].times == 64 * 8 * 2 * count
 
 
 @pytest.mark.parametrize(("recompute", "laps"), [(False, 3), (True, 4)])
 def test_keys_and_values_go_round(recompute: bool, laps: int) -> None:
     """Once forward; backward their gradients come with them."""
-    found = traffic(job(TrainLayout(tp=2, cp=4), recompute=recompute), Servers(1), MEGATRON)["cp"]
+    found = traffic(job(TrainLayout(tp=2, cp=4), recompute=recompute), Servers(1))["cp"]
     assert found.times == 64 * 8 * laps
     assert found.transfer.flows.bytes.sum() == 8 * 3 * (4096 / 4) * 2 * (8 / 2 * 128) * 2
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(tp=2, dp=8, ep=16), TrainLayout(tp=2, cp=2, dp=4, ep=16)])
 def test_tokens_go_to_experts_once_whatever_splits_them(layout: TrainLayout) -> None:
-    plain, split = (
-        traffic(job(each, model=MOE), Servers(2), MEGATRON)["ep"] for each in (TrainLayout(dp=16, ep=16), layout)
-    )
+    plain, split = (traffic(job(each, model=MOE), Servers(2))["ep"] for each in (TrainLayout(dp=16, ep=16), layout))
     sent = [each.transfer.flows.bytes.sum() * each.times for each in (plain, split)]
     assert sent[0] == pytest.approx(sent[1])
 
@@ -66,7 +64,7 @@ def test_each_rank_updates_its_share_of_all_parameters() -> None:
         of = job(TrainLayout(dp=16, ep=ep), model=MOE)
         kernels = Kernels(of.gpu, MEGATRON)
         cleared = 4 * (dense + experts / ep)
-        assert optimizer_s(of, kernels) == pytest.approx(kernels.moves_s((dense + experts) / 16 * 34 + cleared))
+        assert optimizer_s(of) == pytest.approx(kernels.moves_s((dense + experts) / 16 * 34 + cleared))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob, TrainLayout
+from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from orchestrrl.lab.sim.train.traffic import AXES, crosses, groups, periods, traffic
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
@@ -80,7 +80,7 @@ def test_a_period_is_known_by_what_it_carries() -> None:
 @given(st.integers(1, 64), st.integers(1, 4))
 def test_pipeline_messages(sequences: int, micro_sequences: int) -> None:
     of = job(TrainLayout(tp=8, pp=2), sequences=sequences, micro_sequences=micro_sequences)
-    found = traffic(of, Servers(2), MEGATRON)["pp"]
+    found = traffic(of, Servers(2))["pp"]
     assert found.transfer.flows.bytes.tolist() == [micro_sequences * 4096 * 1024 * 2 / 8] * 8
     assert found.times == of.micro_batches
 

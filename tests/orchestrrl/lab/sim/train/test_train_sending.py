@@ -28,7 +28,8 @@ FOUR = Servers(4)
 
 def given(of: TrainJob, **changes: object) -> StageLoad:
     constants = replace(MEGATRON, **changes)  # type: ignore[arg-type]
-    return on_fabric(of, static(FOUR), traffic(of, FOUR, constants), constants).given
+    of = replace(of, constants=constants)
+    return on_fabric(of, static(FOUR), traffic(of, FOUR)).given
 
 
 def experts(**changes: object) -> StageLoad:
@@ -93,7 +94,7 @@ def test_messages_block_where_stages_are_not_interleaved() -> None:
 def test_gradients_of_experts_come_behind_the_others() -> None:
     of = job(TrainLayout(tp=8, dp=4, ep=16), model=MOE)
     layout = replace(of.layout, ep=8)  # so that experts are on two servers each
-    found = traffic(replace(of, layout=layout), FOUR, MEGATRON)
+    found = traffic(replace(of, layout=layout), FOUR)
     kinds = ("dp_reduce", "dp_gather", "expert_reduce", "expert_gather")
     each_s = {kind: float(seconds(star(FOUR), [found[kind].transfer])[0]) for kind in kinds}
     expected = Gradients(each_s["dp_reduce"] + each_s["expert_reduce"], each_s["dp_gather"] + each_s["expert_gather"])

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from importlib.resources import files
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -33,7 +33,7 @@ def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], Result]], Call
         def wrapped(**values: Any) -> Result:
             return function(flags(**values))
 
-        _set_signature(wrapped, inspect.signature(flags).parameters)
+        set_signature(wrapped, inspect.signature(flags).parameters.values())
         return wrapped
 
     return decorate
@@ -113,10 +113,12 @@ def _command(function: Callable[..., Any], run: Command, **added: tuple[Any, obj
         as_json = values["as_json"] if wants_json else values.pop("as_json")
         run(functools.partial(function, **values), as_json, **of_run)
 
-    _set_signature(wrapped, parameters)
+    set_signature(wrapped, parameters.values())
     return wrapped
 
 
-def _set_signature(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    vars(function)["__signature__"] = inspect.Signature(list(parameters.values()))
-    function.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> None:
+    """Have typer read these parameters of a function."""
+    signature = inspect.Signature(list(parameters))
+    vars(function)["__signature__"] = signature
+    function.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}

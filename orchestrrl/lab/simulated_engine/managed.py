@@ -39,7 +39,7 @@ class ManagedFace:
         ]
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        options, said = self._options, self._options.faults.misreport
+        options, said = self._options, self._options.misreport
         config: Any = {
             "model_config": {
                 "model": str(options.weights or options.model_name),

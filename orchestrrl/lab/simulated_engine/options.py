@@ -55,64 +55,70 @@ class KvLink:
         return min(common, len(token_ids) - 1)
 
 
-class SimulatedFaults(BaseModel):
-    """What is wrong with an engine, for those who try how others take it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    start_delay_s: Annotated[float, Field(ge=0)] = 0.0  # it listens so much later; virtual
-    fail_start: bool = False  # it ends with an error message
-    hang: bool = False  # it listens, and never answers
-    wrong_answers: bool = False  # out of other weights than it has
-    misreport: dict[Literal["tp", "pp", "dp", "ep"], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
-    # Which loads of weights, counted from 1, it says no to, and at which it fails halfway.
-    refuse_loads: Annotated[frozenset[int], Field(strict=False)] = frozenset()
-    tear_loads: Annotated[frozenset[int], Field(strict=False)] = frozenset()
-
-
-NO_FAULTS = SimulatedFaults()
-
-
 class SimulatedOptions(BaseModel):
-    """Everything that makes one simulated engine. Times are virtual seconds, but for `tick_s`."""
+    """Everything that makes one simulated engine. Times are virtual seconds, except `tick_s`. Fields with a description
+    are options of `orchestrrl engine simulated`."""
+
+    # Seats, KV, prefill and the marginal step times are those of one data-parallel replica, as vLLM counts them.
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model_name: str = "simulated"
-    # What it claims to be: a published name, and a GPU as `nvidia-smi -L` names it; empty: its host has none.
-    model_root: str = "Qwen/Qwen2.5-14B-Instruct"
-    gpu: str = "NVIDIA H800"
-    alpha_s: Annotated[float, Field(gt=0)] = 0.0184
-    beta_s: Annotated[float, Field(ge=0)] = 0.000081
-    gamma_s: Annotated[float, Field(ge=0)] = 4.1e-8
-    prefill_tokens_per_s: Annotated[float, Field(gt=0)] | None = None  # None: prefill takes no time
-    max_num_seqs: Annotated[int, Field(ge=1)] = 48
-    kv_capacity_tokens: Annotated[int, Field(ge=1)] = 262_144
-    block_tokens: Annotated[int, Field(ge=1)] = 16
-    max_model_len_tokens: Annotated[int, Field(ge=2)] = 32_768
-    vocab_size: Annotated[int, Field(ge=1024)] = 32_000
-    seed: int = 0  # of the weights: engines with the same seed are replicas
+    model_name: str = Field(default="simulated", description="Name of the served model.")
+    model_root: str = Field(
+        default="Qwen/Qwen2.5-14B-Instruct",
+        description="Published name of the model that it claims to run, as vLLM's `root`.",
+    )
+    gpu: str = Field(
+        default="NVIDIA H800", description="GPU that it claims to run on, as `nvidia-smi -L` names it; empty: CPUs."
+    )
+    alpha_s: float = Field(default=0.0184, gt=0, description="Step time: fixed part.")
+    beta_s: float = Field(default=8.1e-5, ge=0, description="Step time: per sequence.")
+    gamma_s: float = Field(default=4.1e-8, ge=0, description="Step time: per resident KV token.")
+    prefill_tokens_per_s: float | None = Field(
+        default=None, gt=0, description="Prefill rate; without it prefill takes no time."
+    )
+    max_num_seqs: int = Field(default=48, ge=1, description="Most sequences in a batch.")
+    kv_capacity_tokens: int = Field(default=262_144, ge=1, description="KV cache.")
+    block_tokens: int = Field(default=16, ge=1, description="KV block size.")
+    max_model_len_tokens: int = Field(default=32_768, ge=2, description="Longest context, in tokens.")
+    vocab_size: int = Field(default=32_000, ge=1024, description="Token ids.")
+    seed: int = Field(default=0, description="Seed of the weights; replicas share it.")
     lengths: LengthModel = DEFAULT_LENGTHS
-    kv_directory: Path | None = None  # in common with the engines that hand KV over to each other; None: none does
-    kv_bytes_per_token: Annotated[float, Field(gt=0)] = 196_608
-    kv_gbps: Annotated[float, Field(gt=0)] = 400.0
-    kv_latency_s: Annotated[float, Field(ge=0)] = 0.002
-    # Seats, KV, prefill and the marginal step times are those of one data-parallel replica, as vLLM counts them.
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1
-    enable_expert_parallel: bool = False
-    enable_sleep_mode: bool = False
-    enable_elastic_ep: bool = False
-    weights: Path | None = None  # folder of weights to begin with, instead of those of `seed`
-    load_s: Annotated[float, Field(ge=0)] = 0.0  # to load weights
-    load_s_per_gb: Annotated[float, Field(ge=0)] = 0.0  # and for each GB of them
-    weight_transfer: bool = True  # it has OrchestrRL's backend, which checks before it loads, and tells what it has
-    sleep_s: Annotated[float, Field(ge=0)] = 0.0  # to fall asleep, and to wake up
-    scale_s: Annotated[float, Field(ge=0)] = 0.0  # to go on with more or fewer replicas
-    faults: SimulatedFaults = NO_FAULTS
-    speed: Annotated[float, Field(gt=0)] = 1.0
-    tick_s: Annotated[float, Field(gt=0)] = 0.02
+    kv_directory: Path | None = Field(
+        default=None, description="Directory in common with engines that hand the KV of requests over to each other."
+    )
+    kv_bytes_per_token: float = Field(default=196_608, gt=0, description="KV of a token.")
+    kv_gbps: float = Field(default=400.0, gt=0, description="Rate at which KV comes.")
+    kv_latency_s: float = Field(default=0.002, ge=0, description="What every transfer of KV waits.")
+    weights: Path | None = Field(
+        default=None, description="Folder of weights to begin with, instead of those of the seed."
+    )
+    weight_transfer: bool = True  # it has OrchestrRL's backend, which checks before it loads, and reports what it has
+    tensor_parallel_size: int = Field(default=1, ge=1, description="As it says that it is laid out.")
+    pipeline_parallel_size: int = Field(default=1, ge=1, description="The same.")
+    data_parallel_size: int = Field(
+        default=1, ge=1, description="Replicas: each has the seats, KV and rates that are named here."
+    )
+    enable_expert_parallel: bool = Field(default=False, description="As it says.")
+    enable_sleep_mode: bool = Field(default=False, description="It can sleep and wake up.")
+    enable_elastic_ep: bool = Field(default=False, description="It can go on with other numbers of replicas.")
+    load_s: float = Field(default=0.0, ge=0, description="Virtual seconds to load weights.")
+    load_s_per_gb: float = Field(default=0.0, ge=0, description="And for each GB of them.")
+    sleep_s: float = Field(default=0.0, ge=0, description="To fall asleep, and to wake up.")
+    scale_s: float = Field(default=0.0, ge=0, description="To go on with another number of replicas.")
+    start_delay_s: float = Field(default=0.0, ge=0, description="Listen so many virtual seconds later.")
+    fail_start: bool = Field(default=False, description="Fault: end with an error instead.")
+    hang: bool = Field(default=False, description="Fault: listen, and never answer.")
+    wrong_answers: bool = Field(default=False, description="Fault: answer out of other weights than it has.")
+    misreport: dict[Literal["tp", "pp", "dp", "ep"], Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
+    refuse_load: tuple[int, ...] = Field(
+        default=(), description="Fault: refuse this load of weights, counted from 1; repeat it."
+    )
+    tear_load: tuple[int, ...] = Field(
+        default=(), description="Fault: fail halfway through this load of weights; repeat it."
+    )
+    speed: float = Field(default=1.0, gt=0, description="Virtual seconds per second.")
+    tick_s: float = Field(default=0.02, gt=0, description="Seconds between looks at the clock.")
 
     @model_validator(mode="after")
     def _holds_one_request(self) -> Self:

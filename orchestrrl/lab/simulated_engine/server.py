@@ -58,10 +58,9 @@ class SimulatedServer:
 
     async def __aenter__(self) -> Self:
         """Raises Permanent where it was told to fail."""
-        faults = self._options.faults
-        if faults.start_delay_s:
-            await self._clock.sleep(faults.start_delay_s / self._options.speed)
-        if faults.fail_start:
+        if self._options.start_delay_s:
+            await self._clock.sleep(self._options.start_delay_s / self._options.speed)
+        if self._options.fail_start:
             raise Permanent("the engine was told to fail (--fail-start)")
         # A client that goes away must have its request aborted, also while it waits for its first token.
         self._runner = web.AppRunner(
@@ -82,7 +81,7 @@ class SimulatedServer:
             await self._pace
 
     def application(self) -> web.Application:
-        layers = [_never_answering] if self._options.faults.hang else [_errors_as_objects]
+        layers = [_never_answering] if self._options.hang else [_errors_as_objects]
         application = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=layers)
         application.add_routes(
             [

@@ -78,7 +78,7 @@ def first_model(options: SimulatedOptions) -> TokenModel:
 
 
 def model_of(options: SimulatedOptions, seed: int) -> TokenModel:
-    return TokenModel(options.vocab_size, options.lengths, seed ^ WRONG if options.faults.wrong_answers else seed)
+    return TokenModel(options.vocab_size, options.lengths, seed ^ WRONG if options.wrong_answers else seed)
 
 
 class WeightsFace:
@@ -183,19 +183,18 @@ class WeightsFace:
     async def _load(self, folder: Path, version: int | None, *, checked: bool) -> None:
         """`checked`: as our backend does it, before anything changes. Raises Permanent."""
         self._loads += 1
-        faults = self._options.faults
         try:
             weights = await asyncio.to_thread(read_weights, folder)
             if self._shapes and weights.shapes:
                 check_same_model(weights.shapes, self._shapes)
-            if self._loads in faults.refuse_loads:
+            if self._loads in self._options.refuse_load:
                 raise Permanent("the engine was told to refuse it (--refuse-load)")
         except (Permanent, BrokenCheckpoint) as fault:
             if checked:
                 self._reported = WorkerReport(**{**asdict(self._reported), "fault": str(fault)})
             raise Permanent(str(fault)) from fault
         await self._take_s(self._options.load_s + self._options.load_s_per_gb * weights.bytes / 1e9)
-        if self._loads in faults.tear_loads:
+        if self._loads in self._options.tear_load:
             self._tear("the engine was told to fail at it (--tear-load)")
             raise Permanent(self._reported.fault)
         self._shapes = self._shapes or weights.shapes

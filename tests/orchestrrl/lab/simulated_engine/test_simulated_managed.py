@@ -12,7 +12,6 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest, ReportedLayout
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
-from orchestrrl.lab.simulated_engine.options import SimulatedFaults
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
 OPTIONS = SimulatedOptions(
@@ -70,7 +69,7 @@ async def engines(*options: SimulatedOptions) -> AsyncIterator[SimulatedEngine]:
 
 
 def faulty(**faults: object) -> SimulatedOptions:
-    return OPTIONS.model_copy(update={"faults": SimulatedFaults.model_validate(faults)})
+    return SimulatedOptions.model_validate({**dict(OPTIONS), **faults})
 
 
 async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_wrongly_does_not() -> None:

@@ -11,7 +11,6 @@ from orchestrrl.engines.base import LoadedWeights
 from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, WeightsConformance, broken_of, write_version
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE, folder_sum
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
-from orchestrrl.lab.simulated_engine.options import SimulatedFaults
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
 OPTIONS = SimulatedOptions(
@@ -51,14 +50,14 @@ class TestByReloadWeights(WeightsConformance):
 
 
 def faulty(**faults: object) -> SimulatedOptions:
-    return OPTIONS.model_copy(update={"faults": SimulatedFaults.model_validate(faults)})
+    return SimulatedOptions.model_validate({**dict(OPTIONS), **faults})
 
 
 @pytest.mark.parametrize("through_backend", [True, False])
 async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succeeds(
     through_backend: bool, versions: tuple[Path, ...]
 ) -> None:
-    options = faulty(tear_loads=[2]).model_copy(update={"weight_transfer": through_backend})
+    options = faulty(tear_load=[2]).model_copy(update={"weight_transfer": through_backend})
     async for engine in serving(options, versions[0]):
         weights = engine.weights
         first = await weights.load_weights(versions[0], 1)
@@ -74,7 +73,7 @@ async def test_a_torn_load_leaves_it_paused_with_neither_version_until_one_succe
 
 
 async def test_a_load_that_is_refused_leaves_the_weights_from_before(versions: tuple[Path, ...]) -> None:
-    async for engine in serving(faulty(refuse_loads=[2]), versions[0]):
+    async for engine in serving(faulty(refuse_load=[2]), versions[0]):
         first = await engine.weights.load_weights(versions[0], 1)
         with pytest.raises(Permanent, match="told to refuse"):
             await engine.weights.load_weights(versions[1], 2)

@@ -12,7 +12,7 @@ from statistics import mean
 from balancer.balance import BalanceSituation, decide_balance
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.lab.bench.routing import ENGINES, SAMPLES, Setting, shape_of
+from orchestrrl.lab.bench.routing import ENGINES, SAMPLES, Setting
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import (
     Configuration,
@@ -41,7 +41,7 @@ TIGHT = Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000)
 
 def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
     """Makespan by arm."""
-    shape = shape_of(setting.configuration)
+    shape = setting.shape
     ids = [request.id for request in requests]
     prompts = [ids[start : start + SAMPLES] for start in range(0, len(ids), SAMPLES)]
     dealt = [[id for prompt in prompts[k::ENGINES] for id in prompt] for k in range(ENGINES)]
@@ -205,7 +205,7 @@ def preempted_share(setting: Setting, seed: int, *, lengths_known: bool) -> floa
     requests = setting.requests(seed)
     ids = [request.id for request in requests]
     routed = [ids[k::ENGINES] for k in range(ENGINES)]
-    run_step(shape_of(setting.configuration), requests, routed, watched.policy, INTERVAL_S)
+    run_step(setting.shape, requests, routed, watched.policy, INTERVAL_S)
     return watched.followed / watched.moved
 
 

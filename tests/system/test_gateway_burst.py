@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from orchestrrl.lab.bench.gateway_burst import gateway_burst
+from orchestrrl.lab.bench.gateway import gateway_burst
 
 
 def test_a_burst_costs_something(tmp_path: Path) -> None:

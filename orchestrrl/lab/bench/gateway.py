@@ -1,23 +1,30 @@
-"""What the gateway costs: its CPU time and the latency that it adds, beside plain proxies, routers, and no proxy.
+"""What the gateway costs: its CPU time, the latency that it adds and its memory, beside plain proxies, routers, and no
+proxy; and what its ledger on disk costs, beside the same without.
 
-One engine that costs next to nothing serves all ways, in turn. The gateway does more than a proxy: it asks the engine
-for a stream of token ids, keeps every token of every request, and could continue each of them elsewhere at any moment.
+One engine that costs next to nothing serves all ways, in turn, so that a noisy machine disturbs them alike. The gateway
+does more than a proxy: it asks the engine for a stream of token ids, keeps every token of every request, and could
+continue each of them elsewhere at any moment.
 """
 
 import asyncio
+import resource
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.plain_client import Lanes, TimedResponse, all_at_once, request
-from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, GatewayWays, started
+from orchestrrl.lab.bench.plain_client import ANSWER_WITHIN_S, Lanes, TimedResponse, all_at_once, request
+from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, PLAIN_ENGINE, PLAIN_PROXY, gateway_words, served, started
 from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.stack import Stack
 
-STREAM_TOKENS = 64
+STREAM_TOKENS = 64  # 5 ms each
+PER_THOUSAND = "CPU s per 1,000 requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +35,32 @@ class GatewayLoad:
     whole_requests: int = 300
     in_flight: int = 16
     streams: int = 32  # and as many answers of their length that are not
+    settle_s: float = 0.0  # until what is written after the answers has been written
     lone_requests: int = 100
     bursts: tuple[int, ...] = (256, 1024)  # streams that open at once
 
 
+LEDGER_LOAD = GatewayLoad(rounds=6, whole_requests=1000, streams=192, settle_s=0.3)
+
+
 @dataclass(frozen=True, slots=True)
-class _Burst:
-    """Latency and cost of streams that open at once."""
+class Burst:
+    """Latency and cost of requests that arrive at once, each on a connection of its own."""
 
     first_p99_s: float
     whole_s: float  # until all are complete
-    token_us: float  # CPU microseconds per token
-    tokens_per_chunk: float
+    cpu_s: float
+    chunks: int
+    peak_bytes: int  # resident beyond what was resident before
 
-    def __str__(self) -> str:
-        speed = f"{1e3 * self.first_p99_s:.0f} ms, all in {self.whole_s:.1f} s, CPU {self.token_us:.0f} us per token"
-        return f"{speed}, {self.tokens_per_chunk:.1f} tokens per chunk"
+    def text(self, tokens: int) -> str:
+        speed = f"{1e3 * self.first_p99_s:.0f} ms, all in {self.whole_s:.1f} s"
+        return f"{speed}, CPU {1e6 * self.cpu_s / tokens:.0f} us per token, {tokens / self.chunks:.1f} tokens per chunk"
 
 
 @dataclass(slots=True)
 class WaySpent:
-    """Of one way to the engine, by round."""
+    """Measurements of one way to the engine, by round."""
 
     served: LabProcess
     whole_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 requests
@@ -57,7 +69,7 @@ class WaySpent:
     rollout_s: list[float] = field(default_factory=list)  # CPU seconds per 1,000 long answers that are not streamed
     tokens_per_chunk: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)  # of requests that are alone
-    bursts: dict[int, "_Burst"] = field(default_factory=dict)  # by streams at once
+    bursts: dict[int, Burst] = field(default_factory=dict)  # by streams at once
 
     def latency_percentile_s(self, percent: int) -> float:
         return quantiles(self.latency_s, n=100)[percent - 1]
@@ -65,7 +77,7 @@ class WaySpent:
 
 def gateway_cpu(log_dir: Path, load: GatewayLoad = GatewayLoad()) -> list[Figure]:
     """Raises Permanent where an answer is not complete."""
-    spent, left_out = asyncio.run(_measure(log_dir, load))
+    spent, left_out = asyncio.run(_all_ways(log_dir, load))
     missing = "".join(f"; {name} left out: {reason}" for name, reason in left_out.items())
     return [*_cpu_figures(spent, missing), *_time_figures(spent), *_burst_figures(spent, load)]
 
@@ -82,13 +94,12 @@ def _cpu_figures(spent: dict[str, WaySpent], missing: str) -> list[Figure]:
         coalesced = (
             f"tokens per chunk {median(ours.tokens_per_chunk):.2f}, theirs {median(theirs.tokens_per_chunk):.2f}"
         )
-        per_thousand = "CPU s per 1,000 requests"
         long = f"{STREAM_TOKENS} tokens out, not streamed; ours asks for them in chunks of 8 and keeps each at once"
         figures += [
             Figure(f"gateway_cpu_{what}{against}", median(our), unit, other, median(their), why)
             for what, our, their, unit, why in (
-                ("whole", ours.whole_s, theirs.whole_s, per_thousand, f"1 KB in, one token out{note}"),
-                ("rollout", ours.rollout_s, theirs.rollout_s, per_thousand, long),
+                ("whole", ours.whole_s, theirs.whole_s, PER_THOUSAND, f"1 KB in, one token out{note}"),
+                ("rollout", ours.rollout_s, theirs.rollout_s, PER_THOUSAND, long),
                 ("streamed", ours.chunks_us, theirs.chunks_us, "CPU us per chunk", f"as delivered; {coalesced}"),
             )
         ]
@@ -103,84 +114,173 @@ def _time_figures(spent: dict[str, WaySpent]) -> list[Figure]:
     )
     note = f"requests/s relative to direct: {shares}"
     our_wall_s, baseline = median(ours.wall_s), "asking directly"
-    rate = Figure("gateway_wall_whole", our_wall_s, "s per 1,000 requests", baseline, direct_wall_s, note)
-    added = []
+    figures = [Figure("gateway_wall_whole", our_wall_s, "s per 1,000 requests", baseline, direct_wall_s, note)]
     for percent in (50, 99):
         direct_s, our_s, plain_s = (way.latency_percentile_s(percent) for way in (direct, ours, plain))
         note = f"latency beyond the {1e3 * direct_s:.2g} ms of asking directly, one at a time"
         beyond_ms, plain_ms = 1e3 * (our_s - direct_s), 1e3 * (plain_s - direct_s)
-        added.append(Figure(f"gateway_added_p{percent}", beyond_ms, "ms", PLAIN, plain_ms, note))
-    return [rate, *added]
+        figures.append(Figure(f"gateway_added_p{percent}", beyond_ms, "ms", PLAIN, plain_ms, note))
+    return figures
 
 
 def _burst_figures(spent: dict[str, WaySpent], load: GatewayLoad) -> list[Figure]:
     figures = []
     for streams in load.bursts:
-        each = "; ".join(f"{name} {way.bursts[streams]}" for name, way in spent.items())
+        each = "; ".join(f"{name} {way.bursts[streams].text(STREAM_TOKENS * streams)}" for name, way in spent.items())
         note = f"{streams} streams of {STREAM_TOKENS} tokens at 5 ms that open at once, all complete: {each}"
         our_ms, plain_ms = (1e3 * spent[name].bursts[streams].first_p99_s for name in (OURS, PLAIN))
         figures.append(Figure(f"gateway_first_chunk_{streams}", our_ms, "ms, p99", PLAIN, plain_ms, note))
     return figures
 
 
-async def _measure(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpent], dict[str, str]]:
+async def _all_ways(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpent], dict[str, str]]:
     async with started(log_dir) as ways:
         spent = {name: WaySpent(served) for name, served in ways.served.items()}
-        lanes = await _open(ways, load)
-        for round_number in range(-1, load.rounds):
-            for name, way in spent.items():
-                await _round(WaySpent(way.served) if round_number < 0 else way, lanes[name], load)
-        for _ in range(load.lone_requests):
-            for name, way in spent.items():
-                asked = request(way.served.url, max_tokens=1, stream=False)
-                way.latency_s.append((await lanes[name].lanes[0].send(asked)).whole_s)
-        for some in lanes.values():
-            some.close()
+        await _rounds(spent, load)
         for streams in load.bursts:
             for way in spent.values():
-                await _burst(way, streams)
+                way.bursts[streams] = await _burst(way.served, streams, stream=True)
     return spent, ways.left_out
 
 
-async def _open(ways: GatewayWays, load: GatewayLoad) -> dict[str, Lanes]:
-    lanes = {name: Lanes(served.url) for name, served in ways.served.items()}
-    for some in lanes.values():
-        await some.open(load.in_flight)
-    return lanes
+async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
+    """Measure all ways, in turn; a round that does not count comes first."""
+    async with AsyncExitStack() as undo:
+        lanes = {
+            name: await undo.enter_async_context(Lanes(way.served.url, load.in_flight)) for name, way in spent.items()
+        }
+        for number in range(-1, load.rounds):
+            for name in reversed(spent) if number % 2 else spent:  # none is always the first
+                await _round(spent[name] if number >= 0 else WaySpent(spent[name].served), lanes[name], load)
+        for _ in range(load.lone_requests):
+            for name, way in spent.items():
+                asked = request(way.served.url, max_tokens=1, stream=False)
+                way.latency_s.append((await lanes[name].send_in_turn(asked, 1))[0].whole_s)
 
 
 async def _round(way: WaySpent, lanes: Lanes, load: GatewayLoad) -> None:
-    asked = request(way.served.url, max_tokens=1, stream=False)
-    before_s, started_s = way.served.cpu_s(), time.perf_counter()
-    await lanes.send_in_turn(asked, load.whole_requests)
-    way.whole_s.append(1e3 * (way.served.cpu_s() - before_s) / load.whole_requests)
-    way.wall_s.append(1e3 * (time.perf_counter() - started_s) / load.whole_requests)
-    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=False)
-    before_s = way.served.cpu_s()
-    _counted(await lanes.send_in_turn(asked, load.streams))
-    way.rollout_s.append(1e3 * (way.served.cpu_s() - before_s) / load.streams)
-    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
-    before_s = way.served.cpu_s()
-    answers = await lanes.send_in_turn(asked, load.streams)
-    chunks = _counted(answers)
-    way.chunks_us.append(1e6 * (way.served.cpu_s() - before_s) / chunks)
-    way.tokens_per_chunk.append(STREAM_TOKENS * len(answers) / chunks)
+    async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
+        """Return CPU seconds, seconds, and chunks."""
+        asked = request(way.served.url, max_tokens=tokens, stream=stream)
+        before_s, started_s = way.served.cpu_s(), time.perf_counter()
+        chunks = _counted(await lanes.send_in_turn(asked, requests), tokens)
+        whole_s = time.perf_counter() - started_s
+        await asyncio.sleep(load.settle_s)
+        return way.served.cpu_s() - before_s, whole_s, chunks
+
+    cpu_s, whole_s, _ = await spent(load.whole_requests, 1)
+    way.whole_s.append(1e3 * cpu_s / load.whole_requests)
+    way.wall_s.append(1e3 * whole_s / load.whole_requests)
+    cpu_s, _, _ = await spent(load.streams, STREAM_TOKENS)
+    way.rollout_s.append(1e3 * cpu_s / load.streams)
+    cpu_s, _, chunks = await spent(load.streams, STREAM_TOKENS, stream=True)
+    way.chunks_us.append(1e6 * cpu_s / chunks)
+    way.tokens_per_chunk.append(STREAM_TOKENS * load.streams / chunks)
 
 
-async def _burst(way: WaySpent, streams: int) -> None:
-    asked = request(way.served.url, max_tokens=STREAM_TOKENS, stream=True)
-    before_s, started_s = way.served.cpu_s(), time.perf_counter()
-    answers = await all_at_once(way.served.url, asked, streams)
-    whole_s, chunks, tokens = time.perf_counter() - started_s, _counted(answers), STREAM_TOKENS * streams
+async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: float = ANSWER_WITHIN_S) -> Burst:
+    asked = request(way.url, max_tokens=STREAM_TOKENS, stream=stream)
+    before_bytes, before_s, started_s = _peak_bytes(way.pid), way.cpu_s(), time.perf_counter()
+    answers = await all_at_once(way.url, asked, requests, within_s)
+    whole_s, cpu_s = time.perf_counter() - started_s, way.cpu_s() - before_s
     first_p99_s = quantiles((answer.first_s for answer in answers), n=100)[98]
-    way.bursts[streams] = _Burst(first_p99_s, whole_s, 1e6 * (way.served.cpu_s() - before_s) / tokens, tokens / chunks)
+    return Burst(first_p99_s, whole_s, cpu_s, _counted(answers, STREAM_TOKENS), _peak_bytes(way.pid) - before_bytes)
 
 
-def _counted(answers: Sequence[TimedResponse]) -> int:
-    """Chunks of all of them. Raises Permanent where one lacks a token."""
-    lacking = [answer.tokens for answer in answers if answer.tokens != STREAM_TOKENS]
+def _counted(answers: Sequence[TimedResponse], tokens: int) -> int:
+    """Return the chunks of all of them. Raises Permanent where one lacks a token."""
+    lacking = [answer.tokens for answer in answers if answer.tokens != tokens]
     if lacking:
-        raise Permanent(
-            f"{len(lacking)} of {len(answers)} streams had other than {STREAM_TOKENS} tokens: {lacking[:8]}"
-        )
+        raise Permanent(f"{len(lacking)} of {len(answers)} answers had other than {tokens} tokens: {lacking[:8]}")
     return sum(answer.chunks for answer in answers)
+
+
+# --- the ledger on disk
+
+WITHOUT = "without --ledger"
+_LEDGERS: dict[str, tuple[str, ...] | None] = {"plain": None, "ledger": (), "ledger-of-all": ("--keep-from-s", "0")}
+
+
+def gateway_ledger(log_dir: Path, load: GatewayLoad = LEDGER_LOAD) -> list[Figure]:
+    """CPU time with `--ledger`, the writing thread's included. By default the ledger keeps no answer that took less
+    than a fifth of a second, so single tokens are also measured with all kept. Raises Permanent where an answer is not
+    complete."""
+    spent = asyncio.run(_with_ledgers(log_dir, load))
+    plain, kept, all_kept = (spent[name] for name in _LEDGERS)
+    short, long = "1 KB in, one token out", f"{STREAM_TOKENS} tokens out at 5 ms"
+    return [
+        Figure(f"ledger_cpu_{what}", median(ours), unit, WITHOUT, median(theirs), note)
+        for what, ours, theirs, unit, note in (
+            ("whole", kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, too soon to be kept"),
+            ("whole_kept", all_kept.whole_s, plain.whole_s, PER_THOUSAND, f"{short}, kept (--keep-from-s 0)"),
+            ("rollout", kept.rollout_s, plain.rollout_s, PER_THOUSAND, f"{long}, not streamed"),
+            ("streamed", kept.chunks_us, plain.chunks_us, "CPU us per chunk", f"{long}, streamed"),
+        )
+    ]
+
+
+async def _with_ledgers(log_dir: Path, load: GatewayLoad) -> dict[str, WaySpent]:
+    async with Stack(log_dir / "ledger") as stack:
+        folder = stack.undo.enter_context(tempfile.TemporaryDirectory(dir=stack.folder))
+        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        spent: dict[str, WaySpent] = {}
+        for name, more in _LEDGERS.items():
+            ledger = ("--ledger", f"{folder}/{name}", *more) if more is not None else ()
+            spent[name] = WaySpent(await served(stack, name, *gateway_words(engine.url, *ledger)))
+        await _rounds(spent, load)
+    return spent
+
+
+# --- ten thousand requests at once
+
+REQUESTS = 10_000
+ANSWERED_WITHIN_S = 240.0
+FILES_EACH = 2  # of a proxy, for each request: the client's connection and the engine's
+
+
+def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
+    """CPU time and memory. None of the requests is answered in under a third of a second, so that they pile up. Clients
+    and engine run in other processes. Raises Permanent where an answer is not complete."""
+    with _many_files() as files:
+        at_once = min(requests, (files - 200) // FILES_EACH)
+        ours, theirs = asyncio.run(_bursts(log_dir, at_once))
+    fewer = "" if at_once == requests else f"; {files} files may be open, so fewer than {requests}"
+    note = f"{at_once} requests at once, {STREAM_TOKENS} tokens each, not streamed, all complete{fewer}"
+    each = (
+        f"{ours.peak_bytes / at_once / 1024:.1f} KiB for each request, theirs {theirs.peak_bytes / at_once / 1024:.1f}"
+    )
+    cpu, theirs_cpu = (1e3 * spent.cpu_s / at_once for spent in (ours, theirs))
+    peak, theirs_peak = (spent.peak_bytes / (1 << 20) for spent in (ours, theirs))
+    return [
+        Figure("gateway_burst_cpu", cpu, PER_THOUSAND, PLAIN, theirs_cpu, note),
+        Figure("gateway_burst_memory", peak, "MiB more at the peak", PLAIN, theirs_peak, f"{each}; {note}"),
+    ]
+
+
+async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
+    """The gateway's and the proxy's, in turn in front of one engine."""
+    async with Stack(log_dir / "burst") as stack:
+        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        bursts = []
+        for name, words in (("gateway", gateway_words(engine.url)), ("proxy", (*PLAIN_PROXY, engine.url))):
+            async with await served(stack, name, *words) as way:
+                await _burst(way, 50, stream=False)
+                bursts.append(await _burst(way, requests, stream=False, within_s=ANSWERED_WITHIN_S))
+    return bursts
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the most that the process has held in memory so far."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
+
+
+@contextmanager
+def _many_files() -> Iterator[int]:
+    """As many open files as are allowed, here and in what is started."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    try:
+        yield before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

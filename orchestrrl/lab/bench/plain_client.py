@@ -1,11 +1,13 @@
 """The load: completions over connections of its own, read with as little work as can be."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Self
 from urllib.parse import urlsplit
 
 from httptools import HttpResponseParser
@@ -15,6 +17,7 @@ from orchestrrl.lab.bench.plain_engine import MODEL, TOKEN
 
 BODY_BYTES = 1_024
 ANSWER_WITHIN_S = 60.0
+_ids = itertools.count()
 
 
 @dataclass(slots=True)
@@ -88,30 +91,32 @@ class ClientConnection(asyncio.Protocol):
             done.set_result(answer)
 
 
-@dataclass(slots=True)
 class Lanes:
-    """Connections to one URL that are kept open."""
+    """Connections to one URL, open while the body runs."""
 
-    url: str
-    lanes: list[ClientConnection] = field(default_factory=list)
+    def __init__(self, url: str, count: int) -> None:
+        self._url, self._count = url, count
+        self._lanes: list[ClientConnection] = []
 
-    async def open(self, count: int) -> None:
-        self.lanes += [await connected(self.url) for _ in range(count)]
+    async def __aenter__(self) -> Self:
+        self._lanes = [await connected(self._url) for _ in range(self._count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for lane in self._lanes:
+            lane.close()
 
     async def send_in_turn(self, request: bytes, requests: int) -> list[TimedResponse]:
-        """So many in all, one after another on every connection."""
+        """So many in all, each with an id of its own, one after another on every connection."""
+        head, rest = request.split(b"\r\n", 1)
         left = iter(range(requests))
 
         async def run(lane: ClientConnection) -> list[TimedResponse]:
-            return [await lane.send(request) for _ in left]
+            return [await lane.send(b"%b\r\nX-Request-Id: request-%d\r\n%b" % (head, next(_ids), rest)) for _ in left]
 
         async with asyncio.timeout(ANSWER_WITHIN_S):
-            answers = await asyncio.gather(*(run(lane) for lane in self.lanes))
+            answers = await asyncio.gather(*(run(lane) for lane in self._lanes))
         return [answer for some in answers for answer in some]
-
-    def close(self) -> None:
-        for lane in self.lanes:
-            lane.close()
 
 
 async def all_at_once(

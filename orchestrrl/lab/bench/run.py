@@ -6,9 +6,7 @@ from pathlib import Path
 from orchestrrl.lab.bench.fabric_allocate import fabric_allocate
 from orchestrrl.lab.bench.fabric_windows import fabric_windows
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.gateway import gateway_cpu
-from orchestrrl.lab.bench.gateway_burst import gateway_burst
-from orchestrrl.lab.bench.gateway_ledger import gateway_ledger
+from orchestrrl.lab.bench.gateway import gateway_burst, gateway_cpu, gateway_ledger
 from orchestrrl.lab.bench.recorder import recorder
 from orchestrrl.lab.bench.routing import routing
 from orchestrrl.lab.bench.sim import sim_step

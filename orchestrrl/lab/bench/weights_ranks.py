@@ -8,8 +8,6 @@ the last one's end, CPU seconds of all of them together, and whether all had the
 """
 
 import ctypes
-import json
-import multiprocessing
 import os
 import queue
 import sys
@@ -17,13 +15,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from orchestrrl.lab.testbed.ranks import Ranks, print_json
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
@@ -34,7 +33,6 @@ HOST = "127.0.0.1"
 SHARD = "weights"
 TRANSPORTS = ("gloo", "tcp")
 STALL_S = 60.0
-FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,7 @@ def _live(site: BenchSite, number: int, line: Connection) -> None:
     rank = BenchRank(site, number)
     line.send(rank.addresses)
     addresses = line.recv()
+    line.send(None)
     while (order := line.recv()) is not None:
         way, version = order
         rank.prepare(version)
@@ -121,45 +120,25 @@ def _live(site: BenchSite, number: int, line: Connection) -> None:
         line.recv()
         began_s, cpu_s = time.monotonic(), time.process_time()
         rank.move(way, version, addresses)
-        line.send((began_s, time.monotonic(), time.process_time() - cpu_s))
-        line.send(rank.after(version))
+        ended_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
+        line.send((began_s, ended_s, cpu_s, rank.after(version)))
     rank.close()
-
-
-def _all(lines: Sequence[Connection], said: object) -> list[Any]:
-    for line in lines:
-        line.send(said)
-    return [line.recv() for line in lines]
 
 
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    ranks, size, chunk_bytes = (int(each) for each in sys.argv[1:4])
+    count, size, chunk_bytes = (int(each) for each in sys.argv[1:4])
     parents = tuple(int(each) for each in sys.argv[4].split(","))
     with tempfile.TemporaryDirectory() as folder:
-        site = BenchSite(ranks, size, chunk_bytes, parents, f"{folder}/store")
-        lines, processes = [], []
-        for number in range(ranks):
-            ours, theirs = FORK.Pipe()
-            processes.append(FORK.Process(target=_live, args=(site, number, theirs), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            lines.append(ours)
-        addresses = [line.recv() for line in lines]
-        for line in lines:
-            line.send(addresses)
+        site = BenchSite(count, size, chunk_bytes, parents, f"{folder}/store")
+        ranks = Ranks(count, partial(_live, site))
+        ranks.ask(ranks.receive())  # each learns the addresses of all
         for version, way in enumerate(sys.stdin):
-            _all(lines, (way.strip(), version))
-            times = _all(lines, None)
-            sums = {line.recv() for line in lines}
-            began_s, ended_s, cpu_s = zip(*times, strict=True)
-            answer = {"wall_s": max(ended_s) - min(began_s), "cpu_s": sum(cpu_s), "same": len(sums) == 1}
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
-        for line in lines:
-            line.send(None)
-        for process in processes:
-            process.join()
+            ranks.ask((way.strip(), version))
+            began_s, ended_s, cpu_s, sums = zip(*ranks.ask("go"), strict=True)
+            wall_s = max(ended_s) - min(began_s)
+            print_json({"wall_s": wall_s, "cpu_s": sum(cpu_s), "same": len(set(sums)) == 1})
+        ranks.stop()
 
 
 if __name__ == "__main__":

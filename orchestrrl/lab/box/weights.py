@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tr
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
 from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, TensorMeta
-from orchestrrl.weights.orders import NEWS, CarryEdge, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import CarryEdge, CarryEdges
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
 from planner.fabric.topology import PodRole
@@ -47,75 +47,23 @@ TENSORS = 4
 ROW_BYTES = 16 * 1024  # of a tensor: what ranks divide
 STARTED_WITHIN_S = 120.0
 PAYLOAD_FOR_S, PAYLOAD_TIMES, WARM_UP_S = 0.5, 4, 1.0
-CARRIERS = "carriers"
-LOG = f"{CARRIERS}.log"
-
-
-@dataclass
-class TestbedHost:
-    """One of the box, and the line to its process. `events`: how its edges ended."""
-
-    peer: Peer
-    writer: asyncio.StreamWriter
-    answers: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
-    events: asyncio.Queue[EdgeEvent | None] = field(default_factory=asyncio.Queue)
-
-    async def listen(self, reader: asyncio.StreamReader) -> None:
-        async for line in reader:
-            said = json.loads(line)
-            if "event" not in said:
-                self.answers.put_nowait(said)
-                continue
-            event = NEWS.validate_python(said["event"])
-            assert isinstance(event, EdgeEvent)
-            self.events.put_nowait(event)
-        self.answers.put_nowait({"gone": True})
-        self.events.put_nowait(None)
-
-    def order(self, **what: Any) -> None:
-        self.writer.write((json.dumps(what) + "\n").encode())
-
-    async def answer(self, name: str) -> dict[str, Any]:
-        """Raises Permanent where the process has ended, or says something else."""
-        said = await asyncio.wait_for(self.answers.get(), STARTED_WITHIN_S)
-        if name not in said:
-            raise Permanent(f"{self.peer.id}: {name} was expected, and it said {said}: see {LOG}")
-        return said
 
 
 @asynccontextmanager
-async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[dict[PeerId, TestbedHost]]:
-    """One per server of the site, at the NIC of its first GPU."""
-    hosts: dict[PeerId, TestbedHost] = {}
-    servers = {PeerId(str(server.id)): server for server in box.site.servers}
-
-    async def come(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        said = json.loads(await reader.readline())
-        id = PeerId(said["peer"])
-        server = servers[id]
-        role = PeerRole.TRAINER if box.site.pod[server.pod].role is PodRole.TRAIN else PeerRole.ENGINE
-        place = PeerLocation(gpu=int(server.gpus[0]))
-        hosts[id] = TestbedHost(Peer(id, role, id, place, {transport: said["address"]}), writer)
-        await hosts[id].listen(reader)
-
-    async def all_here() -> bool:
-        return len(hosts) == len(servers)
-
-    path = box.folder / "carriers.sock"
-    path.unlink(missing_ok=True)
+async def _hosts(box: Testbed, transport: str, python: str) -> AsyncIterator[tuple[list[Peer], LabProcess]]:
+    """Yield a peer per server of the site, at the NIC of its first GPU, and the process that carries for them."""
+    servers = {PeerId(str(server.id)): server for server in sorted(box.site.servers, key=lambda server: str(server.id))}
     # Their addresses are those of NICs, (room, address) -> [peer, address, room].
     places = [[id, *reversed(box.plan.nic_of(server.gpus[0]))] for id, server in servers.items()]
-    words = ("-m", "orchestrrl.lab.box.weights_carrier", str(path), transport, json.dumps(places))
+    words = (python, "-m", "orchestrrl.lab.box.weights_carrier", transport, json.dumps(places))
     environment = {"PYTHONPATH": str(REPOSITORY)}
-    serving = await asyncio.start_unix_server(come, path, limit=1 << 26)
-    try:
-        async with LabProcess(
-            CARRIERS, [python, *words], box.folder, environment=environment, takes_input=True
-        ) as carriers:
-            await carriers.until(all_here, STARTED_WITHIN_S)
-            yield dict(sorted(hosts.items()))
-    finally:
-        serving.close()
+    async with LabProcess("carriers", words, box.folder, environment=environment, takes_input=True) as carriers:
+        addresses = json.loads(await carriers.next_line(STARTED_WITHIN_S))
+        peers = []
+        for id, server in servers.items():
+            role = PeerRole.TRAINER if box.site.pod[server.pod].role is PodRole.TRAIN else PeerRole.ENGINE
+            peers.append(Peer(id, role, id, PeerLocation(gpu=int(server.gpus[0])), {transport: addresses[id]}))
+        yield peers, carriers
 
 
 def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
@@ -133,8 +81,11 @@ def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
 async def weights(
     box: Testbed, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
 ) -> dict[str, Any]:
-    async with _hosts(box, transport, python or sys.executable) as hosts, FabricClient(box.daemon_address) as client:
-        show = _Show(box, client, hosts, size)
+    async with (
+        _hosts(box, transport, python or sys.executable) as (peers, carriers),
+        FabricClient(box.daemon_address) as client,
+    ):
+        show = _Show(box, client, peers, carriers, size)
         await show.open()
         await show.measure_payload()
         for number in range(rounds):
@@ -145,11 +96,14 @@ async def weights(
 
 
 class _Show:
-    def __init__(self, box: Testbed, client: FabricClient, hosts: Mapping[PeerId, TestbedHost], size: int) -> None:
+    def __init__(
+        self, box: Testbed, client: FabricClient, peers: Sequence[Peer], carriers: LabProcess, size: int
+    ) -> None:
         self._box = box
         self._client = client
-        self._hosts = hosts
-        self._peers = {id: host.peer for id, host in hosts.items()}
+        self._carriers = carriers
+        self._peers = {peer.id: peer for peer in peers}
+        self._receivers = [peer.id for peer in peers if peer.role is PeerRole.ENGINE]
         self._stations = {id: station_of(peer, box.site) for id, peer in self._peers.items()}
         trainers = [id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER]
         self._publications = publications(trainers, size)
@@ -158,23 +112,26 @@ class _Show:
         self._rows: list[dict[str, Any]] = []
 
     async def open(self) -> None:
-        """Everybody makes room, and holders the bytes themselves."""
+        """Have holders make the bytes, and all others room for them."""
         map = self._planned.map
-        held: dict[PeerId, list[str]] = {id: [] for id in self._hosts}
+        held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
-        for id, host in self._hosts.items():
-            host.order(open=MAP.dump_python(map, mode="json"), holds=held[id], seed=SEED)
-        for host in self._hosts.values():
-            await host.answer("opened")
+        document = MAP.dump_python(map, mode="json")
+        await self._order({id: {"open": document, "holds": held[id], "seed": SEED} for id in self._peers})
         self._sha256 = sha256_of(map, SEED)
+
+    async def _order(self, orders: Mapping[PeerId, Mapping[str, Any]]) -> dict[PeerId, Any]:
+        """Return the answers of the peers, once all of them have carried out their orders."""
+        answers: dict[PeerId, Any] = await self._carriers.request({str(id): order for id, order in orders.items()})
+        return {id: answers[id] for id in orders}
 
     async def measure_payload(self) -> None:
         """What one TCP connection over one circuit between PoDs delivers of the circuit's rate."""
         await self._circuits(tree(self._planned))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
-        sink = next(id for id, peer in self._peers.items() if peer.role is PeerRole.ENGINE)
-        flow = Flow(self._box.plan.nic_of(self._gpu(source)), self._box.plan.nic_of(self._gpu(sink)))
+        sent_from, sent_to = (self._box.plan.nic_of(self._gpu(id)) for id in (source, self._receivers[0]))
+        flow = Flow(sent_from, sent_to)
         async with running([flow]):
             await asyncio.sleep(WARM_UP_S)
             times_s = [time.monotonic()]
@@ -205,20 +162,19 @@ class _Show:
             "crossed_bytes": sum(crossed.values()),
             "cores_busy": cores,
             "circuits": circuits,
-            **await self._identical(),
+            "identical": await self._identical(),
         }
         if way == "tree":
             row["estimate_s"] = self._planned.estimate_s
         self._rows.append(row)
-        await self._wiped()
+        await self._order({id: {"end": VERSION} for id in self._peers})
 
     def report(self) -> dict[str, Any]:
         """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
         planned = self._planned
-        receivers = [id for id, peer in self._peers.items() if peer.role is PeerRole.ENGINE]
         return {
             "bytes": planned.bytes,
-            "receivers": len(receivers),
+            "receivers": len(self._receivers),
             "sha256": self._sha256,
             "circuit_mbps": self._gbps(self._box.site.link_gbps) * 1000,
             "payload": self._payload,
@@ -284,43 +240,23 @@ class _Show:
         return plan_sync(VERSION, self._publications, self._peers.values(), network, settings)
 
     async def _carried(self, stage: Sequence[CarryEdge]) -> float:
-        """When the last byte had arrived, by its receiver. Raises Permanent for an edge that broke."""
+        """Return when the last byte had arrived, by its receiver. Raises Permanent for edges that broke."""
         own: dict[PeerId, list[CarryEdge]] = {}
         for edge in stage:
             own.setdefault(edge.src, []).append(edge)
             own.setdefault(edge.dst, []).append(edge)
-        for id, edges in own.items():
-            order = CarryEdges(VERSION, tuple(edges), CHUNK_BYTES, STALL_S)
-            self._hosts[id].order(carry=CARRY.dump_python(order, mode="json"))
-        ended = await asyncio.gather(*(self._ended(self._hosts[id], len(edges)) for id, edges in own.items()))
-        return max(ended)
+        orders = {id: CarryEdges(VERSION, tuple(edges), CHUNK_BYTES, STALL_S) for id, edges in own.items()}
+        ended = await self._order(
+            {id: {"carry": CARRY.dump_python(order, mode="json")} for id, order in orders.items()}
+        )
+        if broken := [f"{id}: {fault}" for id, answer in ended.items() for fault in answer["broken"]]:
+            raise Permanent("; ".join(broken))
+        return max(float(answer["ended_s"]) for answer in ended.values())
 
-    async def _ended(self, host: TestbedHost, count: int) -> float:
-        last_s = 0.0
-        while count:
-            event = await asyncio.wait_for(host.events.get(), STALL_S * 10)
-            if event is None:
-                raise Permanent(f"{host.peer.id}: its process has ended: see {LOG}")
-            if event.state is EdgeState.BROKEN:
-                raise Permanent(f"{host.peer.id}: edge {event.edge} broke: {event.detail}")
-            if event.state is EdgeState.DONE:
-                count -= 1
-                last_s = max(last_s, event.ended_s if event.is_receiver else 0.0)
-        return last_s
-
-    async def _identical(self) -> dict[str, Any]:
-        receivers = [host for host in self._hosts.values() if host.peer.role is PeerRole.ENGINE]
-        for host in receivers:
-            host.order(sum=True)
-        sums = [await host.answer("sha256") for host in receivers]
-        same = [each["sha256"] == self._sha256 and not each["missing"] for each in sums]
-        return {"identical": sum(same), "carriers_cpu_s": sum(each["cpu_s"] for each in sums)}
-
-    async def _wiped(self) -> None:
-        for host in self._hosts.values():
-            host.order(end=VERSION)
-        for host in self._hosts.values():
-            await host.answer("ended")
+    async def _identical(self) -> int:
+        """Return how many receivers have the bytes that were sent."""
+        sums = await self._order({id: {"sum": True} for id in self._receivers})
+        return sum(each["sha256"] == self._sha256 and not each["missing"] for each in sums.values())
 
     async def _boundary_bytes(self) -> dict[str, int]:
         """That the core has carried into each PoD that generates, with all headers, by the ports' own counters."""

@@ -3,29 +3,28 @@
 Compute is sleeping. An iteration: forward with an EP all-to-all per layer, a pause without traffic, backward with
 buckets of gradients that are all-reduced over DP meanwhile, the optimizer's pause; now and then weights are sent.
 
-`python fabric_job.py` reads orders on its standard input and answers each with one line of JSON:
+`python -m orchestrrl.lab.demo.fabric_job` reads orders on its standard input and answers each with one line of JSON:
 
     {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE or null}
     {"turn": NAME, "iterations": N}     how long each took for its slowest rank, in seconds
     {"stop": NAME}                      its ranks' exit statuses
 
-A job with rings has its collectives recorded (this package's folder `instrument` is on PYTHONPATH), and its rank 0
-announces what comes next. One with stamps stores the moment at which each rank's pauses begin. Standard library and
-torch only: it runs where OrchestrRL is not installed.
+A job with rings has its collectives recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and its
+rank 0 announces what comes next. One with stamps stores the moment at which each rank's pauses begin. Standard library
+and torch only: it runs where OrchestrRL's dependencies are not installed.
 """
 
 import contextlib
 import datetime
 import json
 import mmap
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,12 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from orchestrrl.lab.testbed.ranks import Ranks, print_json
+
 LAYERS = 2
 BUCKETS = 3
 LAYER_S = 0.02
 SEND_WEIGHTS_EVERY = 10
 ELEMENTS = 4096
-FORK = multiprocessing.get_context("fork")
 
 
 class Stamps:
@@ -137,7 +137,7 @@ class JobOrder:
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
-    """A forked process, until it is told to run no iterations, or the other end of its line is closed."""
+    """Run iterations in a forked process until None is received, or the other end of its line is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started the job ends it
     torch.set_num_threads(1)
     recorder: ModuleType | None = None
@@ -154,64 +154,26 @@ def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
     dist.barrier()
     line.send(None)
     with contextlib.suppress(EOFError):
-        while iterations := line.recv():
+        while (iterations := line.recv()) is not None:
             line.send([made.iterate() for _ in range(iterations)])
     dist.destroy_process_group()
 
 
-class LaunchedJob:
-    """The launcher's side of one job. Raises EOFError where a rank has ended of itself."""
-
-    def __init__(self, order: JobOrder) -> None:
-        self._lines: list[Connection] = []
-        self._processes: list[ForkProcess] = []
-        for rank in range(order.ranks):
-            ours, theirs = FORK.Pipe()
-            # A rank holds the lines of those before it: when this process is gone, they end from the last to the first.
-            process = FORK.Process(target=_forked, args=(order, rank, ours, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._lines.append(ours)
-            self._processes.append(process)
-        for line in self._lines:
-            line.recv()
-
-    def turn(self, iterations: int) -> list[float]:
-        for line in self._lines:
-            line.send(iterations)
-        return [max(times) for times in zip(*(line.recv() for line in self._lines), strict=True)]
-
-    def stop(self) -> list[int | None]:
-        for line in self._lines:
-            with contextlib.suppress(OSError):  # one that has ended already
-                line.send(0)
-        for process in self._processes:
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        return [process.exitcode for process in self._processes]
-
-
-def _forked(order: JobOrder, rank: int, ours: Connection, theirs: Connection) -> None:
-    ours.close()
-    run_rank(order, rank, theirs)
-
-
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    jobs: dict[str, LaunchedJob] = {}
+    jobs: dict[str, Ranks] = {}
     for text in sys.stdin:
         match json.loads(text):
             case {"start": name}:
-                jobs[name] = LaunchedJob(JobOrder(**json.loads(text)))
+                order = JobOrder(**json.loads(text))
+                jobs[name] = Ranks(order.ranks, partial(run_rank, order))
+                jobs[name].receive()
                 answer: Any = name
             case {"turn": name, "iterations": iterations}:
-                answer = jobs[name].turn(iterations)
+                answer = [max(times) for times in zip(*jobs[name].ask(iterations), strict=True)]
             case {"stop": name}:
                 answer = jobs.pop(name).stop()
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        print_json(answer)
     for job in jobs.values():
         job.stop()
 

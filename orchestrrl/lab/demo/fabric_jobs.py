@@ -1,14 +1,14 @@
 """The other side of fabric_job.py: starts it, and its jobs, with an environment that has torch."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import orchestrrl.integrations.instrument
-from orchestrrl.lab.testbed.processes import LabProcess
+from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 
 RANKS = 8
-PROGRAM = Path(__file__).parent / "fabric_job.py"
 INSTRUMENT = Path(orchestrrl.integrations.instrument.__file__).parent
 WORD_BYTES = 8
 ANSWER_WITHIN_S = 300.0
@@ -30,10 +30,9 @@ class Launcher:
 
     def __init__(self, folder: Path, python: Path) -> None:
         self.folder = folder
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(INSTRUMENT)}
-        self._process = LabProcess(
-            "torch", (python, PROGRAM), folder, environment=environment, cwd=folder, takes_input=True
-        )
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{INSTRUMENT}"}
+        words = (python, "-m", "orchestrrl.lab.demo.fabric_job")
+        self._process = LabProcess("torch", words, folder, environment=environment, cwd=folder, takes_input=True)
 
     async def __aenter__(self) -> Self:
         self._process.spawn()

@@ -4,19 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 
-from orchestrrl.engines.base import Engine
+from orchestrrl.lab.demo import stack
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.stack import engines as started_engines
-from orchestrrl.lab.demo.stack import orchestrrl as started_orchestrrl
-from orchestrrl.lab.demo.step import DemoStepRecord, Report, connected, run_step
+from orchestrrl.lab.demo.step import DemoFleet, DemoStepRecord, Report, connected
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
-from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from planner.model import RequestId
 
@@ -115,30 +112,23 @@ async def run_demo(
 ) -> DemoOutcome:
     """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
     weights to them."""
-    async with _engines(scenario, engine, out_dir, report) as (running, clients):
+    async with _fleet(scenario, engine, out_dir, report) as fleet:
         outcomes = []
-        ask = partial(run_step, scenario, engines=clients, hold=engine == "simulated")
         for seed in seeds:
             step = samples(scenario, engine, seed)
-            progress = partial(report, f"without OrchestrRL, seed {seed}")
-            record = await ask(step, lambda sample: running[sample.dealt_to].url, progress=progress)
+            record = await fleet.run_step(step, f"without OrchestrRL, seed {seed}")
             outcomes.append(SeedOutcome(seed, step, record))
-        report("starting OrchestrRL", 0, 0)
-        async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-            await stack.until_reported(len(clients))
-            async with ControlClient(stack.daemon_address) as control:
-                for outcome in outcomes:
-                    before = await stack.status()
-                    progress = partial(report, f"with OrchestrRL, seed {outcome.seed}")
-                    outcome.orchestrrl = await ask(outcome.samples, lambda _: stack.gateway_url, progress=progress)
-                    await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
-                    after = await stack.status()
-                    outcome.moves = after.moves_done - before.moves_done
-                    outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+        async with _orchestrrl(fleet) as control_plane:
+            for outcome in outcomes:
+                before, label = await control_plane.status(), f"with OrchestrRL, seed {outcome.seed}"
+                outcome.orchestrrl = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
+                await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
+                after = await control_plane.status()
+                outcome.moves = after.moves_done - before.moves_done
+                outcome.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+            async with ControlClient(control_plane.daemon_address) as control:
                 marks = await marks_by_method(control, scenario.speed)
-            synced = None
-            if scenario.sync is not None:
-                synced = await run_sync(scenario, engine, running, stack, clients, out_dir, report)
+            synced = None if scenario.sync is None else await run_sync(fleet, control_plane)
     demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks, sync=synced)
     for index, outcome in enumerate(outcomes):
         report("asking the oracle", index, len(outcomes))
@@ -148,24 +138,26 @@ async def run_demo(
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
-    async with _engines(scenario, engine, out_dir, report) as (running, clients):
-        report("starting OrchestrRL", 0, 0)
-        async with started_orchestrrl(scenario, engine, running, out_dir) as stack:
-            await stack.until_reported(len(clients))
-            return await run_sync(scenario, engine, running, stack, clients, out_dir, report)
+    async with _fleet(scenario, engine, out_dir, report) as fleet, _orchestrrl(fleet) as control_plane:
+        return await run_sync(fleet, control_plane)
 
 
 @contextlib.asynccontextmanager
-async def _engines(
-    scenario: DemoScenario, engine: str, out_dir: Path, report: Report
-) -> AsyncIterator[tuple[list[LocalEngine], list[Engine]]]:
-    """Yield the engines, ready, and their clients."""
+async def _fleet(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> AsyncIterator[DemoFleet]:
     report("starting the engines", 0, 0)
     async with (
-        started_engines(scenario, engine, out_dir) as running,
+        stack.engines(scenario, engine, out_dir) as running,
         connected(engine, [local.url for local in running]) as clients,
     ):
-        yield running, clients
+        yield DemoFleet(scenario, engine, out_dir, report, running, clients)
+
+
+@contextlib.asynccontextmanager
+async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
+    fleet.report("starting OrchestrRL", 0, 0)
+    async with stack.orchestrrl(fleet.scenario, fleet.kind, fleet.running, fleet.out_dir) as running:
+        await running.until_reported(len(fleet.clients))
+        yield running
 
 
 def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:

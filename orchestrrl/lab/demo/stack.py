@@ -22,7 +22,7 @@ EPSILON_S, SWITCH_S = 10.0, 1.7
 
 @contextlib.asynccontextmanager
 async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
-    """The scenario's engines, ready; stopped on leaving."""
+    """Yield the scenario's engines, ready; they are stopped on leaving."""
     if kind not in ENGINES:
         raise Permanent(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
 async def orchestrrl(
     scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
 ) -> AsyncIterator[Stack]:
-    """Daemon, agent and gateway beside running engines; ended on leaving."""
+    """Yield daemon, agent and gateway beside running engines; they are ended on leaving."""
     control, urls = scenario.control, named([engine.url for engine in running])
     async with Stack(out_dir) as stack:
         await stack.start_daemon(_daemon_config(scenario, urls))

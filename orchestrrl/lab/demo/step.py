@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +17,7 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine, connect
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
+from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.processes import meanwhile, until
 from planner.model import RequestId
 
@@ -86,6 +89,29 @@ async def run_step(
     record.makespan_s = max(record.finish_s.values(), default=0.0)
     record.idle_s = [min(seconds, record.makespan_s) for seconds in idle.seconds]
     return record
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFleet:
+    """The scenario's engines while they run, and their clients."""
+
+    scenario: DemoScenario
+    kind: str
+    out_dir: Path
+    report: Report
+    running: Sequence[LocalEngine]
+    clients: Sequence[Engine]
+
+    async def run_step(
+        self, step: Sequence[Sample], label: str, gateway_url: str = "", **options: Any
+    ) -> DemoStepRecord:
+        """Run a step through a gateway or, without one, on the engines to which its samples are dealt."""
+
+        def url_of(sample: Sample) -> str:
+            return gateway_url or self.running[sample.dealt_to].url
+
+        hold, progress = self.kind == "simulated", partial(self.report, label)
+        return await run_step(self.scenario, step, url_of, self.clients, progress, hold=hold, **options)
 
 
 @contextlib.asynccontextmanager

@@ -2,29 +2,37 @@
 of the version that its span names."""
 
 import asyncio
+import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from orchestrrl.engines.base import Engine, weights_engine
-from orchestrrl.lab.demo.scenario import DemoScenario, Sample, samples
-from orchestrrl.lab.demo.step import DemoStepRecord, Report, run_step
-from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE, TRAINER, sync_stack
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, SyncSection, samples
+from orchestrrl.lab.demo.step import DemoFleet, DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
 from orchestrrl.lab.simulated_engine.weights import read_weights
-from orchestrrl.lab.testbed.engines import LocalEngine
+from orchestrrl.lab.testbed.engines import make_model
 from orchestrrl.lab.testbed.processes import until
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
 from orchestrrl.weights.controller.profile import SyncProfile, profile
 from orchestrrl.weights.controller.reports import SyncReport
+from orchestrrl.weights.layout import lay_out
+from orchestrrl.weights.model import MODEL_FILE, TensorMeta
 from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
 from orchestrrl.weights.trainer.client import WeightsClient
 from planner.model import RequestId
 
 LOOK_S = 0.05
+TRAINER = "train0"
+HOSTS = 2  # of engines
+BEFORE, AFTER = 1, 2  # the versions
+COLUMNS = 1024
 
 
 @dataclass(slots=True)
@@ -62,71 +70,89 @@ class AnswerStretch:
     ids: tuple[int, ...]
 
 
-async def run_sync(
-    scenario: DemoScenario,
-    engine: str,
-    running: Sequence[LocalEngine],
-    stack: Stack,
-    clients: Sequence[Engine],
-    out_dir: Path,
-    report: Report,
-) -> SyncOutcome:
+async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
     """Raises Permanent where a version does not become the fleet's."""
+    scenario, is_simulated = fleet.scenario, fleet.kind == "simulated"
     assert scenario.sync is not None, "the scenario has new weights"
     smaller = scenario.model_copy(update={"prompts": scenario.sync.prompts, "max_tokens": scenario.sync.max_tokens})
-    step = [replace(each, id=RequestId(f"sync-{each.id}")) for each in samples(smaller, engine, scenario.seeds[0])]
-    ask = partial(run_step, smaller, engines=clients, hold=engine == "simulated")
-    report("starting peers", 0, 0)
-    synced = await sync_stack(scenario, engine, running, stack, out_dir)
-    with WeightsClient(stack.daemon_address, peer=TRAINER, folder=synced.folder) as trainer:
+    fleet = replace(fleet, scenario=smaller)
+    step = [replace(each, id=RequestId(f"sync-{each.id}")) for each in samples(smaller, fleet.kind, scenario.seeds[0])]
+    fleet.report("starting peers", 0, 0)
+    home = (fleet.out_dir / "weights").absolute()
+    checkpoints = await _start_peers(fleet, stack, home)
+    with WeightsClient(stack.daemon_address, peer=TRAINER, folder=home / TRAINER) as trainer:
 
         async def publish(version: int) -> SyncReport:
-            return await asyncio.to_thread(
-                trainer.publish_arrays, version, checkpoint_pieces(synced.checkpoints[version])
-            )
+            return await asyncio.to_thread(trainer.publish_arrays, version, checkpoint_pieces(checkpoints[version]))
 
-        report("the first weights", 0, 0)
+        fleet.report("the first weights", 0, 0)
         await publish(BEFORE)
-        undisturbed = DemoStepRecord()
-        if engine != "simulated":
-            undisturbed = await ask(
-                step, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed")
-            )
+        undisturbed = DemoStepRecord() if is_simulated else await fleet.run_step(step, "undisturbed")
         published: list[SyncReport] = []
 
         async def between() -> None:
-            await _under_way(stack.daemon_address, len(clients))
+            await _under_way(stack.daemon_address, len(fleet.clients))
             published.append(await publish(AFTER))
 
-        record = await ask(
-            step,
-            lambda _: stack.gateway_url,
-            progress=partial(report, "new weights meanwhile"),
-            begun=between,
-            spans=True,
-        )
+        record = await fleet.run_step(step, "new weights meanwhile", stack.gateway_url, begun=between, spans=True)
     told = stretches(step, record)
-    if engine == "simulated":
-        seeds = {version: read_weights(folder).seed for version, folder in synced.checkpoints.items()}
+    if is_simulated:
+        seeds = {version: read_weights(folder).seed for version, folder in checkpoints.items()}
         expected = [simulated_ids(smaller, seeds, each) for each in told]
     else:
-        later = _continued(told)
-        again = await ask(
-            later, lambda each: running[each.dealt_to].url, progress=partial(report, "undisturbed, new weights")
-        )
+        again = await fleet.run_step(_continued(told), "undisturbed, new weights")
         expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in told]
     (ended,) = published
+    tokens: Counter[int | None] = Counter()
+    for each in told:
+        tokens[each.version] += len(each.ids)
     return SyncOutcome(
         profile(ended),
-        len(clients),
-        await _serving(clients),
-        len(step),
-        len(record.answers),
-        _crossed(record),
-        _tokens(told),
-        sum(_differing(each.ids, ids) for each, ids in zip(told, expected, strict=True)),
-        [f"{request}: {fault}" for request, fault in (record.faults | undisturbed.faults).items()],
+        engines=len(fleet.clients),
+        serve_it=await _serving(fleet.clients),
+        requests=len(step),
+        answered=len(record.answers),
+        crossed=sum(len({span.version for span in spans}) > 1 for spans in record.spans.values()),
+        tokens=tokens,
+        differing=sum(_differing(each.ids, ids) for each, ids in zip(told, expected, strict=True)),
+        faults=[f"{request}: {fault}" for request, fault in (record.faults | undisturbed.faults).items()],
     )
+
+
+async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, Path]:
+    """Start the trainer's peer and one for each of two hosts that share the engines, which end with the stack. Return
+    the checkpoint of each version once the daemon has the peers."""
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    hosts: dict[str, dict[str, str]] = {TRAINER: {}}
+    of_host = -(-len(fleet.running) // HOSTS)
+    for index, engine in enumerate(fleet.running):
+        hosts.setdefault(f"gen{index // of_host}", {})[f"e{index}"] = engine.url
+    for name, engines in hosts.items():
+        flags = ("--pod", "train" if name == TRAINER else "generate", "--product", fleet.kind)
+        stack.command(f"peer-{name}", "sync", "peer", *stack.peer_words(name, home / name, engines, *flags))
+    checkpoints = {version: home / f"checkpoint-{version}" for version in (BEFORE, AFTER)}
+    if fleet.kind == "simulated":
+        assert fleet.scenario.sync is not None, "the scenario has new weights"
+        for version, folder in checkpoints.items():
+            await asyncio.to_thread(_write, folder, fleet.scenario.sync, version)
+    else:  # the model as it was started, and the same of another seed
+        checkpoints[BEFORE] = fleet.out_dir / "tiny-model"
+        await make_model(checkpoints[AFTER], seed=1)
+    await stack.until_attached(hosts)
+    return checkpoints
+
+
+def _write(folder: Path, sync: SyncSection, seed: int) -> None:
+    """Write random weights, for which simulated engines have other answers."""
+    shape = (max(1, sync.tensor_bytes // (4 * COLUMNS)), COLUMNS)
+    layout = lay_out([TensorMeta(f"model.layers.{layer}.weight", "F32", shape) for layer in range(sync.tensors)])
+    chance = np.random.default_rng(seed)
+    folder.mkdir()
+    with (folder / MODEL_FILE).open("wb") as file:
+        file.write(layout.header)
+        for _ in layout.tensors:
+            file.write(chance.standard_normal(shape, dtype=np.float32).tobytes())
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:
@@ -197,14 +223,3 @@ def _of(record: DemoStepRecord, stretch: AnswerStretch) -> list[int]:
 
 def _differing(ids: Sequence[int], expected: Sequence[int]) -> int:
     return sum(one != other for one, other in zip(ids, expected, strict=False)) + abs(len(ids) - len(expected))
-
-
-def _crossed(record: DemoStepRecord) -> int:
-    return sum(len({span.version for span in spans}) > 1 for spans in record.spans.values())
-
-
-def _tokens(stretches: Sequence[AnswerStretch]) -> dict[int | None, int]:
-    tokens: dict[int | None, int] = {}
-    for each in stretches:
-        tokens[each.version] = tokens.get(each.version, 0) + len(each.ids)
-    return tokens

@@ -14,8 +14,7 @@ from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.report import sync_json
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, load_scenario, samples
 from orchestrrl.lab.demo.step import DemoStepRecord
-from orchestrrl.lab.demo.sync_run import SyncOutcome, simulated_ids, stretches
-from orchestrrl.lab.demo.sync_stack import AFTER, BEFORE
+from orchestrrl.lab.demo.sync_run import AFTER, BEFORE, SyncOutcome, simulated_ids, stretches
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
 from orchestrrl.weights.controller.profile import profile
 from orchestrrl.weights.controller.reports import PhaseTime, SyncPhase, SyncReport, SyncState

@@ -1,0 +1,69 @@
+"""Ranks of a test bed: processes forked from one that has imported what all of them need, each at the end of a pipe.
+
+Standard library only: the programs that start ranks also run where OrchestrRL's dependencies are not installed.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+FORK = multiprocessing.get_context("fork")
+STOP_WITHIN_S = 10.0
+
+
+class Ranks:
+    """Processes that run `work(rank, line)`. Receiving raises EOFError where a rank has ended."""
+
+    def __init__(self, count: int, work: Callable[[int, Connection], None]) -> None:
+        self._lines: list[Connection] = []
+        self._processes: list[ForkProcess] = []
+        for rank in range(count):
+            ours, theirs = FORK.Pipe()
+            # A rank holds the lines of those before it: when this process is gone, they end from the last to the first.
+            process = FORK.Process(target=_forked, args=(work, rank, ours, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._lines.append(ours)
+            self._processes.append(process)
+
+    def receive(self) -> list[Any]:
+        """Return the next message of each rank."""
+        return [line.recv() for line in self._lines]
+
+    def ask(self, order: object) -> list[Any]:
+        """Send the same to all ranks and return what each answers."""
+        return self.ask_each([order] * len(self._lines))
+
+    def ask_each(self, orders: Sequence[object]) -> list[Any]:
+        """Send each rank its own order and return what each answers."""
+        for line, order in zip(self._lines, orders, strict=True):
+            line.send(order)
+        return self.receive()
+
+    def stop(self) -> list[int | None]:
+        """Send None to all ranks, kill those that do not end, and return the exit statuses."""
+        for line in self._lines:
+            with contextlib.suppress(OSError):  # one that has ended already
+                line.send(None)
+        for process in self._processes:
+            process.join(STOP_WITHIN_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [process.exitcode for process in self._processes]
+
+
+def _forked(work: Callable[[int, Connection], None], rank: int, ours: Connection, theirs: Connection) -> None:
+    ours.close()
+    work(rank, theirs)
+
+
+def print_json(value: object) -> None:
+    """Print a line of JSON at once."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -137,16 +137,6 @@ def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[obje
         made.add_column(columns[place], justify="right" if figures else "left", no_wrap=place == 0)
     for row in cells:
         made.add_row(*(Text(row[place], overflow="fold") for place in shown))
-    return made
-
-
-def live_table(*columns: str, title: str = "", wrapped: Collection[str] = ()) -> "Table":
-    """Return an empty table without lines, for pictures that are renewed in place; only columns `wrapped` may wrap."""
-    from rich.table import Table
-
-    made = Table(title=title or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, no_wrap=column not in wrapped)
     return made
 
 

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,12 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from orchestrrl.cli.formats import UNKNOWN, bar, count, duration, ranges, time_of_day
+from orchestrrl.cli.formats import count, duration, ranges, time_of_day
 from orchestrrl.cli.journal import shorten
-from orchestrrl.cli.output import cells_table, live_table
+from orchestrrl.cli.output import cells_table
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
-FATES = ("leaves", "stays", "comes")
 NAMED = 4  # engines, before only their number is told
 ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
 BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
@@ -26,16 +24,7 @@ LINE_WIDTH = 60
 
 CUT_SHORT = "cut short"  # as the daemon says it of a step that another's failure ended
 
-COLOURS = {
-    "pending": "dim",
-    "running": "cyan",
-    "done": "green",
-    "failed": "red",
-    "skipped": "dim",
-    "planned": "cyan",
-    "rolled back": "yellow",
-    "degraded": "red",
-}
+COLOURS = {"running": "cyan", "done": "green", "failed": "red", "planned": "cyan", "degraded": "red"}
 
 
 def fleet_text(engines: Sequence[dict[str, Any]]) -> str:
@@ -123,27 +112,17 @@ def engines_table(report: dict[str, Any]) -> Table:
 
 
 def _engine_rows(report: dict[str, Any]) -> Iterator[tuple[object, ...]]:
-    old = {engine["engine_id"] for engine in report["old_engines"]}
-    new = {engine["engine_id"] for engine in report["new_engines"]}
+    old, new = ({engine["engine_id"] for engine in report[name]} for name in ("old_engines", "new_engines"))
     fated = [("leaves", engine) for engine in report["old_engines"] if engine["engine_id"] not in new]
     fated += [("stays", engine) for engine in report["new_engines"] if engine["engine_id"] in old]
     fated += [("comes", engine) for engine in report["new_engines"] if engine["engine_id"] not in old]
-    each = len(fated) <= ENGINES_SHOWN
-    if not each:
-        fated.sort(key=lambda pair: (FATES.index(pair[0]), _kind(pair[1])))
-    for _, alike in groupby(fated, key=lambda pair: pair[1]["engine_id"] if each else (pair[0], _kind(pair[1]))):
-        group = list(alike)
-        fate, first = group[0]
-        yield (
-            _named([engine["engine_id"] for _, engine in group]),
-            fate,
-            first["configuration"],
-            ranges(sorted(gpu for _, engine in group for gpu in engine["gpus"])),
-        )
-
-
-def _kind(engine: dict[str, Any]) -> str:
-    return str(engine["configuration"])
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for fate, engine in fated:
+        own = engine["engine_id"] if len(fated) <= ENGINES_SHOWN else ""
+        groups.setdefault((fate, str(engine["configuration"]), own), []).append(engine)
+    for (fate, configuration, _), group in groups.items():
+        gpus = ranges(sorted(gpu for engine in group for gpu in engine["gpus"]))
+        yield _named([engine["engine_id"] for engine in group]), fate, configuration, gpus
 
 
 def _named(ids: Sequence[str]) -> str:
@@ -205,10 +184,24 @@ class StageSteps:
         ]
         return max(ends, default=None)
 
+    def elapsed_text(self, now_s: float | None = None) -> str | None:
+        """From when the first of them began until the last had ended."""
+        began_s = self.began_s
+        if began_s is None or (now_s is None and any(step["state"] == "running" for step in self.steps)):
+            return None
+        ended_s = self.ended_s(began_s if now_s is None else now_s)
+        return None if ended_s is None else duration(max(0.0, ended_s - began_s))
+
     @property
-    def slowest(self) -> dict[str, Any] | None:
+    def text(self) -> str:
+        return _named(self.engines) or "the fleet"
+
+    @property
+    def slowest(self) -> str | None:
+        """The slowest of several."""
         taken = [step for step in self.steps if step["elapsed_s"] is not None]
-        return max(taken, key=lambda step: step["elapsed_s"], default=None)
+        slowest = max(taken, key=lambda step: step["elapsed_s"], default=None)
+        return f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and len(self.steps) > 1 else None
 
     @property
     def remark(self) -> str:
@@ -240,19 +233,21 @@ def together(report: dict[str, Any]) -> list[StageSteps]:
 def plan_table(report: dict[str, Any]) -> Table:
     """What would be done, by stage."""
     columns = ("stage", "step", "engines", "side by side", "each within")
+    groups = together(report)
+    within_s = [max(float(step["within_s"]) for step in group.steps) for group in groups]
     rows = [
-        (spaced(group.kind), _of(group), len(group.steps) if group.engines else None, duration(_limit_s(group)))
-        for group in together(report)
+        (spaced(group.kind), group.text, len(group.steps) if group.engines else None, duration(limit_s))
+        for group, limit_s in zip(groups, within_s, strict=True)
     ]
-    return cells_table("Steps", columns, _staged(together(report), rows))
+    return cells_table("Steps", columns, _staged(groups, rows))
 
 
-def taken_table(report: dict[str, Any]) -> Table:
+def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
     """What was done, in seconds; of a redeployment that has ended, what began."""
     groups = [each for each in together(report) if report["state"] == "running" or each.began_s is not None]
     columns = ("stage", "step", "engines", "state", "took", "slowest", "remark")
     rows = [
-        (spaced(each.kind), _of(each), each.state_text, _elapsed_text(each), _slowest_text(each), each.remark)
+        (spaced(each.kind), each.text, each.state_text, each.elapsed_text(now_s), each.slowest, each.remark)
         for each in groups
     ]
     return cells_table("Steps", columns, _staged(groups, rows))
@@ -262,36 +257,9 @@ def _staged(groups: Sequence[StageSteps], rows: Iterable[tuple[object, ...]]) ->
     """Put the stage before each row, once for rows that follow each other."""
     shown = ""
     for group, row in zip(groups, rows, strict=True):
-        stage = _stage(group)
+        stage = f"{group.stage} back" if group.direction == "back" else str(group.stage)
         yield (" " if stage == shown else stage, *row)
         shown = stage
-
-
-def _of(group: StageSteps) -> str:
-    return _named(group.engines) or "the fleet"
-
-
-def _limit_s(group: StageSteps) -> float:
-    return max(float(step["within_s"]) for step in group.steps)
-
-
-def _slowest_text(group: StageSteps) -> str | None:
-    slowest = group.slowest
-    several = slowest is not None and len(group.steps) > 1
-    return f"{slowest['engine_id']} {duration(slowest['elapsed_s'])}" if slowest and several else None
-
-
-def _stage(group: StageSteps) -> str:
-    return f"{group.stage} back" if group.direction == "back" else str(group.stage)
-
-
-def _elapsed_text(group: StageSteps, now_s: float | None = None) -> str | None:
-    """From when the first of them began until the last had ended."""
-    began_s = group.began_s
-    if began_s is None or (now_s is None and any(step["state"] == "running" for step in group.steps)):
-        return None
-    ended_s = group.ended_s(began_s if now_s is None else now_s)
-    return None if ended_s is None else duration(max(0.0, ended_s - began_s))
 
 
 # --- while it runs
@@ -299,26 +267,8 @@ def _elapsed_text(group: StageSteps, now_s: float | None = None) -> str | None:
 
 def picture(report: dict[str, Any]) -> RenderableType:
     """For a terminal, renewed while it runs."""
-    now_s = time.time()
-    groups = [group for group in together(report) if group.state != "skipped"]
-    columns = ("stage", "step", "engines", "", "took", "limit", "remark")
-    table = live_table(*columns, wrapped=("engines", "", "remark"))
-    for row in _staged(groups, (_live_row(group, now_s) for group in groups)):
-        table.add_row(*map(str, row))
     last = progress(report) if report["state"] == "running" else "\n".join(outcome(report))
-    return Group(Text.from_markup(begun(report)), table, Text.from_markup(last))
-
-
-def _live_row(group: StageSteps, now_s: float) -> tuple[str, ...]:
-    colour, done = COLOURS.get(group.state, ""), sum(step["state"] == "done" for step in group.steps)
-    return (
-        f"[{colour}]{spaced(group.kind)}[/{colour}]",
-        escape(_of(group)),
-        f"[{colour}]{bar(done / len(group.steps), 8)} {group.state_text}[/{colour}]",
-        _elapsed_text(group, now_s) or UNKNOWN,
-        duration(_limit_s(group)),
-        escape(group.remark),
-    )
+    return Group(Text.from_markup(begun(report)), taken_table(report, time.time()), Text.from_markup(last))
 
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
@@ -336,7 +286,7 @@ def _news_of(group: StageSteps) -> str:
     back = " back" if group.direction == "back" else ""
     engines = f" {_named(group.engines)}" if group.engines else ""
     line = f"{spaced(group.kind)}{back}{engines}: {group.state}"
-    at_s, took = group.began_s, _elapsed_text(group)
+    at_s, took = group.began_s, group.elapsed_text()
     if group.state in ("done", "failed") and at_s is not None:
         at_s = group.ended_s(at_s) or at_s
         line += f"{' after' if group.state == 'failed' else ' in'} {took}" if took else ""
@@ -353,26 +303,24 @@ def time_line(report: dict[str, Any], now_s: float) -> Table:
     bars = [StageSteps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
     if sum(piece.began_s is not None for piece in bars) > BARS_SHOWN:
         bars = together(report)
-    ends = [end for end in (piece.ended_s(now_s) for piece in bars) if end is not None]
-    end_s = max([*ends, report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)])
-    scale = f"0 s{duration(end_s - began_s):>{LINE_WIDTH - 3}}"
-    table = live_table("stage", "step", "engine", scale, "took", title="Time line")
-    table.columns[-1].justify = "right"
-    begun_bars = [(piece, at_s) for piece in bars if (at_s := piece.began_s) is not None]
-    rows = (_time_row(piece, at_s - began_s, end_s - began_s, now_s) for piece, at_s in begun_bars)
-    for row in _staged([piece for piece, _ in begun_bars], rows):
-        table.add_row(*map(str, row))
+    begun_bars = [(piece, at_s, piece.ended_s(now_s) or at_s) for piece in bars if (at_s := piece.began_s) is not None]
+    last_s = report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)
+    whole_s = max([last_s, *(ended_s for *_, ended_s in begun_bars)]) - began_s
+    rows = [
+        (
+            spaced(piece.kind),
+            piece.text,
+            _span(since_s - began_s, ended_s - began_s, whole_s),
+            piece.elapsed_text(now_s),
+        )
+        for piece, since_s, ended_s in begun_bars
+    ]
+    lines = list(_staged([piece for piece, *_ in begun_bars], rows))
     if (closed := _closed(report)) is not None:
-        low_s, high_s = closed[0] - began_s, closed[1] - began_s
-        line = _span(low_s, high_s, end_s - began_s)
-        table.add_row("", "requests stand still", "", f"[yellow]{line}[/yellow]", duration(high_s - low_s))
-    return table
-
-
-def _time_row(piece: StageSteps, since_s: float, whole_s: float, now_s: float) -> tuple[str, ...]:
-    colour, took_s = COLOURS.get(piece.state, ""), (piece.ended_s(now_s) or piece.began_s or 0) - (piece.began_s or 0)
-    line = f"[{colour}]{_span(since_s, since_s + took_s, whole_s)}[/{colour}]"
-    return spaced(piece.kind), escape(_of(piece)), line, _elapsed_text(piece, now_s) or UNKNOWN
+        low_s, high_s = (at_s - began_s for at_s in closed)
+        lines.append((" ", "requests stand still", " ", _span(low_s, high_s, whole_s), duration(high_s - low_s)))
+    scale = f"0 s{duration(whole_s):>{LINE_WIDTH - 3}}"
+    return cells_table("Time line", ("stage", "step", "engine", scale, "took"), lines)
 
 
 def _closed(report: dict[str, Any]) -> tuple[float, float] | None:

@@ -8,32 +8,27 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from orchestrrl.cli.command import JsonFlag
 from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
 from orchestrrl.cli.fleet.moves import reasons
 from orchestrrl.cli.fleet.status import (
-    ago,
+    WORKER_COLUMNS,
     barrier_summary,
     control_text,
     fetch_status,
     fetch_weights,
-    health_text,
-    kv_used,
     summary,
     trouble,
     weights_summary,
 )
-from orchestrrl.cli.formats import UNKNOWN, bar, load_index, percent, rate
 from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text
-from orchestrrl.cli.output import Output, live_table, print_line, stdout
+from orchestrrl.cli.output import Output, print_line, stdout, table
 from orchestrrl.cli.plan.explain import headline
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 
 MOVES_SHOWN = 8
-HEALTH_COLOURS = {"ok": "green", "slow": "yellow", "gone": "red", "nonsense": "red"}
 
 
 def top(
@@ -84,7 +79,8 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     whole, worries = summary(status), trouble(status)
     parts: list[RenderableType] = [*whole[: 4 + len(worries)], *barrier_summary(status["barrier"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
-    parts += [*redeploy_text.redeployment_summary(status["redeployment"]), _workers(status["workers"])]
+    parts += redeploy_text.redeployment_summary(status["redeployment"])
+    parts.append(table("", WORKER_COLUMNS, status["workers"]))
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:
@@ -103,29 +99,6 @@ async def _next_picture(client: ControlClient) -> RenderableType:
         return picture(await fetch_all(client))
     except OrchestrRLError as error:
         return f"[red]{escape(str(error))}[/red]"
-
-
-def _workers(workers: list[dict[str, Any]]) -> Table:
-    width = 12 if stdout().width >= 110 else 4
-    table = live_table("worker", "health", "running", "waiting", "KV", "decode", "load", "seen")
-    most_waiting = max((worker["waiting"] for worker in workers), default=0)
-    for worker in workers:
-        colour, used = HEALTH_COLOURS.get(worker["health"] or "", "yellow"), kv_used(worker)
-        table.add_row(
-            escape(worker["engine_id"]),
-            f"[{colour}]{health_text(worker)}[/{colour}]",
-            _bar(worker["running"], worker["max_sequences"] or worker["running"], width),
-            _bar(worker["waiting"], most_waiting, width),
-            UNKNOWN if used is None else f"{bar(used, width)} {percent(used)}",
-            rate(worker["decode_tokens_per_s"]),
-            load_index(worker["load_index"]),
-            ago(worker["age_s"]),
-        )
-    return table
-
-
-def _bar(value: int, full: int, width: int) -> str:
-    return f"{bar(value / full if full else 0.0, width)} {value}"
 
 
 def _moves(listed: list[dict[str, Any]]) -> list[str]:

@@ -62,7 +62,7 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
         "  processes, checks, HTTP on this machine", redeployed.redeploying_s - modelled_s - circuits_s, None, None
     )
     if resumed is not None:
-        what = f"KV recomputed: {len(resumed.each)} requests, {resumed.context_tokens:,} tokens"
+        what = f"KV recomputed: {resumed.requests} requests, {resumed.context_tokens:,} tokens"
         yield row(what, resumed.last_s, resumed.predicted_s, PAPER["kv_recompute_s"])
     yield row("in all", redeployed.total_s, plan["redeploy_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
@@ -71,9 +71,10 @@ def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
     """Of the PoD that generates. ToRs are named without it."""
     assert arm.fabric_before is not None, "there was a fabric"
     assert arm.fabric_after is not None, "there was a fabric"
-    before, after = (seen.circuits.of(GEN_POD) for seen in (arm.fabric_before, arm.fabric_after))
-    for a, b in sorted(before.keys() | after.keys()):
-        yield a, b, before.get((a, b), 0), after.get((a, b), 0)
+    before, after = arm.fabric_before.circuits, arm.fabric_after.circuits
+    for pod, a, b in sorted(before.keys() | after.keys()):
+        if pod == GEN_POD:
+            yield a, b, before.get((pod, a, b), 0), after.get((pod, a, b), 0)
 
 
 def _summary(demo: RedeployDemo) -> Iterator[str]:

@@ -23,20 +23,11 @@ PERIODS_ASKED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class CircuitCounts:
-    """How many join two endpoints, by PoD (empty: the core)."""
-
-    counts: Mapping[tuple[str, str, str], int]
-
-    def of(self, pod: str) -> dict[tuple[str, str], int]:
-        return {(a, b): count for (where, a, b), count in self.counts.items() if where == pod}
-
-
-@dataclass(frozen=True, slots=True)
 class ObservedFabric:
-    """Circuits as the switches have them, periods as the daemon reports them, newest first."""
+    """Circuits as the switches have them, by PoD (empty: the core) and endpoints; periods as the daemon reports them,
+    newest first."""
 
-    circuits: CircuitCounts
+    circuits: Mapping[tuple[str, str, str], int]
     periods: Sequence[Mapping[str, Any]]
 
 
@@ -115,7 +106,7 @@ async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabri
             ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
             if ends is not None:
                 counts[switch.pod or "", ends[0], ends[1]] += 1
-    return ObservedFabric(CircuitCounts(counts), plain(message)["periods"])
+    return ObservedFabric(counts, plain(message)["periods"])
 
 
 def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric | None) -> Followed | None:

@@ -110,28 +110,12 @@ def _followed_json(followed: Followed) -> dict[str, Any]:
 def _circuits_json(fabric: ObservedFabric | None) -> list[dict[str, Any]]:
     if fabric is None:
         return []
-    return [
-        {"pod": pod, "a": a, "b": b, "circuits": count} for (pod, a, b), count in sorted(fabric.circuits.counts.items())
-    ]
+    return [{"pod": pod, "a": a, "b": b, "circuits": count} for (pod, a, b), count in sorted(fabric.circuits.items())]
 
 
 def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
-    return {
-        "requests": len(resumed.each),
-        "context_tokens": resumed.context_tokens,
-        "predicted_s": resumed.predicted_s * speed,
-        "median_s": resumed.median_s * speed,
-        "last_s": resumed.last_s * speed,
-        "each": [
-            {
-                "request": each.request,
-                "context_tokens": each.context_tokens,
-                "predicted_alone_s": None if each.alone_s is None else each.alone_s * speed,
-                "s": each.after_s * speed,
-            }
-            for each in resumed.each
-        ],
-    }
+    seconds = {name: getattr(resumed, name) * speed for name in ("predicted_s", "median_s", "last_s")}
+    return {"requests": resumed.requests, "context_tokens": resumed.context_tokens, **seconds}
 
 
 def at_s(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> float:

@@ -14,7 +14,7 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import DemoStepRecord, Report, connected, run_step
+from orchestrrl.lab.demo.step import ComparedStep, DemoStepRecord, Report, connected, run_step
 from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -33,33 +33,15 @@ class FlightSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
-    """A request that its gateway kept through a redeployment. Seconds of the clock."""
-
-    request: str
-    context_tokens: int  # computed again
-    alone_s: float | None  # what the plan says that this takes by itself; None: it does not name the request
-    after_s: float  # from admission until its first new token
-
-
-@dataclass(frozen=True, slots=True)
 class Resumption:
-    """How the requests that waited for a redeployment went on, the first first. Seconds of the clock."""
+    """How the requests that their gateway kept through a redeployment went on. Seconds of the clock from admission
+    until their first new tokens."""
 
-    each: tuple[Resumed, ...]
+    requests: int
+    context_tokens: int  # of all of them, computed again
     predicted_s: float  # until the last has its first new token, by the plan
-
-    @property
-    def context_tokens(self) -> int:
-        return sum(resumed.context_tokens for resumed in self.each)
-
-    @property
-    def median_s(self) -> float:
-        return median(resumed.after_s for resumed in self.each)
-
-    @property
-    def last_s(self) -> float:
-        return self.each[-1].after_s
+    median_s: float
+    last_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,36 +84,13 @@ class RedeployArm:
 
 
 @dataclass(slots=True)
-class RedeploySeed:
-    seed: int
-    samples: list[Sample]
+class RedeploySeed(ComparedStep):
     pinned: RedeployArm
     free: RedeployArm
 
     @property
-    def ratio(self) -> float:
-        return self.pinned.record.makespan_s / self.free.record.makespan_s
-
-    @property
-    def lost(self) -> int:
-        return sum(sample.id not in arm.record.answers for arm in (self.pinned, self.free) for sample in self.samples)
-
-    def differing(self, scenario: DemoScenario) -> int:
-        """Answers that are not those of an undisturbed engine, in either run."""
-        expected = {sample.id: expected_ids(scenario, sample) for sample in self.samples}
-        return sum(
-            arm.record.answers.get(request, ids) != ids
-            for arm in (self.pinned, self.free)
-            for request, ids in expected.items()
-        )
-
-    @property
-    def faults(self) -> list[str]:
-        return [
-            f"seed {self.seed}, {request}: {fault}"
-            for arm in (self.pinned, self.free)
-            for request, fault in arm.record.faults.items()
-        ]
+    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]:
+        return self.pinned.record, self.free.record
 
 
 @dataclass(slots=True)
@@ -165,8 +124,11 @@ async def run_redeploy_demo(
     return RedeployDemo(
         scenario,
         outcomes,
-        lost=sum(outcome.lost for outcome in outcomes),
-        differing=sum(outcome.differing(scenario) for outcome in outcomes),
+        lost=sum(len(outcome.lost) for outcome in outcomes),
+        differing=sum(
+            len(outcome.differing({sample.id: expected_ids(scenario, sample) for sample in outcome.samples}))
+            for outcome in outcomes
+        ),
     )
 
 
@@ -248,9 +210,6 @@ def resumption(
                     first.setdefault(request, look.at_s - admitted[0])
     if not first:
         return None
-    alone_s = {move["request_id"]: float(move["cost_s"]) for move in plan["moves"]}
-    each = [Resumed(request, held[request], alone_s.get(request), after_s) for request, after_s in first.items()]
-    return Resumption(
-        tuple(sorted(each, key=lambda resumed: resumed.after_s)),
-        predicted_s=max((float(instance["migration_s"]) for instance in plan["instances"]), default=0.0),
-    )
+    predicted_s = max((float(instance["migration_s"]) for instance in plan["instances"]), default=0.0)
+    tokens, after_s = sum(held[request] for request in first), first.values()
+    return Resumption(len(first), tokens, predicted_s, median(after_s), max(after_s))

@@ -10,7 +10,7 @@ from statistics import median
 from orchestrrl.lab.demo import stack
 from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import DemoFleet, DemoStepRecord, Report, connected
+from orchestrrl.lab.demo.step import ComparedStep, DemoFleet, DemoStepRecord, Report, connected
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.testbed.stack import Stack
@@ -29,9 +29,7 @@ class OracleMark:
 
 
 @dataclass(slots=True)
-class SeedOutcome:
-    seed: int
-    samples: list[Sample]
+class SeedOutcome(ComparedStep):
     static: DemoStepRecord
     orchestrrl: DemoStepRecord = field(default_factory=DemoStepRecord)
     oracle: OracleMark | None = None
@@ -39,23 +37,12 @@ class SeedOutcome:
     tokens_recomputed: int = 0
 
     @property
-    def ratio(self) -> float:
-        return self.static.makespan_s / self.orchestrrl.makespan_s
+    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]:
+        return self.static, self.orchestrrl
 
     @property
     def oracle_ratio(self) -> float | None:
         return None if self.oracle is None else self.oracle.static_s / self.oracle.makespan_s
-
-    def lost(self) -> list[RequestId]:
-        return [sample.id for sample in self.samples if sample.id not in self.orchestrrl.answers]
-
-    def differing(self, expected: dict[RequestId, list[int]]) -> list[RequestId]:
-        """Requests whose tokens, without or with OrchestrRL, are not those of an undisturbed run."""
-        return [
-            request
-            for request, ids in expected.items()
-            if self.orchestrrl.answers.get(request, ids) != ids or self.static.answers.get(request, ids) != ids
-        ]
 
 
 @dataclass(slots=True)
@@ -167,10 +154,9 @@ def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:
         outcome.oracle = _oracle(demo.scenario, outcome.samples)
     else:
         expected = outcome.static.answers
-    demo.lost += len(outcome.lost())
+    demo.lost += len(outcome.lost)
     demo.differing += len(outcome.differing(expected))
-    for record in (outcome.static, outcome.orchestrrl):
-        demo.faults += [f"seed {outcome.seed}, {request}: {fault}" for request, fault in record.faults.items()]
+    demo.faults += outcome.faults
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,41 @@ class DemoStepRecord:
         """Requests in flight over time, for a step plot: times, and counts from each time on."""
         times = [0.0, *sorted(self.finish_s.values())]
         return times, [total - done for done in range(len(times))]
+
+
+@dataclass(slots=True)
+class ComparedStep(ABC):
+    """One step, run twice: as a baseline and with what is shown."""
+
+    seed: int
+    samples: list[Sample]
+
+    @property
+    @abstractmethod
+    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]: ...
+
+    @property
+    def ratio(self) -> float:
+        baseline, shown = self.records
+        return baseline.makespan_s / shown.makespan_s
+
+    @property
+    def lost(self) -> list[RequestId]:
+        """Requests without an answer in either run."""
+        return [sample.id for sample in self.samples for record in self.records if sample.id not in record.answers]
+
+    def differing(self, expected: Mapping[RequestId, list[int]]) -> list[RequestId]:
+        """Requests whose tokens, in either run, are not those of an undisturbed run."""
+        return [
+            request
+            for request, ids in expected.items()
+            if any(record.answers.get(request, ids) != ids for record in self.records)
+        ]
+
+    @property
+    def faults(self) -> list[str]:
+        told = (fault for record in self.records for fault in record.faults.items())
+        return [f"seed {self.seed}, {request}: {fault}" for request, fault in told]
 
 
 async def run_step(

@@ -108,12 +108,12 @@ def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
 def test_what_is_lost_or_differs_is_counted():
     (seed, *_) = outcome().seeds
     expected = {sample.id: [1, 2] for sample in seed.samples}
-    assert seed.lost() == []
+    assert seed.lost == []
     assert seed.differing(expected) == []
     del seed.orchestrrl.answers[seed.samples[0].id]
     seed.orchestrrl.answers[seed.samples[1].id] = [1, 3]
     seed.static.answers[seed.samples[2].id] = [1]
-    assert seed.lost() == [seed.samples[0].id]
+    assert seed.lost == [seed.samples[0].id]
     assert seed.differing(expected) == [seed.samples[1].id, seed.samples[2].id]
 
 

@@ -1,6 +1,7 @@
 """What the demo of a redeployment makes of reports, plans and looks."""
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, CircuitCounts, ObservedFabric, followed, site_of
+from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, ObservedFabric, followed, site_of
 from orchestrrl.lab.demo.redeploy_report import PAPER
 from orchestrrl.lab.demo.redeploy_run import FlightSnapshot, ObservedRedeployment, resumption
 from orchestrrl.lab.demo.scenario import load_scenario, samples
@@ -31,8 +32,7 @@ def report(old: str = "narrow", new: str = "wide") -> dict[str, Any]:
 
 
 def plan(*migration_s: float) -> dict[str, Any]:
-    moves = [{"request_id": "a", "cost_s": 0.25}]
-    return {"instances": [{"migration_s": each} for each in migration_s], "moves": moves}
+    return {"instances": [{"migration_s": each} for each in migration_s]}
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 9000), st.floats(0.1, 9.0)), min_size=1))
@@ -52,12 +52,10 @@ def test_requests_that_waited_are_timed_from_admission_to_their_first_new_token(
         )
     found = resumption(report(), plan(3.0, 4.0), looks)
     assert found is not None
-    assert {each.request: each.context_tokens for each in found.each} == before
-    assert [each.after_s for each in found.each] == pytest.approx(sorted(after_s for _, after_s in waiting.values()))
-    assert {each.request for each in found.each if each.alone_s is not None} == {"a"}.intersection(waiting)
-    assert found.context_tokens == sum(before.values())
-    assert found.last_s == pytest.approx(max(after_s for _, after_s in waiting.values()))
-    assert 0 < found.median_s <= found.last_s
+    after = [after_s for _, after_s in waiting.values()]
+    assert (found.requests, found.context_tokens) == (len(waiting), sum(before.values()))
+    assert found.last_s == pytest.approx(max(after))
+    assert found.median_s == pytest.approx(median(after))
     assert found.predicted_s == 4.0
     redeployed = ObservedRedeployment(report(), plan(), found)
     assert redeployed.total_s == pytest.approx(redeployed.redeploying_s + found.last_s)
@@ -79,7 +77,7 @@ def test_the_scenario_is_of_the_paper_s_fleet() -> None:
 def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
     ended = {"moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
     periods = [{"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, **ended} for at_s in announced_s]
-    return ObservedFabric(CircuitCounts({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}), periods)
+    return ObservedFabric({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}, periods)
 
 
 def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() -> None:

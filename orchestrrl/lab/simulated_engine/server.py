@@ -18,7 +18,7 @@ from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
-from orchestrrl.lab.simulated_engine.managed import ManagedFace
+from orchestrrl.lab.simulated_engine.managed import ManagedFace, json_of, object_of
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import (
     ServedModel,
@@ -29,7 +29,7 @@ from orchestrrl.lab.simulated_engine.requests import (
 )
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
-from orchestrrl.lab.simulated_engine.weights import first_model, json_of
+from orchestrrl.lab.simulated_engine.weights import first_model
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
 
@@ -184,10 +184,7 @@ class SimulatedServer:
         return web.json_response({"is_paused": self.runtime.pause_mode is not None})
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
-        body = await json_of(request)
-        if not isinstance(body, dict):
-            raise refusal("Request body must be a JSON object", kind="Bad Request")
-        names = body.get("request_ids")
+        names = (await object_of(request)).get("request_ids")
         # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
         if names:
             self.runtime.abort(names)

@@ -9,11 +9,10 @@ from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.bench.gateway import gateway_burst, gateway_cpu, gateway_ledger
 from orchestrrl.lab.bench.recorder import recorder
 from orchestrrl.lab.bench.routing import routing
-from orchestrrl.lab.bench.sim import sim_step
 from orchestrrl.lab.bench.solve import solver
 from orchestrrl.lab.bench.startup import start_up
 from orchestrrl.lab.bench.sync_plan import sync_plan
-from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick
+from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick, sim_step
 from orchestrrl.lab.bench.weights_bandwidth import weights_bandwidth
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON
 

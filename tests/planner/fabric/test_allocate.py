@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.bench.fabric_allocate import dense, small
-from orchestrrl.lab.bench.fabric_optimum import Judged, Optimum
+from orchestrrl.lab.bench.fabric_allocate import Judged, Optimum, dense, small
 from planner.fabric.allocate import Allocation, AllocationProblem, algorithm3, allocate
 from planner.fabric.model import EndpointId, Pair, pair_of
 

@@ -1,6 +1,6 @@
 """The benchmarks' fleets are what their docstrings say."""
 
-from orchestrrl.lab.bench.fleets import KV_CAPACITY_TOKENS, congested, deployments
+from orchestrrl.lab.bench.ticks import KV_CAPACITY_TOKENS, congested, deployments
 from planner.model import Mode, PlanId, RequestState
 from planner.plan import make_plan
 

@@ -23,7 +23,7 @@ from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.actions import FleetDeployment
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
-from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
+from orchestrrl.lab.deployers.simulated import SimulatedDeployer
 from orchestrrl.lab.sim.engines import EngineKind, EnginePlacement, VirtualEngine, VirtualManaged
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.network import Node, NodeNetwork
@@ -90,7 +90,7 @@ class World:
         self.network = NodeNetwork(self.clock, nic_gbps, share_network, self._links_changed)
         self.transfers = 0
         self._under_way: set[asyncio.Task[None]] = set()
-        self.machines = SimulatedMachines(
+        self.machines = SimulatedDeployer(
             self.clock,
             {kind.id: kind.profile.switch_s for kind in kinds.values()},
             self._engine_started,
@@ -107,7 +107,7 @@ class World:
         )
         self.journal = Journal(journal_path, self.clock.now_s())
         deployment = FleetDeployment(
-            SimulatedDeployer(self.machines),
+            self.machines,
             lambda url: VirtualManaged(url, self._answering),
             config.fleet.gpus.count if config.fleet.gpus else 0,
             self.per_node,
@@ -151,7 +151,7 @@ class World:
         self.network.close()
         await self.control_plane.close(0.0)
         await self.deployment.close()
-        self.machines.close()
+        self.machines.shut_down()
         await self.gateway.fleet.close()
         self.journal.close()
         for outcome in outcomes:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from orchestrrl.core.clock import WallClock
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer
 from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, DeployerConformance, EngineBehaviour
-from orchestrrl.lab.deployers.simulated import SimulatedDeployer, SimulatedMachines
+from orchestrrl.lab.deployers.simulated import SimulatedDeployer
 from planner.model import ConfigurationId, EngineId
 
 UP_AFTER_S = 0.02
@@ -14,15 +14,15 @@ UP_AFTER_S = 0.02
 class TestSimulated(DeployerConformance):
     def setup_method(self) -> None:
         self.up: set[str] = set()
-        self.machines: dict[str, SimulatedMachines] = {}
+        self.machines: dict[str, SimulatedDeployer] = {}
 
     async def make_deployer(self, fleet: str) -> Deployer:
         if fleet not in self.machines:
             switch_s = {ConfigurationId(name): UP_AFTER_S for name in ("tp1", "tp2")}
-            self.machines[fleet] = SimulatedMachines(
+            self.machines[fleet] = SimulatedDeployer(
                 WallClock(), switch_s, self._started(fleet), self._stopped(fleet), domain=fleet
             )
-        return SimulatedDeployer(self.machines[fleet])
+        return self.machines[fleet]
 
     async def answers(self, url: str) -> bool:
         return url in self.up

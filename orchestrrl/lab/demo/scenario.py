@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.errors import ProblemFaults, faults_of
 from orchestrrl.lab.sim.workload import SimRequest
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import EOS, FIRST_WORD, LengthModel, TokenModel
 from planner.model import RequestId
 
@@ -24,29 +24,6 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class DemoEngineSection(_Section):
-    """One engine. The step time is the simulated engine's; vLLM brings its own."""
-
-    alpha_s: _Positive = 0.0184
-    beta_s: Annotated[float, Field(ge=0)] = 0.0
-    gamma_s: Annotated[float, Field(ge=0)] = 0.0
-    prefill_tokens_per_s: _Positive = 18_000
-    max_num_seqs: _Count
-    kv_capacity_tokens: _Count
-    max_model_len_tokens: _Count
-
-    @property
-    def shape(self) -> EngineShape:
-        return EngineShape(
-            self.alpha_s,
-            self.beta_s,
-            self.gamma_s,
-            self.max_num_seqs,
-            self.kv_capacity_tokens,
-            1 / self.prefill_tokens_per_s,
-        )
-
-
 class DemoControlSection(_Section):
     """OrchestrRL's settings, in seconds of wall time."""
 
@@ -58,24 +35,6 @@ class DemoControlSection(_Section):
     theta: Annotated[float, Field(ge=0)]
     max_moves_per_tick: _Count
     max_moves_per_request: _Count
-
-
-class LengthsSection(_Section):
-    quantiles: tuple[float, ...]
-    tokens: tuple[float, ...]
-    correlation: float
-
-    @property
-    def model(self) -> LengthModel:
-        return LengthModel(self.quantiles, self.tokens, self.correlation)
-
-
-class KvSection(_Section):
-    """Engines hand KV over to each other, at this price."""
-
-    bytes_per_token: _Positive
-    gbps_per_gpu: _Positive
-    latency_s: Annotated[float, Field(ge=0)]
 
 
 class DemoFabricSection(_Section):
@@ -118,15 +77,15 @@ class DemoScenario(_Section):
     """One generation step, to be run over several seeds."""
 
     engines: _Count
-    engine: DemoEngineSection
+    engine: SimulatedOptions  # vLLM brings its own step time
     prompts: _Count
     samples: _Count
     prompt_tokens: tuple[_Count, _Count]
     max_tokens: _Count
-    lengths: LengthsSection
+    lengths: LengthModel
     # A model without a sense of length: each request's own max_tokens is how long its answer will be.
     length_is_max_tokens: bool = False
-    kv: KvSection | None = None  # None: moved requests are computed again
+    kv: bool = False  # engines hand KV over to each other; else moved requests are computed again
     deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
     sync: SyncSection | None = None  # None: weights stay as they are
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
@@ -170,7 +129,7 @@ def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
     """
     rng = random.Random(seed)
     vocabulary = (FIRST_WORD, TokenModel().vocab_size) if engine == "simulated" else (16, VLLM_VOCABULARY)
-    tokens = TokenModel(lengths=scenario.lengths.model)
+    tokens = TokenModel(lengths=scenario.lengths)
     result = []
     for prompt in range(scenario.prompts):
         length = rng.randint(*scenario.prompt_tokens)
@@ -192,7 +151,7 @@ def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:
     """What an undisturbed simulated engine answers, computed without any engine."""
-    generation = TokenModel(lengths=scenario.lengths.model).begin(sample.prompt_ids)
+    generation = TokenModel(lengths=scenario.lengths).begin(sample.prompt_ids)
     ids = [generation.next_token()[0] for _ in range(sample.output_tokens)]
     if generation.answer_tokens <= scenario.max_tokens:
         ids[-1] = EOS  # it ends by itself rather than at the limit

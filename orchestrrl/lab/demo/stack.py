@@ -44,26 +44,19 @@ async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIter
 
 
 def _simulated_flags(scenario: DemoScenario, out_dir: Path) -> list[str]:
-    engine = scenario.engine
-    options: dict[str, object] = engine.model_dump(exclude={"max_num_seqs", "max_model_len_tokens"})
-    options |= {"max_num_seqs": engine.max_num_seqs, "max_model_len": engine.max_model_len_tokens}
+    options: dict[str, object] = scenario.engine.model_dump(exclude_unset=True)
+    options["max_model_len"] = options.pop("max_model_len_tokens")
     options |= {"lengths": write_lengths(scenario, out_dir), "speed": scenario.speed, "tick_s": scenario.tick_s}
-    if (kv := scenario.kv) is not None:
-        kv_directory = out_dir / "kv"
-        kv_directory.mkdir(exist_ok=True)
-        options |= {
-            "kv_directory": kv_directory,
-            "kv_bytes_per_token": kv.bytes_per_token,
-            "kv_gbps": GPUS_PER_ENGINE * kv.gbps_per_gpu,
-            "kv_latency_s": kv.latency_s,
-        }
+    if scenario.kv:
+        options["kv_directory"] = out_dir / "kv"
+        (out_dir / "kv").mkdir(exist_ok=True)
     return flags_of(options)
 
 
 def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
     """The file of output lengths that simulated engines are started with."""
     path = (out_dir / "lengths.yaml").absolute()
-    path.write_text(yaml.safe_dump(scenario.lengths.model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(scenario.model_dump(mode="json")["lengths"]))
     return path
 
 
@@ -97,17 +90,17 @@ def loop_settings(scenario: DemoScenario) -> dict[str, dict[str, object]]:
 
 
 def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str, Any]:
-    engine, loops = scenario.engine, loop_settings(scenario)
+    shape, loops = scenario.engine.shape, loop_settings(scenario)
     loops["fast"]["theta"] = scenario.control.theta
     configuration = Configuration(
         ConfigurationId("as-started"),
         GPUS_PER_ENGINE,
-        engine.alpha_s,
-        engine.beta_s,
-        engine.gamma_s,
-        engine.kv_capacity_tokens,
-        engine.max_num_seqs,
-        engine.prefill_tokens_per_s,
+        shape.alpha_s,
+        shape.beta_s,
+        shape.gamma_s,
+        shape.kv_capacity_tokens,
+        shape.max_num_seqs,
+        1 / shape.prefill_s_per_token,
         SWITCH_S,
     )
     fleet = {
@@ -120,7 +113,7 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
                 "url": url,
                 "configuration": "as-started",
                 "gpus": list(range(GPUS_PER_ENGINE * index, GPUS_PER_ENGINE * (index + 1))),
-                "max_sequences": engine.max_num_seqs,
+                "max_sequences": shape.max_num_seqs,
             }
             for index, (name, url) in enumerate(urls.items())
         ],
@@ -132,11 +125,12 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
 
 
 def _kv_transfer(scenario: DemoScenario) -> dict[str, object] | None:
-    if scenario.kv is None:
+    if not scenario.kv:
         return None
+    engine = scenario.engine
     return {
         "connector": "kv_handover",
-        "inter_node_gbps_per_gpu": scenario.kv.gbps_per_gpu * scenario.speed,
-        "latency_s": scenario.kv.latency_s / scenario.speed,
-        "kv_bytes_per_token": scenario.kv.bytes_per_token,
+        "inter_node_gbps_per_gpu": engine.kv_gbps / GPUS_PER_ENGINE * scenario.speed,
+        "latency_s": engine.kv_latency_s / scenario.speed,
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
     }

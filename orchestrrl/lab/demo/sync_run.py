@@ -195,7 +195,7 @@ def simulated_ids(scenario: DemoScenario, seeds: Mapping[int, int], stretch: Ans
     its bytes come to."""
     if stretch.version is None or stretch.version not in seeds:
         return []
-    model = TokenModel(lengths=scenario.lengths.model, weights_seed=seeds[stretch.version])
+    model = TokenModel(lengths=scenario.lengths, weights_seed=seeds[stretch.version])
     generation = model.begin(stretch.context)
     ids = [generation.next_token()[0] for _ in stretch.ids]
     if stretch.ids and stretch.ids[-1] == EOS:  # it ends by itself

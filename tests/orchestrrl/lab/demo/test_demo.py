@@ -17,7 +17,6 @@ from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.report import as_json, draw
 from orchestrrl.lab.demo.run import DemoOutcome, OracleMark, SeedOutcome
 from orchestrrl.lab.demo.scenario import ENGINES, expected_ids, load_scenario, samples
-from orchestrrl.lab.demo.stack import GPUS_PER_ENGINE
 from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS
 from orchestrrl.rpc.control_client import ControlClient
@@ -37,12 +36,12 @@ def test_the_step_is_as_rl_frameworks_submit_it():
 
 def test_either_method_is_the_cheaper_one_for_some_requests_of_the_step_with_kv():
     scenario = load_scenario("simulated-kv")
-    assert scenario.kv is not None
-    rate = GPUS_PER_ENGINE * scenario.kv.gbps_per_gpu * 1e9 / 8
+    assert scenario.kv
+    engine = scenario.engine
+    rate = engine.kv_gbps * 1e9 / 8
     contexts = [len(sample.prompt_ids) for seed in scenario.seeds for sample in samples(scenario, "simulated", seed)]
     by_kv = [
-        scenario.kv.latency_s + tokens * scenario.kv.bytes_per_token / rate
-        < tokens / scenario.engine.prefill_tokens_per_s
+        engine.kv_latency_s + tokens * engine.kv_bytes_per_token / rate < tokens * engine.shape.prefill_s_per_token
         for tokens in contexts
     ]
     assert 0.1 < sum(by_kv) / len(by_kv) < 0.9

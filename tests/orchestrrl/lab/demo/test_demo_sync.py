@@ -34,7 +34,7 @@ REPORT = SyncReport(
 
 
 def generated(scenario: DemoScenario, seed: int, context: tuple[int, ...], count: int) -> list[int]:
-    generation = TokenModel(lengths=scenario.lengths.model, weights_seed=seed).begin(context)
+    generation = TokenModel(lengths=scenario.lengths, weights_seed=seed).begin(context)
     return [generation.next_token()[0] for _ in range(count)]
 
 

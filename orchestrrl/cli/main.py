@@ -13,8 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from orchestrrl import __version__
 from orchestrrl.cli import garbage
-from orchestrrl.cli.commands import MODULE_OF, PANEL_OF, function_names, summary
-from orchestrrl.cli.groups import GROUPS
+from orchestrrl.cli.commands import GROUPS, MODULE_OF, PANEL_OF, function_names, summary
 from orchestrrl.cli.output import reporting_errors
 
 _SETTINGS: dict[str, Any] = {

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.commands import MODULE_OF
-from orchestrrl.cli.groups import GROUPS
+from orchestrrl.cli.commands import GROUPS, MODULE_OF
 from orchestrrl.cli.main import application
 
 LISTING = """

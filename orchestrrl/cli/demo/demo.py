@@ -1,12 +1,15 @@
 """`orchestrrl demo`: see it work, on simulated engines or on real vLLM servers."""
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.markup import escape
 
 from orchestrrl.cli.command import command
+from orchestrrl.cli.formats import duration, size
+from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.output import Columns, Output, View, cells_table, choice_faults, raise_faults, table, write_json
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from orchestrrl.lab.demo.run import DemoOutcome
     from orchestrrl.lab.demo.scenario import DemoScenario
     from orchestrrl.lab.demo.step import Report
+    from orchestrrl.lab.demo.sync_run import SyncOutcome
 
 _Outcome = TypeVar("_Outcome")
 
@@ -69,29 +73,23 @@ def demo(
 
 def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) -> Output:
     """Exit status 0: nothing was lost, no answer differs, and every engine has the new weights."""
-    from orchestrrl.cli.demo.weight_sync import sync_demo_view
     from orchestrrl.lab.demo.report import as_json, draw
     from orchestrrl.lab.demo.run import run_demo
 
     outcome = _finished(lambda report: run_demo(scenario, engine, seeds, out, report))
-    write_json(out / "report.json", document := as_json(outcome))
     draw(outcome, picture := out / "remaining_requests.png")
     synced = [] if outcome.sync is None else sync_demo_view(outcome.sync)
-    view = [*_tables(outcome), *_summary(outcome), *synced, f"wrote {out / 'report.json'} and {picture}"]
-    return Output(document, view, failure=None if outcome.is_well else "")
+    view = [*_tables(outcome), *_summary(outcome), *synced]
+    return _written(out / "report.json", as_json(outcome), view, outcome.is_well, picture)
 
 
 def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
     """Exit status 0: every engine has the new weights, and every token is of the version that it should be of."""
-    from orchestrrl.cli.demo.weight_sync import sync_demo_view
     from orchestrrl.lab.demo.report import sync_json
     from orchestrrl.lab.demo.run import run_sync_demo
 
     outcome = _finished(lambda report: run_sync_demo(scenario, engine, out, report))
-    write_json(out / "sync.json", document := sync_json(outcome))
-    return Output(
-        document, [*sync_demo_view(outcome), f"wrote {out / 'sync.json'}"], failure=None if outcome.is_well else ""
-    )
+    return _written(out / "sync.json", sync_json(outcome), sync_demo_view(outcome), outcome.is_well)
 
 
 def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) -> Output:
@@ -100,10 +98,15 @@ def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) ->
     from orchestrrl.lab.demo.redeploy_run import run_redeploy_demo
 
     outcome = _finished(lambda report: run_redeploy_demo(scenario, seeds, out, report))
-    write_json(out / "redeployment.json", document := as_json(outcome))
     draw(outcome, picture := out / "redeployment.png")
-    view = [*redeploy_demo_view(outcome), f"wrote {out / 'redeployment.json'} and {picture}"]
-    return Output(document, view, failure="" if outcome.lost or outcome.differing else None)
+    is_well = not outcome.lost and not outcome.differing
+    return _written(out / "redeployment.json", as_json(outcome), redeploy_demo_view(outcome), is_well, picture)
+
+
+def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pictures: Path) -> Output:
+    write_json(path, document)
+    wrote = f"wrote {' and '.join(map(str, (path, *pictures)))}"
+    return Output(document, [*view, wrote], failure=None if is_well else "")
 
 
 def _finished(work: Callable[["Report"], Coroutine[Any, Any, _Outcome]]) -> _Outcome:
@@ -170,3 +173,24 @@ def _summary(demo: "DemoOutcome") -> Iterator[str]:
             f"an engine, takes {share:.0%} of the step"
         )
     yield from (f"[red]{fault}[/red]" for fault in demo.faults[:5])
+
+
+def sync_demo_view(synced: "SyncOutcome") -> View:
+    yield words.phases_table("New weights while requests run", synced.profile)
+    yield from _sync_summary(synced)
+    yield from words.advice_lines([synced.profile])
+
+
+def _sync_summary(synced: "SyncOutcome") -> Iterator[str]:
+    took = synced.profile
+    version = f"version {took.report.version} ({size(took.report.bytes)})"
+    still = f"requests stood still for {duration(took.still_s)}"
+    yield f"{version}: {synced.serve_it} of {synced.engines} engines have it; {still} of {duration(took.whole_s)}"
+    yield (
+        f"answers: {synced.answered} of {synced.requests}, {synced.crossed} with tokens of both versions; tokens that"
+        f" are not of the version which the answer names: {synced.differing} of {sum(synced.tokens.values()):,}"
+    )
+    if took.transfer_s:
+        yield words.transfer_text(took)
+    yield from (escape(note) for note in took.report.notes)
+    yield from (f"[red]{escape(fault)}[/red]" for fault in synced.faults[:5])

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from orchestrrl.cli.command import Reason, daemon_command
 from orchestrrl.cli.control import answer
-from orchestrrl.cli.fleet.pause_text import barrier_lines
+from orchestrrl.cli.fleet.pause import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text, weights_pb2
 from orchestrrl.cli.output import Columns, Output, View, table

@@ -6,13 +6,12 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.testbed.processes import LabProcess
 from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
 
 REPETITIONS = 5
@@ -42,26 +41,22 @@ PROCESSES = {
 
 def start_up(folder: Path) -> list[Figure]:
     """Medians; the first round writes bytecode and does not count."""
-    spent_s: dict[str, list[float]] = {name: [] for name in (*COMMANDS, *PROCESSES)}
     needs = {name: code for name, (_, _, code) in COMMANDS.items()} | PROCESSES
-    alone_s: dict[str, list[float]] = {code: [] for code in needs.values()}
+    spent_s: dict[str, list[float]] = {name: [] for name in (*needs, *needs.values())}
     with _bytecode_written():
         for repetition in range(-1, REPETITIONS):
             round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
             round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
-            alone = {code: _command_s((sys.executable, "-c", code), {}) for code in alone_s}
-            if repetition >= 0:
-                for times_s, found in ((spent_s, round_s), (alone_s, alone)):
-                    for name, seconds in found.items():
-                        times_s[name].append(seconds)
-    return [_figure(name, median(spent_s[name]), code, median(alone_s[code])) for name, code in needs.items()]
-
-
-def _figure(name: str, value_s: float, code: str, alone_s: float) -> Figure:
-    baseline = "python -c pass" if code == PYTHON else "its third-party imports"
-    return Figure(
-        f"start_{name}", value_s, "s", baseline, alone_s, f"CPU until ready: {value_s - alone_s:+.2f} s over it"
-    )
+            round_s |= {code: _command_s((sys.executable, "-c", code), {}) for code in needs.values()}
+            for name, seconds in round_s.items() if repetition >= 0 else ():
+                spent_s[name].append(seconds)
+    figures = []
+    for name, code in needs.items():
+        value_s, alone_s = median(spent_s[name]), median(spent_s[code])
+        baseline = "python -c pass" if code == PYTHON else "its third-party imports"
+        note = f"CPU until ready: {value_s - alone_s:+.2f} s over it"
+        figures.append(Figure(f"start_{name}", value_s, "s", baseline, alone_s, note))
+    return figures
 
 
 @contextmanager
@@ -98,26 +93,20 @@ async def _processes_s(folder: Path) -> dict[str, float]:
         engines = {"e0": await stack.served(engine)}
         spent_s = {"engine": engine.cpu_s()}
         await stack.start_daemon(_config(engine.url))
+        stack.start_agent("--engine", "simulated", *agent_flags(engines))
+        await stack.until_reported(1, ("agent",))
+        spent_s["agent"] = stack.agent.cpu_s()
 
-        async def ready(process: LabProcess, condition: Callable[[], Awaitable[object]]) -> None:
-            await process.until(condition)
-            spent_s[process.name] = process.cpu_s()
-
-        async def there_is_a_node() -> bool:
-            return bool((await stack.status()).nodes)
-
-        async def there_is_a_plan() -> bool:
+        async def has_planned() -> bool:
             return bool((await stack.status()).plan_id)
 
-        async def there_is_a_peer() -> bool:
-            return bool((await stack.weights()).peers)
-
-        await ready(stack.start_agent("--engine", "simulated", *agent_flags(engines)), there_is_a_node)
-        await ready(stack.daemon, there_is_a_plan)
+        await stack.daemon.until(has_planned)
+        spent_s["daemon"] = stack.daemon.cpu_s()
         await stack.start_gateway("--engine-kind", "simulated", *engine_flags("--engine", engines))
         spent_s["gateway"] = stack.gateway.cpu_s()
         peer = stack.command("peer", "sync", "peer", *stack.peer_words("p0", stack.folder / "weights", {}))
-        await ready(peer, there_is_a_peer)
+        await stack.until_attached(["p0"])
+        spent_s["peer"] = peer.cpu_s()
     return spent_s
 
 
@@ -125,12 +114,6 @@ def _config(engine_url: str) -> dict[str, object]:
     step = {"alpha_s": 0.018, "beta_s": 8e-5, "gamma_s": 4e-8, "prefill_tokens_per_s": 18000}
     room = {"gpus": 1, "kv_capacity_tokens": 100_000, "max_sequences": 64, "switch_s": 1.0}
     engine = {"id": "e0", "url": engine_url, "configuration": "tp1", "gpus": [0], "max_sequences": 64}
-    return {
-        "slow": {"interval_s": 0.2, "max_output_tokens": 1000},
-        "fleet": {
-            "gpus": {"count": 1, "per_node": 8},
-            "configurations": [{"id": "tp1", **step, **room}],
-            "engines": [engine],
-        },
-        "weights": {},
-    }
+    gpus = {"count": 1, "per_node": 8}
+    fleet = {"gpus": gpus, "configurations": [{"id": "tp1", **step, **room}], "engines": [engine]}
+    return {"slow": {"interval_s": 0.2, "max_output_tokens": 1000}, "fleet": fleet, "weights": {}}

@@ -4,23 +4,75 @@ measured on the circuits that the stage before has left, and on its own."""
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
+from orchestrrl.integrations.instrument.rings import RingWriter
 from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
-from orchestrrl.lab.box.trainer import TestbedTrainer
 from planner.fabric.intent import Intent, Stage
 
 # So many announcements at most, each for two iterations: a trainer announces in each of its own.
 ANNOUNCED, ANNOUNCED_FOR = 20, 2
 SAMPLE_S = 0.1
 WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
+
+
+class TestbedTrainer:
+    """Iterations of one collective and one pause, as long as `run` is a task. `bursts`: when each collective began and
+    ended, and its flows."""
+
+    def __init__(
+        self,
+        rings: Path,
+        job: str,
+        ranks: Sequence[int],
+        flows: Callable[[], list[Flow]],
+        collective_s: float,
+        pause_s: float,
+    ) -> None:
+        self.bursts: list[tuple[float, float, list[Flow]]] = []
+        self._flows = flows
+        self._collective_s = collective_s
+        self._pause_s = pause_s
+        self._writers = [RingWriter(rings, job=job) for _ in ranks]
+        self._group = [writer.group(ranks, "all") for writer in self._writers]
+        self._reduce = [writer.op("all_reduce") for writer in self._writers]
+        for rank, writer in zip(ranks, self._writers, strict=True):
+            writer.set_rank(rank)
+
+    async def run(self) -> None:
+        while True:
+            await self._iterate()
+
+    async def _iterate(self) -> None:
+        for writer in self._writers:
+            writer.moment("iteration", len(self.bursts))
+        begun = [
+            writer.begin(reduce, group, 1 << 20)
+            for writer, reduce, group in zip(self._writers, self._reduce, self._group, strict=True)
+        ]
+        flows = self._flows()
+        began_s = time.monotonic()
+        try:
+            async with running(flows):
+                await asyncio.sleep(self._collective_s)
+                ended_s = time.monotonic()
+        finally:
+            for writer, sequence in zip(self._writers, begun, strict=True):
+                writer.end(sequence)
+        self.bursts.append((began_s, ended_s, flows))
+        await asyncio.sleep(self._pause_s)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
 
 
 class Cycle:

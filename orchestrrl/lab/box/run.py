@@ -12,7 +12,7 @@ from orchestrrl.lab.box import enter
 
 # In the order in which they are shown: from the second on, the daemon drives the switches.
 SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
-# Ways of bringing weights to engines that "weights" compares, see weights_schemes.py.
+# Ways of bringing weights to engines that "weights" compares, see weights.py.
 SYNC_WAYS = ("tree", "two_stage", "naive")
 
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orchestrrl.core.config.weights import WeightSettings
 from orchestrrl.core.errors import Permanent
@@ -29,16 +29,15 @@ from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.weights_carrier import CARRY, MAP
 from orchestrrl.lab.box.weights_memory import sha256_of
-from orchestrrl.lab.box.weights_schemes import Stages, crossing_bytes, naive, tree, two_stage
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
-from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, TensorMeta
+from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, ShardMap, TensorMeta
 from orchestrrl.weights.orders import CarryEdge, CarryEdges
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
 from planner.fabric.topology import PodRole
 from planner.model import GpuId, PeerId
-from planner.sync_tree.network import SyncNetwork
+from planner.sync_tree.network import NetworkStation, SyncNetwork
 
 VERSION, SEED = 1, 20261122
 CHUNK_BYTES = 256 * 1024
@@ -47,6 +46,7 @@ TENSORS = 4
 ROW_BYTES = 16 * 1024  # of a tensor: what ranks divide
 STARTED_WITHIN_S = 120.0
 PAYLOAD_FOR_S, PAYLOAD_TIMES, WARM_UP_S = 0.5, 4, 1.0
+Stages = tuple[tuple[CarryEdge, ...], ...]  # each begins when all of the one before is over, everywhere
 
 
 @asynccontextmanager
@@ -305,3 +305,65 @@ class _Busy:
         fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
         idle = fields[3] + fields[4]
         return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+# --- ways to bring weights to engines, as edges
+#
+# `naive`: every receiver straight from a holder. `two_stage`: figure 4 of the paper: those that train send everything
+# once to the first replica of each PoD, which then broadcasts to the others there; the broadcast is a chain along which
+# chunks are forwarded as they come, as collective libraries do it, ToR by ToR.
+
+
+def tree(planned: PlannedSync) -> Stages:
+    return (planned.edges,)
+
+
+def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
+    made = _Making(peers, stations)
+    for shard in planned.map.shards:
+        for receiver in _receivers(peers, stations):
+            made.edge(shard, planned.summed_by[shard.id], receiver)
+    return (tuple(made.edges),)
+
+
+def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
+    made = _Making(peers, stations)
+    chains: dict[str, list[PeerId]] = {}
+    for receiver in _receivers(peers, stations):
+        chains.setdefault(stations[receiver].pod, []).append(receiver)
+    for shard in planned.map.shards:
+        for chain in chains.values():
+            made.edge(shard, planned.summed_by[shard.id], chain[0])
+    across, made.edges = tuple(made.edges), []
+    for shard in planned.map.shards:
+        for chain in chains.values():
+            for one, other in pairwise(chain):
+                made.edge(shard, one, other)
+    return across, tuple(made.edges)
+
+
+def crossing_bytes(stages: Stages, stations: Mapping[PeerId, NetworkStation]) -> int:
+    """That pass from one PoD into another."""
+    return sum(edge.bytes for stage in stages for edge in stage if stations[edge.src].pod != stations[edge.dst].pod)
+
+
+def _receivers(peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Sequence[PeerId]:
+    """ToR by ToR."""
+    engines = (id for id, peer in peers.items() if peer.role is PeerRole.ENGINE)
+    return sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))
+
+
+class _Making:
+    def __init__(self, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> None:
+        self._peers = peers
+        self._stations = stations
+        self._number = 0
+        self.edges: list[CarryEdge] = []
+
+    def edge(self, shard: ShardMap, src: PeerId, dst: PeerId) -> None:
+        (transport, address), *_ = self._peers[dst].transports.items()
+        phase: Literal["A", "B"] = "B" if self._stations[src].pod == self._stations[dst].pod else "A"
+        self.edges.append(
+            CarryEdge(f"x{self._number}", shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase)
+        )
+        self._number += 1

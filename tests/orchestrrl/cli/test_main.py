@@ -6,12 +6,11 @@ from enum import Enum
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.commands import MODULE_OF, summary
+from orchestrrl.cli.commands import GROUPS, MODULE_OF, summary
 from orchestrrl.cli.fleet import pause as barrier
 from orchestrrl.cli.fleet import status
 from orchestrrl.cli.fleet.engine import simulated
 from orchestrrl.cli.gateway import gateway
-from orchestrrl.cli.groups import GROUPS
 from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.core.operations import FrozenRequests, PauseMode

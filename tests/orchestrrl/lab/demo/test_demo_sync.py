@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrrl.cli.demo.weight_sync import sync_demo_view
+from orchestrrl.cli.demo.demo import sync_demo_view
 from orchestrrl.cli.main import application
 from orchestrrl.cli.output import print_view
 from orchestrrl.gateway.ledger.versions import VersionSpan

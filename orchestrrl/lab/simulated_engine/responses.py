@@ -37,14 +37,10 @@ class Formatter:
 
     def part(self, part: AnswerPart) -> bytes:
         """One stream event for newly made tokens."""
-        text = self._text(part)
-        choice: dict[str, Any] = {"index": 0, **({"delta": {"content": text}} if self._chat else {"text": text})}
-        choice |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
-        choice["stop_reason"] = part.stop_reason
+        choice = self._choice(part, "delta")
         if not self._chat:
             choice["prompt_token_ids"] = None if self._sent_prompt else self._prompt_ids
             self._sent_prompt = True
-        choice["token_ids"] = part.token_ids if self._request.token_ids else None
         return _event({**self._stream_head, "choices": [choice]})
 
     def closing(self, completion_tokens: int) -> list[bytes]:
@@ -56,19 +52,26 @@ class Formatter:
 
     def whole(self, part: AnswerPart) -> dict[str, Any]:
         """The answer in one piece."""
-        text = self._text(part)
-        ids = part.token_ids if self._request.token_ids else None
-        choice: dict[str, Any] = {"index": 0, "logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
-        choice |= {"stop_reason": part.stop_reason, "token_ids": ids}
+        choice = self._choice(part, "message")
         answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text}
-            answer["prompt_token_ids"] = self._prompt_ids
-        else:
-            choice |= {"text": text, "prompt_token_ids": self._prompt_ids}
+        of_prompt = answer if self._chat else choice
+        of_prompt["prompt_token_ids"] = self._prompt_ids
         if self._request.prompt_logprobs is not None:
-            (answer if self._chat else choice)["prompt_logprobs"] = self._prompt_logprobs(self._request.prompt_logprobs)
+            of_prompt["prompt_logprobs"] = self._prompt_logprobs(self._request.prompt_logprobs)
         return answer
+
+    def _choice(self, part: AnswerPart, of_chat: str) -> dict[str, Any]:
+        """What a stream's events and whole answers have in common. A stop token is in the ids, not in the text."""
+        text = self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
+        message = {"content": text} if of_chat == "delta" else {"role": "assistant", "content": text}
+        return {
+            "index": 0,
+            **({of_chat: message} if self._chat else {"text": text}),
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+            "token_ids": part.token_ids if self._request.token_ids else None,
+        }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:
         """Nothing for the first token. Of alternatives there is the likeliest, however many are asked for."""
@@ -84,10 +87,6 @@ class Formatter:
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._model.detokenize([token])}
-
-    def _text(self, part: AnswerPart) -> str:
-        """What the tokens say; a stop token is told by its id, not in the text."""
-        return self._model.detokenize(part.token_ids if part.stop_reason is None else part.token_ids[:-1])
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
         prompt_tokens = len(self._request.prompt_ids)

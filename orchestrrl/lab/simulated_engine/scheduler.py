@@ -38,20 +38,6 @@ class EngineShape:
     spill_s_per_token: float = 0.0
     prefix_caching: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("alpha_s", "beta_s", "gamma_s", "prefill_s_per_token", "spill_s_per_token"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not (self.alpha_s > 0 or self.base_s is not None):
-            raise ValueError(f"alpha_s must be > 0, got {self.alpha_s}")
-        if self.spill_capacity_tokens < 0:
-            raise ValueError(f"spill_capacity_tokens must be >= 0, got {self.spill_capacity_tokens}")
-        for name in ("max_num_seqs", "block_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.kv_capacity_tokens < self.block_tokens:
-            raise ValueError(f"kv_capacity_tokens must hold one block, got {self.kv_capacity_tokens}")
-
     @property
     def blocks(self) -> int:
         return (self.kv_capacity_tokens + self.spill_capacity_tokens) // self.block_tokens
@@ -94,10 +80,6 @@ class SequenceProgress:
     id: RequestId
     tokens: int
     finished_s: float | None = None  # when its last token was made
-
-    @property
-    def finished(self) -> bool:
-        return self.finished_s is not None
 
 
 @dataclass(slots=True)

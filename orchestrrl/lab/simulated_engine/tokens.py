@@ -112,10 +112,6 @@ class TokenModel:
     lengths: LengthModel = DEFAULT_LENGTHS
     weights_seed: int = 0  # another version of the weights says other things
 
-    def __post_init__(self) -> None:
-        if self.vocab_size <= FIRST_WORD:
-            raise ValueError(f"vocab_size must be > {FIRST_WORD}, got {self.vocab_size}")
-
     def begin(self, context: Sequence[int], seed: int = 0) -> Generation:
         """Read a context (prompt, or prompt and partial answer) and stand ready to go on."""
         seed_hash = self.seed_hash(seed)

@@ -82,7 +82,7 @@ class Client:
     def tick(self) -> None:
         for made in self.engine.advance(self.clock.now_s()):
             if made.id in self.streams:
-                self.streams[made.id].put_nowait((made.tokens, made.finished))
+                self.streams[made.id].put_nowait((made.tokens, made.finished_s is not None))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Closing the stream has stopped it already."""

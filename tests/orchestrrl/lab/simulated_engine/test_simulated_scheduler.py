@@ -121,7 +121,7 @@ def test_abort_frees_what_it_took(
     shape: EngineShape, lengths: list[tuple[int, int]], aborted: set[int], at_s: float
 ) -> None:
     scheduler = submitted(shape, lengths)
-    gone = {p.id for p in scheduler.advance(at_s) if p.finished}
+    gone = {p.id for p in scheduler.advance(at_s) if p.finished_s is not None}
     wanted = {RequestId(f"r{i}") for i in aborted if i < len(lengths)}
     assert {s.id for s in scheduler.abort(wanted)} == wanted - gone
     scheduler.advance(1e9)

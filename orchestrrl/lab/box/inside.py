@@ -65,8 +65,6 @@ async def main(order: dict[str, Any]) -> None:
         }
         for name in order["shows"]:
             report(at=name)
-            if name != "circuits" and not box.daemon_address:
-                await box.drive()
             results[name] = await SHOWS[name](box, order)
     report(results=results)
 

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.box import enter
 
-# In the order in which they are shown: from the second on, the daemon drives the switches.
+# In the order in which they are shown.
 SHOWS = ("circuits", "cycle", "transition", "failed_port", "wrong_cable")
 # Ways of bringing weights to engines that "weights" compares, see weights.py.
 SYNC_WAYS = ("tree", "two_stage", "naive")

@@ -6,11 +6,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ocs_drivers.base import OcsDriver
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
-from ocs_drivers.model import CircuitChange, Connectivity
-from ocs_drivers.registry import make_driver
-from orchestrrl.core.errors import Permanent
+from ocs_drivers.model import Connectivity
 from orchestrrl.fabric.switch_reader import device_pairs
 from orchestrrl.lab.box.cabling import PACKET_SIDE, build
 from orchestrrl.lab.box.namespaces import FOLDER, batch
@@ -41,7 +38,6 @@ class Testbed(Stack):
         self.rates = rates
         self.switches = switches
         self.panel = panel
-        self._drivers: dict[OcsId, OcsDriver] = {}
 
     @property
     def site(self) -> Site:
@@ -52,29 +48,14 @@ class Testbed(Stack):
         ports = self.site.switch[pair.switch].ports
         return sorted(end for end, numbers in ports.items() for number in pair.ports if number in numbers)
 
-    def driver(self, switch: OcsId) -> OcsDriver:
-        """Ours, before the daemon has one: some devices allow for one session alone."""
-        if self.daemon_address:
-            raise Permanent(f"{switch} is driven by the daemon")
-        if switch not in self._drivers:
-            ours = self.switches[switch]
-            self._drivers[switch] = make_driver(ours.driver, switch, dict(ours.options))
-        return self._drivers[switch]
-
     async def connect(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
-        """By the drivers themselves. Returns once packets may take them. Raises Permanent where one did not take."""
+        """By an operator's order. Returns once packets may take them, or none does. Raises Permanent where one did not
+        take."""
         for switch in sorted({pair.switch for pair in circuits}):
-            driver = self.driver(switch)
-            facts = await driver.facts()
-            wanted = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
-            change = CircuitChange(connect=tuple(wanted)) if ups else CircuitChange(disconnect=tuple(wanted))
-            diff = await driver.plan(change)
-            result = await driver.commit(diff, diff.revision)
-            if not result.done:
-                raise Permanent(f"{switch}: {'; '.join(item.detail for item in result.items if not item.done)}")
-        await self.until_carrying(circuits, ups)
+            facts = self.switches[switch].model.facts
+            own = [each for pair in circuits if pair.switch == switch for each in device_pairs(facts, pair)]
+            await self.run("ocs", "connect" if ups else "disconnect", switch, *map(str, own))
 
-    async def until_carrying(self, circuits: Sequence[PortPair], ups: bool = True) -> None:
         async def follows() -> bool:
             return all((pair in self.panel.joined) is ups for pair in circuits)
 
@@ -102,18 +83,12 @@ class Testbed(Stack):
 
     async def drive(self) -> None:
         """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
-        await self.close_drivers()
         await self.start_daemon(self._configuration())
 
         async def routed() -> bool:
             return bool((await self.fabric()).routes.rerouted_unix_s)
 
         await until(routed, "packets follow circuits", TOOK_WITHIN_S, 0.05)
-
-    async def close_drivers(self) -> None:
-        for driver in self._drivers.values():
-            await driver.close()
-        self._drivers.clear()
 
     def _configuration(self) -> dict[str, Any]:
         plan = self.plan
@@ -153,7 +128,7 @@ async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[s
     following = asyncio.ensure_future(panel.run())
     try:
         async with Testbed(folder, plan, rates, switches, panel) as box:
-            box.undo.push_async_callback(box.close_drivers)
+            await box.drive()
             yield box
         if following.done():
             following.result()

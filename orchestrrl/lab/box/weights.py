@@ -108,7 +108,7 @@ class _Show:
         trainers = [id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER]
         self._publications = publications(trainers, size)
         self._payload = 1.0  # of a line's rate
-        self._planned = self._plan(self._network())
+        self._planned = self._plan()
         self._rows: list[dict[str, Any]] = []
 
     async def open(self) -> None:
@@ -189,7 +189,7 @@ class _Show:
         """The way's edges, with circuits up that they ask for; a tree is planned anew on those that are there."""
         if way == "tree":
             circuits = await self._circuits(tree(self._planned))
-            self._planned = self._plan(self._network())
+            self._planned = self._plan()
             return tree(self._planned), circuits
         make = naive if way == "naive" else two_stage
         stages = make(self._planned, self._peers, self._stations)
@@ -214,30 +214,18 @@ class _Show:
 
     def _network(self) -> SyncNetwork:
         """As it is, in the box's own rates, as far as TCP's payload has them."""
-        site = self._box.site
-        packets = site.link_gbps * PACKET_SIDE_SHARE
-        found = network_of(site, self._box.panel.joined, self._stations, list(self._box.plan.tors), packets)
-        if self._box.panel.joined:
-            return self._scaled(found)
+        plan, share = self._box.plan, self._gbps(1.0) * self._payload
+        site = replace(plan.site, link_gbps=plan.site.link_gbps * share, nic_gbps=plan.site.nic_gbps * share)
+        stations = {id: station_of(peer, site) for id, peer in self._peers.items()}
+        if joined := self._box.panel.joined:
+            return network_of(site, joined, stations, list(plan.tors), site.link_gbps * PACKET_SIDE_SHARE)
         # Nothing is up yet: what could be.
         lanes: dict[str, int] = Counter(site.pod_of[lane.uplink] for lane in site.lanes)
-        tors: dict[str, int] = {tor: len(names) for tor, names in self._box.plan.interfaces.items()}
-        return self._scaled(SyncNetwork(site.link_gbps, self._stations, lanes, tors))
+        return SyncNetwork(site.link_gbps, stations, lanes, {tor: len(names) for tor, names in plan.interfaces.items()})
 
-    def _scaled(self, network: SyncNetwork) -> SyncNetwork:
-        share = self._gbps(1.0) * self._payload
-        pairs = network.pairs
-        return SyncNetwork(
-            network.link_gbps * share,
-            {id: replace(each, nic_gbps=each.nic_gbps * share) for id, each in network.stations.items()},
-            network.boundary_circuits,
-            network.tor_circuits,
-            None if pairs is None else {pair: replace(each, gbps=each.gbps * share) for pair, each in pairs.items()},
-        )
-
-    def _plan(self, network: SyncNetwork) -> PlannedSync:
+    def _plan(self) -> PlannedSync:
         settings = WeightSettings(chunk_bytes=CHUNK_BYTES, hop_latency_s=0.002)
-        return plan_sync(VERSION, self._publications, self._peers.values(), network, settings)
+        return plan_sync(VERSION, self._publications, self._peers.values(), self._network(), settings)
 
     async def _carried(self, stage: Sequence[CarryEdge]) -> float:
         """Return when the last byte had arrived, by its receiver. Raises Permanent for edges that broke."""

@@ -45,7 +45,7 @@ async def add(
     engine: EngineArgument,
     url: Annotated[str, typer.Option(help="Where it listens.", metavar="URL")] = "",
     configuration: Annotated[str, typer.Option(help="One that the daemon knows.", metavar="C")] = "",
-    gpus: Annotated[str, typer.Option(help="Its GPUs, as in `0,1`.", metavar="LIST")] = "",
+    gpus: Annotated[str, typer.Option(help="Its GPUs, as in `0,1` or `0-7`.", metavar="LIST")] = "",
     pool: Annotated[str, typer.Option(help="Engines of a kind, which tags may prefer.", metavar="P")] = "",
     reason: Reason = "",
 ) -> Output:
@@ -122,21 +122,23 @@ async def remove(
 # --- inside
 
 
-def _checked(engine: str, url: str, gpus: str) -> list[int]:
+def _checked(engine: str, url: str, gpus: str) -> tuple[int, ...]:
     """The GPUs. Raises ProblemFaults with all that is malformed."""
     faults = [] if engine.strip() else [f"ID: must not be empty, got {engine!r}"]
     try:
         check_url(url or "http://as-configured")
     except ValueError as error:
         faults.append(f"--url: {error}, got {url!r}")
-    words = [word.strip() for word in gpus.split(",")] if gpus else []
-    faults += [f"--gpus: must be numbers with commas between them, got {word!r}" for word in words if not _number(word)]
+    numbers: tuple[int, ...] = ()
+    if gpus:
+        from orchestrrl.fabric.site_parts import numbers_in  # here, as no other order needs it
+
+        try:
+            numbers = numbers_in(gpus)
+        except ValueError as error:
+            faults.append(f"--gpus: {error}, got {gpus!r}")
     raise_faults(faults)
-    return [int(word) for word in words]
-
-
-def _number(word: str) -> bool:
-    return word.isascii() and word.isdecimal() and int(word) < 1 << 32
+    return numbers
 
 
 async def _workers(client: ControlClient) -> list[dict[str, Any]]:

@@ -50,11 +50,12 @@ def render(
 
 
 def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[EngineSpec]":
+    from orchestrrl.fabric.site_parts import numbers_in
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of
 
     faults, named = [], None
     try:
-        named = _gpus(gpus) if gpus else None
+        named = tuple(map(GpuId, numbers_in(gpus))) if gpus else None
     except ValueError as error:
         faults.append(f"--gpus: {error}, got {shorten(gpus)}")
     if gpus and not configuration:
@@ -92,20 +93,6 @@ def _rendered(
     if faults:
         raise ProblemFaults(list(dict.fromkeys(faults)))
     return found
-
-
-def _gpus(text: str) -> tuple[GpuId, ...]:
-    """`0,1` or `0-7`. Raises ValueError."""
-    found: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()):
-            raise ValueError("must be numbers such as 0,1 or 0-7")
-        first, last = int(low), int(high) if dash else int(low)
-        if last < first or last - first > 2**20:
-            raise ValueError("must be numbers such as 0,1 or 0-7")
-        found += range(first, last + 1)
-    return tuple(map(GpuId, found))
 
 
 def _blocks(spec: "EngineSpec", url: str, lines: "Sequence[CommandLine]") -> list[str]:

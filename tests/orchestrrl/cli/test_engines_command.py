@@ -162,8 +162,7 @@ def test_an_engine_is_added_and_listed(run: Run) -> None:
             [
                 "ID: must not be empty, got ' '",
                 "--url: must be an http:// or https:// URL, got 'e9'",
-                "--gpus: must be numbers with commas between them, got 'x'",
-                "--gpus: must be numbers with commas between them, got '-2'",
+                "--gpus: must be numbers and ascending ranges up to 1048576, such as '1-4,9', got '1,x,-2'",
             ],
         ),
         (

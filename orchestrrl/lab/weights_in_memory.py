@@ -1,10 +1,17 @@
-"""A version in memory, for measuring and testing how bytes move; what peers hold is in files (store.py)."""
+"""A version in memory and a carrier of it, for measuring and testing how bytes move; what peers hold is in files
+(store.py)."""
 
+import ctypes
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from queue import SimpleQueue
 
 from orchestrrl.weights.model import Range, ShardMap, VersionMap
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.ranges import ByteRanges
+from orchestrrl.weights.transports.base import make_transport
+from planner.model import PeerId
 
 
 class InMemory:
@@ -23,9 +30,17 @@ class InMemory:
                 self._there[name].add(0, len(what))
 
     def forget(self, shards: Iterable[str] | None = None) -> None:
-        """As if nothing of these, or of all, had arrived; the memory is kept."""
+        """As if nothing of these, or of all, had arrived."""
         with self._changed:
-            self._there |= {name: ByteRanges() for name in (self.bytes if shards is None else shards)}
+            for name in self.bytes if shards is None else shards:
+                self._there[name] = ByteRanges()
+
+    def wipe(self, shards: Collection[str]) -> None:
+        """Overwrite these with zeros, and forget them."""
+        for name in shards:
+            held = self.bytes[name]
+            ctypes.memset((ctypes.c_char * len(held)).from_buffer(held), 0, len(held))
+        self.forget(shards)
 
     def view(self, shard: str, offset: int, size: int) -> memoryview | None:
         return memoryview(self.bytes[shard])[offset : offset + size] if self._has_views else None
@@ -49,3 +64,30 @@ class InMemory:
         with self._changed:
             gaps = {name: there.gaps(len(self.bytes[name])) for name, there in self._there.items()}
         return {name: ranges for name, ranges in gaps.items() if ranges}
+
+
+class BlockingCarrier:
+    """The product's carrier and transports of one peer, whose orders return once they are carried out."""
+
+    def __init__(self, peer: PeerId, host: str, transports: Iterable[str]) -> None:
+        self._transports = {name: make_transport(name, host) for name in transports}
+        self.addresses = {name: transport.open() for name, transport in self._transports.items()}
+        self._ended: SimpleQueue[EdgeEvent] = SimpleQueue()
+        self._carrier = ThreadedCarrier(peer, self._transports, self._on_news)
+
+    def carry(self, staged: InMemory, order: CarryEdges) -> list[EdgeEvent]:
+        """Return the end of each edge."""
+        self._carrier.carry(staged, order)
+        return [self._ended.get() for _ in order.edges]
+
+    def end(self, version: int) -> None:
+        self._carrier.end(version)
+
+    def close(self) -> None:
+        self._carrier.close()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
+        if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
+            self._ended.put(news)

@@ -7,9 +7,7 @@ transport), moves the bytes that way once, and answers with a line of JSON: seco
 the last one's end, CPU seconds of all of them together, and whether all had the bytes.
 """
 
-import ctypes
 import os
-import queue
 import sys
 import tempfile
 import time
@@ -23,10 +21,8 @@ import torch.distributed as dist
 import xxhash
 
 from orchestrrl.lab.testbed.ranks import Ranks, print_json
-from orchestrrl.lab.weights_in_memory import InMemory
-from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
-from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.transports.base import make_transport
+from orchestrrl.lab.weights_in_memory import BlockingCarrier, InMemory
+from orchestrrl.weights.orders import CarryEdge, CarryEdges, EdgeState
 from planner.model import PeerId
 
 HOST = "127.0.0.1"
@@ -68,18 +64,11 @@ class BenchRank:
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         store = dist.FileStore(site.store, site.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=site.ranks)
-        self._transports = {name: make_transport(name, HOST) for name in TRANSPORTS}
-        self.addresses = {name: transport.open() for name, transport in self._transports.items()}
-        self._ended: queue.SimpleQueue[EdgeEvent] = queue.SimpleQueue()
-        self._carrier = ThreadedCarrier(_name(rank), self._transports, self._on_news)
-
-    def _on_news(self, news: EdgeEvent | ArrivedBytes) -> None:
-        if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
-            self._ended.put(news)
+        self._carrier = BlockingCarrier(_name(rank), HOST, TRANSPORTS)
+        self.addresses = self._carrier.addresses
 
     def prepare(self, version: int) -> None:
-        self._staged.forget()
-        ctypes.memset((ctypes.c_char * len(self._memory)).from_buffer(self._memory), 0, len(self._memory))
+        self._staged.wipe((SHARD,))
         if self._rank == 0:
             words = torch.arange(self._site.size // 8).mul_(2654435761).add_(version)
             self._tensor[: 8 * len(words)] = words.view(torch.uint8)
@@ -91,9 +80,8 @@ class BenchRank:
             return
         me = _name(self._rank)
         mine = tuple(edge for edge in self._site.edges(version, way, addresses) if me in (edge.src, edge.dst))
-        self._carrier.carry(self._staged, CarryEdges(version, mine, self._site.chunk_bytes, STALL_S))
-        for _ in mine:
-            if (event := self._ended.get()).state is not EdgeState.DONE:
+        for event in self._carrier.carry(self._staged, CarryEdges(version, mine, self._site.chunk_bytes, STALL_S)):
+            if event.state is not EdgeState.DONE:
                 raise RuntimeError(event.detail)
 
     def after(self, version: int) -> str:
@@ -102,8 +90,6 @@ class BenchRank:
 
     def close(self) -> None:
         self._carrier.close()
-        for transport in self._transports.values():
-            transport.close()
         dist.destroy_process_group()
 
 

@@ -7,8 +7,6 @@ from collections.abc import Collection
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.model import VersionMap
 
-WIPED_AT_ONCE = 1 << 20
-
 
 class TestbedMemory(InMemory):
     """`holds`: shards that are there from the start, of random bytes that `seed` and their names say."""
@@ -17,17 +15,7 @@ class TestbedMemory(InMemory):
         whole = {s.id: content(seed, s.id, s.bytes) if s.id in holds else s.bytes for s in map.shards}
         super().__init__(map.version, whole)
         self.map = map
-        self._received = tuple(shard.id for shard in map.shards if shard.id not in holds)
-
-    def wipe(self) -> None:
-        """All that was received: as before the first byte."""
-        nothing = bytes(WIPED_AT_ONCE)
-        for shard in self._received:
-            whole = memoryview(self.bytes[shard])
-            for offset in range(0, len(whole), WIPED_AT_ONCE):
-                part = whole[offset : offset + WIPED_AT_ONCE]
-                part[:] = nothing[: len(part)]
-        self.forget(self._received)
+        self.received = tuple(shard.id for shard in map.shards if shard.id not in holds)
 
     def sha256(self) -> str:
         """Of all shards, one behind the other."""

@@ -1,6 +1,6 @@
 """A plan in words: what was decided, on what, against which alternatives, and how it came out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -75,29 +75,29 @@ def alternatives_table(plan: dict[str, Any]) -> "Table":
     return table("Alternatives", {**first, **shown, "note": note}, [*feasible, *ruled_out])
 
 
-def fleet_table(plan: dict[str, Any]) -> "Table":
-    """The fleet that is proposed: an engine a row while there are few, else those of a kind together."""
-    engines = sorted(
-        plan["instances"], key=lambda engine: (engine["configuration"], not engine["kept"], -_ends_s(engine))
-    )
-    each = len(engines) <= ENGINES_SHOWN
-    alike = groupby(engines, key=lambda e: e["engine_id"] if each else (e["configuration"], e["kept"], _magnitude(e)))
+def instances_table(title: str, instances: Iterable[dict[str, Any]]) -> "Table":
+    """An engine a row while there are few, else those of a kind together, with the slowest one's times."""
+    engines = sorted(instances, key=lambda each: (each["configuration"], not each["kept"], -_ends_s(each)))
+    few = len(engines) <= ENGINES_SHOWN
+    alike = groupby(engines, key=lambda each: each["engine_id"] if few else (each["configuration"], each["kept"]))
     columns = ("configuration", "engines", "", "requests", "decoding", "moves", "switch", "ends", "GPUs")
-    return cells_table("Proposed fleet", columns, (_fleet_row(list(group), each) for _, group in alike))
+    return cells_table(title, columns, (_instances_row(list(group), few) for _, group in alike))
 
 
-def _fleet_row(group: list[dict[str, Any]], each: bool) -> tuple[object, ...]:
-    slowest = max(group, key=_ends_s)
+def _instances_row(group: list[dict[str, Any]], few: bool) -> tuple[object, ...]:
+    slowest, requests = group[0], [each["requests_count"] for each in group]
+    runs = ranges(sorted(gpu for each in group for gpu in each["gpus"])).split(", ")
+    more = f" and {len(runs) - RANGES_SHOWN} more ranges" if len(runs) > RANGES_SHOWN else ""
     return (
-        group[0]["configuration"],
-        group[0]["engine_id"] if each else len(group),
-        "kept" if group[0]["kept"] else "new",
-        _span([engine["requests_count"] for engine in group]),
+        slowest["configuration"],
+        slowest["engine_id"] if few else len(group),
+        "kept" if slowest["kept"] else "new",
+        count(min(requests)) if min(requests) == max(requests) else f"{min(requests):,}-{max(requests):,}",
         seconds(slowest["decode_s"]),
         duration(slowest["migration_s"]),
         duration(slowest["switch_s"]),
         seconds(_ends_s(slowest)),
-        _gpus(group),
+        ", ".join(runs[:RANGES_SHOWN]) + more,
     )
 
 
@@ -175,19 +175,3 @@ def _together_s(option: dict[str, Any]) -> float:
 
 def _ends_s(engine: dict[str, Any]) -> float:
     return float(engine["decode_s"] + engine["migration_s"] + engine["switch_s"])
-
-
-def _magnitude(engine: dict[str, Any]) -> int:
-    """Engines with about as many requests stand together: by powers of two."""
-    return int(engine["requests_count"]).bit_length()
-
-
-def _span(numbers: list[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return count(low) if low == high else f"{low:,}-{high:,}"
-
-
-def _gpus(group: list[dict[str, Any]]) -> str:
-    runs = ranges(sorted(gpu for engine in group for gpu in engine["gpus"])).split(", ")
-    more = f" and {len(runs) - RANGES_SHOWN} more ranges" if len(runs) > RANGES_SHOWN else ""
-    return ", ".join(runs[:RANGES_SHOWN]) + more

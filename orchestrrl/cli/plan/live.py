@@ -34,7 +34,7 @@ def _explain_view(found: dict[str, Any], status: dict[str, Any]) -> View:
     if found["alternatives"]:
         yield explain.alternatives_table(found)
     if found["instances"]:
-        yield explain.fleet_table(found)
+        yield explain.instances_table("Proposed fleet", found["instances"])
     yield from explain.predictions(found)
     yield explain.calibration(status["plan_calibration"])
     yield from explain.histogram(found)

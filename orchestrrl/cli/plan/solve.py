@@ -3,17 +3,15 @@
 import gc
 import math
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.cli.command import ProblemFile, problem_command
-from orchestrrl.cli.formats import duration, ranges, seconds
-from orchestrrl.cli.output import Columns, Output, View, cells_table, fields, table
+from orchestrrl.cli.formats import duration, seconds
+from orchestrrl.cli.output import Output, View, fields
+from orchestrrl.cli.plan.explain import instances_table
 
 if TYPE_CHECKING:
-    from planner.solver.problem import MakespanProblem, PlacedInstance, Solution
-
-LINES_SHOWN = 40  # instances; beyond that they are shown in groups
+    from planner.solver.problem import MakespanProblem, Solution
 
 
 @problem_command("plan_solve")
@@ -47,7 +45,7 @@ def solve(file: ProblemFile) -> Output:
         infeasible(missed.limit, missed.needed, missed.available, missed.unit)
     result = _json(problem, solution)
     result["solve_s"] = time.perf_counter() - started_s
-    return Output(result, _view(solution, result["solve_s"], banded=read.kv_balance is not None))
+    return Output(result, _view(solution, result, banded=read.kv_balance is not None))
 
 
 def _json(problem: "MakespanProblem", solution: "Solution") -> dict[str, Any]:
@@ -72,17 +70,17 @@ def _json(problem: "MakespanProblem", solution: "Solution") -> dict[str, Any]:
     }
 
 
-def _view(solution: "Solution", solve_s: float, banded: bool) -> View:
+def _view(solution: "Solution", result: dict[str, Any], banded: bool) -> View:
+    gap = "unknown" if solution.gap is None else f"{solution.gap * 100:.2f} %"
     yield f"[bold]{solution.decision}[/bold]: {solution.reason}"
     yield (
         f"makespan {seconds(solution.makespan_s)}; as placed now {seconds(solution.current_makespan_s)};"
-        f" no placement ends before {seconds(solution.lower_bound_s)} (gap {_gap(solution)});"
-        f" solved in {duration(solve_s)}"
+        f" no placement ends before {seconds(solution.lower_bound_s)} (gap {gap});"
+        f" solved in {duration(result['solve_s'])}"
     )
-    if len(solution.instances) > LINES_SHOWN:
-        yield cells_table("Instances", tuple(COLUMNS), _grouped(solution.instances))
-    else:
-        yield table("Instances", COLUMNS, solution.instances)
+    names = [{"engine_id": each["id"], "requests_count": len(each["requests"])} for each in result["instances"]]
+    counted = (each | more for each, more in zip(result["instances"], names, strict=True))
+    yield instances_table("Instances", counted)
     if banded:
         yield f"KV balance: the worst instance misses the band by {solution.kv_balance_violation * 100:.2f} %"
     if solution.migrations:
@@ -90,39 +88,4 @@ def _view(solution: "Solution", solve_s: float, banded: bool) -> View:
         yield (
             f"{len(solution.migrations):,} running requests move: {transfers:,} by transfer,"
             f" {len(solution.migrations) - transfers:,} rebuilt"
-        )
-
-
-def _gap(solution: "Solution") -> str:
-    return "unknown" if solution.gap is None else f"{solution.gap * 100:.2f} %"
-
-
-COLUMNS: Columns = {
-    "instance": "id",
-    "configuration": "configuration",
-    "GPUs": lambda placed: ranges(placed.gpus),
-    "requests": lambda placed: len(placed.requests),
-    "kept": "kept",
-    "decode": lambda placed: seconds(placed.decode_s),
-    "migration": lambda placed: seconds(placed.migration_s),
-    "switch": lambda placed: seconds(placed.switch_s),
-    "finish": lambda placed: seconds(placed.finish_s),
-}
-
-
-def _grouped(instances: "tuple[PlacedInstance, ...]") -> Iterator[tuple[object, ...]]:
-    groups: dict[tuple[str, bool], list[PlacedInstance]] = {}
-    for placed in instances:
-        groups.setdefault((placed.configuration, placed.kept), []).append(placed)
-    for (configuration, kept), members in groups.items():
-        yield (
-            f"{len(members):,} instances",
-            configuration,
-            f"{sum(len(placed.gpus) for placed in members):,}",
-            f"{sum(len(placed.requests) for placed in members):,}",
-            kept,
-            *(
-                f"up to {seconds(max(getattr(placed, name) for placed in members))}"
-                for name in ("decode_s", "migration_s", "switch_s", "finish_s")
-            ),
         )

@@ -15,7 +15,7 @@ import aiohttp
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import Engine, connect
+from orchestrrl.engines.base import Engine, EngineSample, connect
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
 from orchestrrl.lab.testbed.engines import LocalEngine
@@ -100,30 +100,26 @@ async def run_step(
     spans: ask the gateway which policy version each token is from.
     Failures of single requests are recorded, not raised.
     """
-    record = DemoStepRecord()
+    run = _StepRun(scenario, engines, progress, len(samples), spans)
     limits = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=STEP_WITHIN_S)
     async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
         if hold:
             await asyncio.gather(*(engine.pause(PauseMode.KEEP) for engine in engines))
-        start = _Start(scenario.speed)
-        sending = [
-            asyncio.create_task(
-                _send(session, url_of(sample), sample, scenario, start, record, progress, len(samples), spans)
-            )
-            for sample in samples
-        ]
+        run.begin()
+        sending = [asyncio.create_task(run.send(session, url_of(sample), sample)) for sample in samples]
         if hold:
-            await _all_accepted(engines, len(samples))
+            await until(run.all_accepted, f"the engines accept {len(samples)} requests", ACCEPTED_WITHIN_S, 0.02)
             await asyncio.gather(*(engine.resume() for engine in engines))
-            start.begin()
+            run.begin()
         if begun is not None:
             await begun()
-        idle = _IdleSampler(engines, start)
-        async with meanwhile(idle.sample, SAMPLE_INTERVAL_S):
+        run.sampled_s = run.elapsed_s()
+        async with meanwhile(run.sample_idle, SAMPLE_INTERVAL_S):
             await asyncio.gather(*sending)
+    record = run.record
     record.makespan_s = max(record.finish_s.values(), default=0.0)
-    record.idle_s = [min(seconds, record.makespan_s) for seconds in idle.seconds]
+    record.idle_s = [min(seconds, record.makespan_s) for seconds in record.idle_s]
     return record
 
 
@@ -161,86 +157,61 @@ async def connected(kind: str, urls: Iterable[str]) -> AsyncIterator[list[Engine
             await client.close()
 
 
-class _Start:
-    """The step's zero, and the engines' pace."""
+class _StepRun:
+    """One run of a step: its record, by engine seconds since its beginning."""
 
-    def __init__(self, speed: float) -> None:
-        self.speed = speed
-        self.begin()
+    def __init__(
+        self, scenario: DemoScenario, engines: Sequence[Engine], progress: Progress, total: int, spans: bool
+    ) -> None:
+        self.record = DemoStepRecord(idle_s=[0.0] * len(engines))
+        self.sampled_s = 0.0  # until when idle engines have been counted
+        self._scenario = scenario
+        self._engines = engines
+        self._progress = progress
+        self._total = total
+        self._spans = spans
 
     def begin(self) -> None:
-        self._at_s = time.monotonic()
+        self._began_s = time.monotonic()
 
     def elapsed_s(self) -> float:
-        return (time.monotonic() - self._at_s) * self.speed
+        return (time.monotonic() - self._began_s) * self._scenario.speed
 
+    async def send(self, session: aiohttp.ClientSession, url: str, sample: Sample) -> None:
+        record, has_length = self.record, self._scenario.length_is_max_tokens
+        max_tokens = sample.output_tokens if has_length else self._scenario.max_tokens
+        body: dict[str, Any] = {"prompt": list(sample.prompt_ids), "temperature": 0, "return_token_ids": True}
+        body |= {"max_tokens": max_tokens, "ignore_eos": has_length}
+        if self._spans:
+            body |= {"return_policy_versions": True}
+        headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
+        try:
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                text = await response.text()
+            if response.status != 200:
+                record.faults[sample.id] = f"HTTP {response.status}: {text[:200]}"
+                return
+            choice = json.loads(text)["choices"][0]
+            if self._spans:
+                record.spans[sample.id] = [VersionSpan(**told) for told in choice["policy_versions"]]
+            record.answers[sample.id] = choice["token_ids"]
+        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
+            record.faults[sample.id] = f"{type(error).__name__}: {error}"
+        finally:
+            record.finish_s[sample.id] = self.elapsed_s()
+            self._progress(len(record.finish_s), self._total)
 
-async def _send(
-    session: aiohttp.ClientSession,
-    url: str,
-    sample: Sample,
-    scenario: DemoScenario,
-    start: _Start,
-    record: DemoStepRecord,
-    progress: Progress,
-    total: int,
-    spans: bool,
-) -> None:
-    body: dict[str, Any] = {"prompt": list(sample.prompt_ids), "temperature": 0, "return_token_ids": True}
-    if scenario.length_is_max_tokens:
-        body |= {"max_tokens": sample.output_tokens, "ignore_eos": True}
-    else:
-        body |= {"max_tokens": scenario.max_tokens}
-    if spans:
-        body |= {"return_policy_versions": True}
-    headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
-    try:
-        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-            text = await response.text()
-        if response.status != 200:
-            record.faults[sample.id] = f"HTTP {response.status}: {text[:200]}"
-            return
-        choice = json.loads(text)["choices"][0]
-        if spans:
-            record.spans[sample.id] = [VersionSpan(**told) for told in choice["policy_versions"]]
-        record.answers[sample.id] = choice["token_ids"]
-    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
-        record.faults[sample.id] = f"{type(error).__name__}: {error}"
-        return
-    finally:
-        record.finish_s[sample.id] = start.elapsed_s()
-        progress(len(record.finish_s), total)
+    async def all_accepted(self) -> bool:
+        readings = await asyncio.gather(*(engine.metrics() for engine in self._engines))
+        return sum(reading.running + reading.waiting for reading in readings) >= self._total
 
-
-async def _all_accepted(engines: Sequence[Engine], total: int) -> None:
-    async def accepted() -> bool:
-        readings = await asyncio.gather(*(engine.metrics() for engine in engines))
-        return sum(reading.running + reading.waiting for reading in readings) >= total
-
-    await until(accepted, f"the engines accept {total} requests", ACCEPTED_WITHIN_S, 0.02)
-
-
-class _IdleSampler:
-    """Seconds in which each engine had nothing running."""
-
-    def __init__(self, engines: Sequence[Engine], start: _Start) -> None:
-        self.seconds = [0.0] * len(engines)
-        self._engines = engines
-        self._start = start
-        self._before_s = start.elapsed_s()
-
-    async def sample(self) -> None:
-        readings = await asyncio.gather(*(_running(engine) for engine in self._engines))
-        now_s = self._start.elapsed_s()
-        for index, running in enumerate(readings):
-            if running == 0:
-                self.seconds[index] += now_s - self._before_s
-        self._before_s = now_s
-
-
-async def _running(engine: Engine) -> int | None:
-    """Sequences that the engine decodes; None while it is too busy to say."""
-    try:
-        return (await engine.metrics()).running
-    except OrchestrRLError:
-        return None
+    async def sample_idle(self) -> None:
+        """Count the seconds in which each engine had nothing running. One that is too busy to answer is not idle."""
+        readings = await asyncio.gather(*(engine.metrics() for engine in self._engines), return_exceptions=True)
+        now_s = self.elapsed_s()
+        for index, reading in enumerate(readings):
+            if isinstance(reading, EngineSample):
+                self.record.idle_s[index] += 0.0 if reading.running else now_s - self.sampled_s
+            elif not isinstance(reading, OrchestrRLError):
+                raise reading
+        self.sampled_s = now_s

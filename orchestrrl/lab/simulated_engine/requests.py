@@ -6,7 +6,7 @@ What vLLM knows and this engine does not (stop strings, several choices, echo ..
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,7 +18,7 @@ from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenMo
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
-MOST_LOGPROBS = 20
+_Alternatives = Annotated[int, Field(ge=0, le=20)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """What both endpoints share. Unknown fields are ignored, as vLLM does."""
+    """What both endpoints share. Unknown fields are ignored, as vLLM does; what this engine has not is refused."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -68,17 +68,17 @@ class _Body(BaseModel):
     stream: bool = False
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
+    n: Literal[1] | None = None
+    stop: Annotated[str | list[str], Field(max_length=0)] | None = None
     stop_token_ids: list[int] | None = None
-    echo: bool = False
-    prompt_logprobs: int | None = None
+    echo: Literal[False] = False
+    prompt_logprobs: _Alternatives | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class _CompletionBody(_Body):
     prompt: str | list[Annotated[int, Field(ge=0)]] | None = None
-    logprobs: int | None = None
+    logprobs: _Alternatives | None = None
 
 
 class _Part(BaseModel):
@@ -101,7 +101,7 @@ class _ChatBody(_Body):
     messages: list[_Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: _Alternatives | None = None
     add_generation_prompt: bool = True
 
 
@@ -115,7 +115,8 @@ def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: Ser
         raise refusal("; ".join(faults), param=faults[0].split(":")[0], kind="Bad Request") from error
     if read.model not in (None, served.model_name):
         raise refusal(f"The model `{read.model}` does not exist.", "model", status=404, kind="NotFoundError")
-    _refuse_unsupported(read)
+    if read.prompt_logprobs and read.stream:
+        raise refusal("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     if isinstance(read, _ChatBody):
         prompt_ids, top_logprobs = tokenize_chat(read.messages, read.add_generation_prompt, served.model), None
         if read.top_logprobs is not None and not read.logprobs:
@@ -126,8 +127,6 @@ def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: Ser
     else:
         prompt_ids, top_logprobs = _completion_prompt(read, served.model), read.logprobs
         asked_tokens = read.max_tokens if "max_tokens" in read.model_fields_set else DEFAULT_COMPLETION_TOKENS
-    if top_logprobs is not None and not 0 <= top_logprobs <= MOST_LOGPROBS:
-        raise refusal(f"logprobs must lie in 0..{MOST_LOGPROBS}, got {top_logprobs}.", "logprobs")
     max_tokens = _room(asked_tokens, len(prompt_ids), served.max_model_len_tokens)
     if read.min_tokens > max_tokens:
         raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {read.min_tokens}.")
@@ -144,17 +143,8 @@ def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: Ser
         token_ids=bool(read.return_token_ids),
         top_logprobs=top_logprobs,
         handover=_handover(read),
-        prompt_logprobs=_prompt_logprobs(read),
+        prompt_logprobs=read.prompt_logprobs,
     )
-
-
-def _prompt_logprobs(body: _Body) -> int | None:
-    asked = body.prompt_logprobs
-    if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
-        raise refusal(f"prompt_logprobs must lie in 0..{MOST_LOGPROBS}, got {asked}.", "prompt_logprobs")
-    if asked and body.stream:
-        raise refusal("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
-    return asked
 
 
 def _handover(body: _Body) -> TransferParams | None:
@@ -208,13 +198,6 @@ def refusal(message: str, param: str | None = None, status: int = 400, kind: str
     return RequestRefused(
         message, status, {"error": {"message": message, "type": kind, "param": param, "code": status}}
     )
-
-
-def _refuse_unsupported(body: _Body) -> None:
-    offered = {"n": body.n in (None, 1), "stop": not body.stop, "echo": not body.echo}
-    for name, fine in offered.items():
-        if not fine:
-            raise refusal(f"{name} is not offered by the simulated engine, got {getattr(body, name)!r}.", name)
 
 
 def _completion_prompt(body: _CompletionBody, model: TokenModel) -> list[int]:

@@ -24,20 +24,35 @@ def admit(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slo
         return math.inf
     held = list(accumulate(footprint))
     first = min(bisect_right(held, capacity), slots)
-    free = capacity - held[first - 1]
-    ends = list(zip(remaining[:first], footprint, strict=False))  # (iteration at which it ends, footprint)
-    heapify(ends)
-    now, last = 0, max(remaining[:first])
-    for left, room in zip(remaining[first:], footprint[first:], strict=True):
-        while room > free or len(ends) >= slots:
-            now, freed = heappop(ends)
+    ends = list(zip(remaining[:first], footprint, strict=False))
+    so_far = 0, capacity - held[first - 1], max(remaining[:first])
+    return float(admit_onwards(ends, remaining[first:], footprint[first:], slots, so_far))
+
+
+def admit_onwards(
+    running: list[tuple[int, int]],
+    remaining: Sequence[int],
+    footprint: Sequence[int],
+    slots: int,
+    so_far: tuple[int, int, int],
+) -> int:
+    """Return the iteration at which the last request ends that is `running` or still waits.
+
+    `running`: (iteration at which it ends, footprint) of each. `so_far`: the iteration, the tokens that are free, and
+    the last iteration of all that have begun.
+    """
+    now, free, last = so_far
+    heapify(running)
+    for left, room in zip(remaining, footprint, strict=True):
+        while room > free or len(running) >= slots:
+            now, freed = heappop(running)
             free += freed
         end = now + left
-        heappush(ends, (end, room))
+        heappush(running, (end, room))
         free -= room
         if end > last:
             last = end
-    return float(last)
+    return last
 
 
 def least(remaining: Sequence[int], footprint: Sequence[int], capacity: int, slots: int) -> int:

@@ -39,9 +39,9 @@ class _Option:
 class RequestCutter:
     """Prepared once for a problem; `cut` is asked for several makespans."""
 
-    def __init__(self, columns: ProblemColumns, staying: float = 0.0, every: int = 1) -> None:
-        """The share `staying` of what moves cost is not paid on kept instances. Of the requests one in `every` is
-        looked at, and as many of the GPUs."""
+    def __init__(self, columns: ProblemColumns, every: int = 1) -> None:
+        """Of the requests one in `every` is looked at, and as many of the GPUs. Every running request counts as moved,
+        on kept instances too."""
         order = columns.longest_first[every // 2 :: every]
         self.remaining = columns.remaining[order]
         self._left = self.remaining.tolist()
@@ -53,15 +53,15 @@ class RequestCutter:
         self._cost: list[Floats] = []
         self._area: list[Floats] = []
         for configuration in np.flatnonzero(columns.placeable).tolist():
-            for kept in (True, False):
-                if kept and not self._kept[configuration]:
-                    continue
-                cost_s = (columns.work_s[configuration] + columns.moved_s[configuration] * (1 - staying * kept))[order]
-                slot = np.maximum(
-                    columns.footprint[order] / columns.capacity[configuration], 1 / columns.slots[configuration]
-                )
+            cost_s = (columns.work_s[configuration] + columns.moved_s[configuration])[order]
+            slot = np.maximum(
+                columns.footprint[order] / columns.capacity[configuration], 1 / columns.slots[configuration]
+            )
+            area_s = cost_s + columns.alpha_s[configuration] * self.remaining * slot
+            spent = [0.0, *np.cumsum(cost_s).tolist()]
+            for kept in (True, False) if self._kept[configuration] else (False,):
                 self._cost.append(cost_s)
-                self._area.append(cost_s + columns.alpha_s[configuration] * self.remaining * slot)
+                self._area.append(area_s)
                 self._options.append(
                     _Option(
                         configuration,
@@ -69,7 +69,7 @@ class RequestCutter:
                         price(columns, configuration),
                         float(columns.alpha_s[configuration]),
                         0.0 if kept else float(columns.switch_s[configuration]),
-                        [0.0, *np.cumsum(cost_s).tolist()],
+                        spent,
                         int(columns.slots[configuration]),
                         int(columns.capacity[configuration]),
                     )

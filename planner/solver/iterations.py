@@ -4,11 +4,10 @@ A request is admitted strictly in order, when a slot is free and its whole footp
 engine's walk over its admissions and completions does not depend on another's, so many take each step together.
 """
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
-
 import numpy as np
 from numpy.typing import NDArray
+
+from planner.solver.admission_order import admit_onwards
 
 Ints = NDArray[np.int64]
 
@@ -126,32 +125,10 @@ class _Walks:
         """The rest of one engine's walk."""
         count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
         ends = (self._ends[:count, place] // self._rows).tolist()
-        return _walk(
+        return admit_onwards(
             list(zip(ends, self._held[:count, place].tolist(), strict=True)),
-            self._footprint[span].tolist(),
             self._remaining[span].tolist(),
+            self._footprint[span].tolist(),
             int(self.slots[place]),
             (int(self._now[place]), int(self.free_tokens[place]), int(self.last[place])),
         )
-
-
-def _walk(
-    running: list[tuple[int, int]],
-    footprint: Sequence[int],
-    remaining: Sequence[int],
-    slots: int,
-    so_far: tuple[int, int, int],
-) -> int:
-    """From `running`, (iteration at which it ends, footprint) each, and `so_far`: now, tokens that are free, and the
-    last iteration of all that has begun."""
-    now, free_tokens, last = so_far
-    heapify(running)
-    for tokens, left in zip(footprint, remaining, strict=True):
-        while tokens > free_tokens or len(running) >= slots:
-            now, freed = heappop(running)
-            free_tokens += freed
-        ends = now + left
-        heappush(running, (ends, tokens))
-        free_tokens -= tokens
-        last = max(last, ends)
-    return last

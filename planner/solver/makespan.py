@@ -20,7 +20,7 @@ from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.problem import NOWHERE, RUNNING, Infeasible, MakespanProblem, Migration, PlacedInstance, Solution
 from planner.solver.search import SearchBudget
-from planner.solver.small import ENOUGH, best_of_all, is_small, polished
+from planner.solver.small import ENOUGH, best_of_all, is_small
 from planner.solver.spread import MANY, USUAL, least_loaded, least_s, loads, one_by_one, orders
 from planner.solver.waves import sooner
 from planner.solver.whole import raised_s
@@ -28,14 +28,11 @@ from planner.solver.whole import raised_s
 __all__ = ["Infeasible", "lower_bound", "solve"]
 
 
-CLOSE, NEAR, NEAR_ENOUGH = 0.002, 0.01, 0.02  # gap that is not worth a closer look; and not with many requests
-STAYING = 0.8  # share of the moves that a fleet which stays is hoped to save
-FILLINGS = 3  # times for which a fleet is filled anew
-FEW = 10_000  # requests up to which one looks more closely
+CLOSE, NEAR = 0.002, 0.01  # gap that is not worth a look at whole instances; and at KV room and sequences
 CLOSEST = 2  # configurations of which static fleets are filled in all usual ways, where there are many requests
 PROOF = 200_000  # budget from which on a close bound is looked for
 WAVES_WORK, WAVES_EACH = 60_000, 2  # the same for orders of admission: altogether, and for each request
-SMALL_WORK, POLISH_WORK = 800_000, 150_000  # requests that the local search looks at, where no budget is given
+SMALL_WORK = 800_000  # requests that the local search looks at, where no budget is given
 
 
 # Times beyond what a float holds are infinite: never.
@@ -53,19 +50,21 @@ def solve(problem: MakespanProblem, stop: Callable[[], bool] = lambda: False) ->
     static = _homogeneous(table)
     found = [*static, current] if current is not None else list(static)
     bound_s = _lower_bound_s(table)
-    found += _packed(table, bound_s, min((each.makespan_s for each in found), default=0.0))
-    static += _spread(table, min((each.makespan_s for each in found), default=math.inf))
-    found += static
-    bound_s = _raised_s(table, bound_s, min((each.makespan_s for each in found), default=0.0))
-    in_waves = _readmitted(table, found, bound_s)
-    soonest_s = min((each.makespan_s for each in found), default=math.inf)
-    if is_small(table) or not any(each.makespan_s < soonest_s * (1 - NEAR) for each in in_waves):
-        found += _searched(table, [*found, *in_waves], bound_s, stop)
-    found += in_waves
-    best = chosen(table, current, static, found)
+    found += _packed(table, bound_s, _soonest_s(found, 0.0))
+    spread = _spread(table, _soonest_s(found))
+    found += spread
+    bound_s = _raised_s(table, bound_s, _soonest_s(found))
+    found += _readmitted(table, found, bound_s)
+    if is_small(table):
+        found += _searched(table, found, bound_s, stop)
+    best = chosen(table, current, [*static, *spread], found)
     if best is not None and (problem.kv_balance is None or (best.fleet.current >= 0).all()):
         best = with_idle(table, best)
     return _solution(table, current, best, bound_s)
+
+
+def _soonest_s(found: Sequence[FleetPlacement], otherwise_s: float = math.inf) -> float:
+    return min((each.makespan_s for each in found), default=otherwise_s)
 
 
 def _raised_s(table: ProblemColumns, bound_s: float, high_s: float) -> float:
@@ -87,17 +86,13 @@ def _readmitted(table: ProblemColumns, candidates: Sequence[FleetPlacement], bou
 def _searched(
     table: ProblemColumns, candidates: Sequence[FleetPlacement], bound_s: float, stop: Callable[[], bool]
 ) -> list[FleetPlacement]:
-    """What a local search makes of the best candidates."""
+    """What a local search makes of the best candidates and of all fleets that there are."""
     budget = table.problem.work_budget
-    work = SearchBudget((SMALL_WORK if is_small(table) else POLISH_WORK) if budget is None else budget)
+    work = SearchBudget(SMALL_WORK if budget is None else budget)
     starts = sorted((each for each in candidates if np.isfinite(each.makespan_s)), key=lambda each: each.makespan_s)
     if not table.count or work.left <= 0 or (starts and starts[0].makespan_s <= bound_s * (1 + ENOUGH)):
         return []
-    if is_small(table):
-        return best_of_all(table, starts[:6], bound_s, work, stop)
-    if starts and starts[0].makespan_s <= bound_s * (1 + NEAR):
-        return []
-    return polished(table, starts[:3], work, stop)
+    return best_of_all(table, starts[:6], bound_s, work, stop)
 
 
 @_never
@@ -117,18 +112,10 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:
-    """With long requests together; once as if every running request moved, once as if most stayed where they can."""
-    if not table.count:
-        return []
-    found: list[FleetPlacement] = []
-    for staying in (0.0, STAYING) if len(table.current_node) else (0.0,):
-        near = NEAR if table.count <= FEW else NEAR_ENOUGH
-        if found and (table.count > MANY or min(each.makespan_s for each in found) <= bound_s * (1 + near)):
-            break
-        cuts = soonest_cut(table, bound_s, high_s, staying)
-        if cuts is not None:
-            found += packed(table, cuts, FILLINGS if table.count <= MANY else 0)
-    return found
+    """With long requests together."""
+    cuts = soonest_cut(table, bound_s, high_s) if table.count else None
+    placement = None if cuts is None else packed(table, cuts)
+    return [] if placement is None else [placement]
 
 
 def _homogeneous(table: ProblemColumns) -> list[FleetPlacement]:

@@ -1,4 +1,4 @@
-"""Packed fleets: cut, lay out, fill, and look for the soonest time at which that works."""
+"""Packed fleets: look for the soonest time at which cuts fit, and lay them out on GPUs."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -8,7 +8,6 @@ import numpy as np
 from planner.solver.columns import Ints, ProblemColumns
 from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.evaluate import FleetPlacement, place
-from planner.solver.fill import cut_of_requests, fill, match
 from planner.solver.layout import lay_out
 
 SAMPLE = 4096  # requests that are enough to find roughly when cuts fit
@@ -16,16 +15,14 @@ LEAST_GPUS = 128  # of a sample
 GAIN = 0.996  # what it takes to prefer fewer configurations
 
 
-def soonest_cut(
-    columns: ProblemColumns, low_s: float, high_s: float, staying: float = 0.0
-) -> tuple[float, list[RequestCut]] | None:
-    """The soonest time found between `low_s` (that may be too soon) and `high_s` at which the cuts fit.
+def soonest_cut(columns: ProblemColumns, low_s: float, high_s: float) -> list[RequestCut] | None:
+    """The cuts of the soonest time found between `low_s` (that may be too soon) and `high_s` at which they fit.
 
     With fewer configurations to choose from, a choice made block by block is sometimes better.
     """
-    whole = RequestCutter(columns, staying)
+    whole = RequestCutter(columns)
     every = min(columns.count // SAMPLE, columns.problem.gpus_count // LEAST_GPUS)
-    sampled = RequestCutter(columns, staying, every) if every > 1 else whole
+    sampled = RequestCutter(columns, every) if every > 1 else whole
     best, only = _bisect(sampled, low_s * 1.002, high_s * 1.02, 0.004, None, 10), None
     placeable = np.flatnonzero(columns.placeable).tolist()
     for some in _subsets(placeable):
@@ -34,10 +31,10 @@ def soonest_cut(
             break
         if sampled.cut(limit_s, some) is not None:
             best, only = _bisect(sampled, limit_s * GAIN, limit_s, 0.004, some, 6) or best, some
-    if sampled is whole:
-        return best
-    trial_s = (best[0] if best else high_s) * 1.001
-    return _bisect(whole, min(trial_s, high_s), high_s, 0.004, only, 4 if every < 16 else 2)
+    if sampled is not whole:
+        trial_s = (best[0] if best else high_s) * 1.001
+        best = _bisect(whole, min(trial_s, high_s), high_s, 0.004, only, 4 if every < 16 else 2)
+    return best[1] if best else None
 
 
 def _subsets(placeable: list[int]) -> list[frozenset[int]]:
@@ -76,49 +73,59 @@ def _bisect(
     return (best_s, best) if best is not None else None
 
 
-def packed(columns: ProblemColumns, found: tuple[float, list[RequestCut]], trials: int) -> list[FleetPlacement]:
-    """Placements of the cuts: as they are, and with what may stay where it is."""
-    makespan_s, cuts = found
+def packed(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> FleetPlacement | None:
+    """The cuts as a placement, with what may stay where it is; None where the new instances do not fit."""
     to = match(columns, cuts, _kept(columns, cuts))
-    kept = [instance for instance in to if instance >= 0]
+    kept = {instance: place for place, instance in enumerate(to) if instance >= 0}
     fresh = [place for place in range(len(cuts)) if to[place] < 0]
     fleet = lay_out(columns, kept, [cuts[place].configuration for place in fresh])
     if fleet is None:
-        return []
+        return None
     # The fleet has the kept instances first, ascending, then the new ones in order.
-    cut_at = [*_inverse(to, kept), *fresh]
     instance_of = np.empty(len(cuts), dtype=np.int64)
-    instance_of[cut_at] = np.arange(len(cuts))
-    whole = place(columns, fleet, instance_of[cut_of_requests(columns, cuts)])
-    opened = columns.remaining[columns.longest_first[[cuts[place].blocks[0][0] for place in cut_at]]]
-    filled = _filled(columns, whole, opened, makespan_s, trials)
-    return [whole, filled] if filled else [whole]
+    instance_of[[*(kept[instance] for instance in sorted(kept)), *fresh]] = np.arange(len(cuts))
+    return place(columns, fleet, instance_of[_cut_of_requests(columns, cuts)])
 
 
-def _filled(
-    columns: ProblemColumns, whole: FleetPlacement, opened: Ints, makespan_s: float, trials: int
-) -> FleetPlacement | None:
-    best: FleetPlacement | None = None
-    low_s, high_s, trial_s = makespan_s * 0.96, makespan_s * 1.02, makespan_s
-    for _ in range(trials):
-        assigned = fill(columns, whole.fleet, opened, trial_s)
-        if assigned is None:
-            low_s = trial_s
-        else:
-            placement = place(columns, whole.fleet, assigned)
-            if best is None or placement.makespan_s < best.makespan_s:
-                best = placement
-            if placement.makespan_s <= trial_s * (1 + 1e-9):
-                high_s = trial_s
-            else:
-                low_s = trial_s
-        trial_s = (low_s + high_s) / 2
-    return best
+def match(columns: ProblemColumns, cuts: Sequence[RequestCut], kept: Sequence[int]) -> list[int]:
+    """[cut] the current instance of `kept` that it goes to, or -1: where its requests cost most to move first."""
+    to = [-1] * len(cuts)
+    if not kept:
+        return to
+    cut_of = _cut_of_requests(columns, cuts)
+    configuration_of = np.array([cut.configuration for cut in cuts], dtype=np.int64)
+    wanted = np.array([cut.kept for cut in cuts])
+    free = np.zeros(len(columns.current_configuration) + 1, dtype=bool)
+    free[list(kept)] = True
+    source = columns.source
+    held = np.flatnonzero(
+        free[source] & wanted[cut_of] & (columns.current_configuration[source] == configuration_of[cut_of])
+    )
+    keys, inverse = np.unique(source[held] * len(cuts) + cut_of[held], return_inverse=True)
+    weights = np.bincount(inverse, weights=columns.moved_s[configuration_of[cut_of[held]], held], minlength=len(keys))
+    left = dict.fromkeys(kept, True)
+    for key in keys[np.argsort(-weights, kind="stable")].tolist():
+        instance, place = divmod(key, len(cuts))
+        if to[place] < 0 and left.pop(instance, False):
+            to[place] = instance
+    spare: dict[int, list[int]] = {}
+    for instance in left:
+        spare.setdefault(int(columns.current_configuration[instance]), []).append(instance)
+    for pool in spare.values():
+        pool.reverse()
+    for place, cut in enumerate(cuts):
+        if cut.kept and to[place] < 0 and spare.get(cut.configuration):
+            to[place] = spare[cut.configuration].pop()
+    return to
 
 
-def _inverse(to: Sequence[int], kept: Sequence[int]) -> list[int]:
-    cut_of = {instance: place for place, instance in enumerate(to) if instance >= 0}
-    return [cut_of[instance] for instance in sorted(kept)]
+def _cut_of_requests(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> Ints:
+    """[request] the place of its cut."""
+    blocks = sorted((first, end, place) for place, cut in enumerate(cuts) for first, end in cut.blocks)
+    places = np.array([place for _, _, place in blocks], dtype=np.int64)
+    cut_of = np.empty(columns.count, dtype=np.int64)
+    cut_of[columns.longest_first] = np.repeat(places, [end - first for first, end, _ in blocks])
+    return cut_of
 
 
 def _kept(columns: ProblemColumns, cuts: Sequence[RequestCut]) -> list[int]:

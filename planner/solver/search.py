@@ -1,4 +1,4 @@
-"""Local search on one fleet: requests leave the instance that ends last, alone or against another, while that helps.
+"""Local search on one fleet: requests leave the instance that ends last while that helps.
 
 Deterministic: the random kicks that it takes out of a dead end come from a fixed seed, and the work is counted.
 """
@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, permutations
+from itertools import permutations
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from planner.solver.columns import Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, moves_s
 
 ALL_ORDERS = 6  # requests up to which every order of admission is tried
-
-SOME_ORDERS = 40  # requests up to which several are, beside longest first and one without blocking
-TRIES = 2  # of them without blocking
 
 
 @dataclass(slots=True)
@@ -77,18 +74,14 @@ class AdmissionOrders:
         held = [rooms[each] for each in requests]
         if max(held) > self.capacity[configuration]:
             return
-        if len(requests) <= SOME_ORDERS:
-            yield tuple(sorted(requests, key=lambda each: (-rooms[each], each)))
-            yield tuple(sorted(requests, key=lambda each: (-rooms[each] * lefts[each], each)))
-            yield requests[::-1]
         if sum(held) <= self.capacity[configuration]:
             return  # sequences alone are short, and nobody blocks
         tries = orders(
             [lefts[each] for each in requests], held, self.capacity[configuration], self.slots[configuration]
         )
-        for _, places in islice(tries, TRIES if len(requests) <= SOME_ORDERS else 1):
-            self.work.spend(12 * len(requests))
-            yield tuple(requests[place] for place in places)
+        _, places = next(tries)
+        self.work.spend(12 * len(requests))
+        yield tuple(requests[place] for place in places)
 
 
 @dataclass(slots=True)
@@ -236,8 +229,8 @@ class PlacementSearch:
         return max(self.finish_s, default=0.0)
 
     def improve(self) -> None:
-        """Until the instance that ends last has no move and no exchange that helps, or the work is spent."""
-        while self.work.left > 0 and (self._relocate() or self._exchange()):
+        """Until the instance that ends last has no move that helps, or the work is spent."""
+        while self.work.left > 0 and self._relocate():
             pass
 
     def _last(self) -> int:
@@ -268,42 +261,6 @@ class PlacementSearch:
             return False
         self._move(best[1], last, best[2])
         return True
-
-    def _exchange(self) -> bool:
-        last = self._last()
-        limit_s = self.finish_s[last]
-        mine = self.held[last]
-        for place, request in enumerate(mine):
-            rest = mine[:place] + mine[place + 1 :]
-            rest_s = self.time_s(last, rest)
-            for instance in sorted(range(len(self.finish_s)), key=self.finish_s.__getitem__):
-                if instance == last:
-                    continue
-                theirs = self.held[instance]
-                for at, other in enumerate(theirs):
-                    if rest_s + self.cost_s[last][other] >= limit_s:
-                        continue
-                    if (
-                        self.finish_s[instance] + self.cost_s[instance][request] - self._most(instance, other)
-                        >= limit_s
-                    ):
-                        continue
-                    if not self.work.spend(len(mine) + len(theirs)):
-                        return False
-                    mine_s = self.time_s(last, self._with(rest, other))
-                    if mine_s >= limit_s * (1 - 1e-12):
-                        continue
-                    if self.time_s(instance, self._with(theirs[:at] + theirs[at + 1 :], request)) < limit_s * (
-                        1 - 1e-12
-                    ):
-                        self._move(request, last, instance)
-                        self._move(other, instance, last)
-                        return True
-        return False
-
-    def _most(self, instance: int, request: int) -> float:
-        """What the instance is rid of at most without `request`."""
-        return self.cost_s[instance][request] + self.alpha_s[instance] * self.orders.remaining[request]
 
     def _move(self, request: int, source: int, destination: int) -> None:
         self.held[source] = [each for each in self.held[source] if each != request]

@@ -5,7 +5,6 @@ import numpy as np
 
 from planner.solver.columns import Floats, Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, place
-from planner.solver.fill import running_sum
 
 LEAST = 0.1  # share of the moves that leave an instance that stays, from which on it is worth a look
 WIDTHS = (0.2, 0.05, 0.01)  # lengths that far apart count as equal, tried in turn; then only equal ones
@@ -59,7 +58,7 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
     by_place = np.lexsort((at[wants] != home[wants], wanted))  # those at home first
     wants, wanted = wants[by_place], wanted[by_place]
     found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-    rank = running_sum(np.ones(len(wants)), wanted) - 1
+    rank = _running_sum(np.ones(len(wants)), wanted) - 1
     stays = (places[found] == wanted) & (rank < quotas[found])
     assigned = np.full(len(at), -1, dtype=np.int64)
     assigned[wants[stays]] = home[wants[stays]]
@@ -92,9 +91,20 @@ def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limi
         (columns.footprint[back], capacity - held),
         (np.ones(len(back)), slots - here),
     ):
-        fits &= running_sum(amount, to) <= room[to]
+        fits &= _running_sum(amount, to) <= room[to]
     if not fits.any():
         return placement
     assigned = at.copy()
     assigned[back[fits]] = to[fits]
     return place(columns, fleet, assigned)
+
+
+def _running_sum(amount: Floats | Ints, group: Ints) -> Floats:
+    """Sum so far within each group; groups lie together."""
+    if not len(amount):
+        return np.zeros(0)
+    total = np.cumsum(amount, dtype=np.float64)
+    first = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))
+    before = np.concatenate(([0.0], total))[first]
+    sums: Floats = total - np.repeat(before, np.diff(np.concatenate((first, [len(group)]))))
+    return sums

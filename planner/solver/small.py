@@ -1,5 +1,4 @@
-"""Few GPUs and few requests: every fleet is looked at, the promising ones closely. With more, only what was found is
-improved."""
+"""Few GPUs and few requests: every fleet is looked at, the promising ones closely."""
 
 from collections.abc import Callable
 
@@ -14,25 +13,6 @@ LOOKED_AT, CLOSELY = 32, 6
 TRIALS = 5
 FEW = 16  # requests up to which every fleet is improved before the promising are chosen
 ENOUGH = 5e-4  # gap that is none
-
-
-POLISHED = 500_000  # requests times instances up to which a placement is improved
-
-
-def polished(
-    columns: ProblemColumns, starts: list[FleetPlacement], work: SearchBudget, stop: Callable[[], bool]
-) -> list[FleetPlacement]:
-    """`starts`, each improved where it is not too large for that."""
-    orders = AdmissionOrders(columns, work)
-    found = []
-    for start in starts:
-        if stop() or work.left <= 0:
-            break
-        if len(start.fleet) * columns.count <= POLISHED:
-            search = _taken(columns, start, orders)
-            search.improve()
-            found.append(search.placement())
-    return found
 
 
 def is_small(columns: ProblemColumns) -> bool:

@@ -22,11 +22,10 @@ from planner.solver.columns import ProblemColumns, columns
 from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.dual import SAMPLE, tightened_s
 from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place
-from planner.solver.fill import fill, match
 from planner.solver.fleets import fleets
 from planner.solver.layout import in_a_row, lay_out
 from planner.solver.makespan import as_placed, lower_bound, solve
-from planner.solver.packed import packed, soonest_cut
+from planner.solver.packed import match, packed, soonest_cut
 from planner.solver.problem import (
     NEW,
     NOWHERE,
@@ -41,7 +40,7 @@ from planner.solver.problem import (
 )
 from planner.solver.search import AdmissionOrders, PlacementSearch, SearchBudget
 from planner.solver.settle import LEAST, moves, settled
-from planner.solver.small import CLOSELY, POLISHED, best_of_all, polished
+from planner.solver.small import CLOSELY, best_of_all
 from planner.solver.spread import MANY, least_loaded, least_s, loads, one_by_one
 from planner.solver.waves import Waves, sooner
 from planner.solver.whole import raised_s
@@ -457,30 +456,30 @@ def dealt(
 # --- local search
 
 
+def improved(table: ProblemColumns, start: FleetPlacement, work: SearchBudget) -> FleetPlacement:
+    search = PlacementSearch(table, start.fleet, AdmissionOrders(table, work))
+    search.take(start.assigned())
+    search.improve()
+    return search.placement()
+
+
 @given(SEEDS, st.integers(1, 24))
-def test_no_move_and_no_exchange_betters_what_was_improved(seed: int, count: int) -> None:
+def test_no_move_betters_what_was_improved(seed: int, count: int) -> None:
     table, start = dealt(seed, count, kind=BUSY, states=[RUNNING, WAITING])
-    (found,) = polished(table, [start], SearchBudget(10**9), lambda: False)
+    found = improved(table, start, SearchBudget(10**9))
     assert sorted(found.order.tolist()) == list(range(count))
     assert found.makespan_s <= start.makespan_s
     at, last = found.assigned(), int(found.finish_s.argmax())
-    mine = np.flatnonzero(at == last).tolist()
-    moved = [{request: instance} for request in mine for instance in range(4)]
-    exchanged = [{request: at[other], other: last} for request in mine for other in range(count) if at[other] != last]
-    for change in moved + exchanged:
+    for request, instance in product(np.flatnonzero(at == last).tolist(), range(4)):
         trial = at.copy()
-        trial[list(change)] = list(change.values())
+        trial[request] = instance
         assert place(table, found.fleet, trial).makespan_s >= found.makespan_s * (1 - 1e-9)
 
 
-def test_improving_ends_when_told_to_when_the_work_is_spent_and_where_there_is_too_much() -> None:
+def test_improving_ends_when_the_work_is_spent() -> None:
     table, start = dealt(1, 40)
-    assert polished(table, [start], SearchBudget(10**6), lambda: True) == []
-    assert polished(table, [start], SearchBudget(0), lambda: False) == []
-    (barely,), (much,) = (polished(table, [start], SearchBudget(left), lambda: False) for left in (1, 10**6))
+    barely, much = (improved(table, start, SearchBudget(left)) for left in (1, 10**6))
     assert much.makespan_s < barely.makespan_s == start.makespan_s
-    many, piled = dealt(1, POLISHED // 4 + 1)
-    assert polished(many, [piled], SearchBudget(10**6), lambda: False) == []
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -659,31 +658,7 @@ def test_many_requests_are_dealt_in_rounds_to_almost_the_same_end() -> None:
         assert in_rounds <= 1.02 * one_at_a_time
 
 
-@pytest.mark.parametrize(("slots", "capacity"), [(4, 100_000), (1024, 4 * 1100)])
-@pytest.mark.parametrize("filler", [0.0, 0.5])
-def test_seats_and_room_are_filled_to_the_last(slots: int, capacity: int, filler: float) -> None:
-    kind = configuration("tp2", 2, capacity=capacity, slots=slots, switch_s=0.0)
-    for count, fits in ((32, True), (33, False)):
-        table = columns(problem([kind], [(100, 1000)] * count))
-        assigned = fill(table, in_a_row(table, [], 0, 8), np.full(8, 1000), 1e3, filler)
-        assert (assigned is not None) == fits
-        if assigned is not None:
-            assert np.bincount(assigned).tolist() == [4] * 8
-
-
-@given(SEEDS, st.integers(1, 80), st.booleans())
-def test_what_is_filled_runs_at_once_and_in_time(seed: int, count: int, cramped: bool) -> None:
-    table, start = dealt(seed, count, kind=replace(TP2, max_sequences=count // 2 + 1) if cramped else TP2)
-    longest = np.full(4, table.remaining.max())
-    for filler in (0.0, 0.5):
-        limit_s = 3 * start.makespan_s
-        assigned = fill(table, start.fleet, longest, limit_s, filler)
-        assert assigned is not None
-        assert np.bincount(assigned).max() <= count // 2 + 1 or not cramped
-        assert place(table, start.fleet, assigned).makespan_s <= limit_s
-
-
-def test_requests_stay_where_they_are_while_a_fleet_is_filled() -> None:
+def test_requests_stay_where_they_are_where_cuts_are_as_they_run() -> None:
     """Each instance has four as long as each other, longer than those of the next: the cuts could not be better."""
     lengths = [(1000, 1000 * (4 - place // 4)) for place in range(16)]
     at = [(3, 0, 2, 1)[place // 4] for place in range(16)]
@@ -691,16 +666,18 @@ def test_requests_stay_where_they_are_while_a_fleet_is_filled() -> None:
     cuts = [RequestCut(0, True, [(first, first + 4)]) for first in range(0, 16, 4)]
     assert match(table, cuts, range(4)) == [3, 0, 2, 1]
     assert match(table, cuts, (0, 3)) == [3, 0, -1, -1]
-    found = packed(table, (100.0, cuts), 1)
-    assert [moves(table, each) for each in found] == [0, 0]
-    assert all(each.assigned().tolist() == at for each in found)
+    found = packed(table, cuts)
+    assert found is not None
+    assert moves(table, found) == 0
+    assert found.assigned().tolist() == at
 
 
 def test_instances_that_nothing_runs_on_are_kept_as_well() -> None:
     table = columns(problem([TP2], [(1000, 1000)] * 8, gpus=8, current=fleet(TP2, 8)))
     cuts = [RequestCut(0, kept, [(2 * place, 2 * place + 2)]) for place, kept in enumerate((True, False, True, True))]
     assert match(table, cuts, range(3)) == [0, -1, 1, 2]
-    (whole,) = packed(table, (100.0, cuts), 0)
+    whole = packed(table, cuts)
+    assert whole is not None
     assert whole.fleet.current.tolist() == [0, 1, 2, 3]  # what comes to lie where one of its kind is, is that one
 
 
@@ -709,12 +686,15 @@ def test_cuts_end_in_time(seed: int, count: int, capacity: int) -> None:
     lengths = [(context, min(remaining, 20_000)) for context, remaining in heavy_tailed(seed, count)]
     kinds = [replace(kind, kv_capacity_tokens=capacity * kind.gpus) for kind in (TP1, TP2, TP8)]
     table = columns(problem(kinds, lengths))
-    found = soonest_cut(table, lower_bound_s(table), 1e6)
-    assert found is not None
-    (whole,) = packed(table, found, 0)
-    assert sorted(whole.order.tolist()) == list(range(count))
-    assert whole.makespan_s <= found[0] * (1 + 1e-9)
-    assert sum(map(len, whole.fleet.gpus)) <= 16
+    limit_s = lower_bound_s(table)
+    while (cuts := RequestCutter(table).cut(limit_s)) is None:
+        limit_s *= 1.5
+    for found, until_s in ((cuts, limit_s), (soonest_cut(table, lower_bound_s(table), 1e6), limit_s * 1.02)):
+        whole = packed(table, found or [])
+        assert whole is not None
+        assert sorted(whole.order.tolist()) == list(range(count))
+        assert whole.makespan_s <= until_s * (1 + 1e-9)
+        assert sum(map(len, whole.fleet.gpus)) <= 16
 
 
 # --- fewer moves, and equation 2

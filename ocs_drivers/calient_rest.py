@@ -72,7 +72,7 @@ class CalientRestWire(SwitchWire):
     def __init__(self, options: CalientOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
         self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_source is PortSource.DETAIL)
         self._options = options
-        self._session = session or HttpSession(options.endpoint, clock, options.command_timeout_s, cookies=True)
+        self._session = session or HttpSession(options, clock, cookies=True)
         self._settling = Settling(clock, options.reconfiguration_s)
         self._names: parse.PortNames | None = None
         self._listed: dict[CrossConnect, parse.CalientConnection] = {}  # as last read

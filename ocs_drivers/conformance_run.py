@@ -20,7 +20,7 @@ from ocs_drivers import conformance
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
 from ocs_drivers.errors import CircuitConflict, DriverPermanent, DriverRetryable, InvalidOptions
-from ocs_drivers.faults import DeviceFault, DeviceFaultKind
+from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import (
     MOST_PORTS,
     ChangeMode,
@@ -36,7 +36,6 @@ from ocs_drivers.model import (
     SwitchFacts,
     Verification,
 )
-from ocs_drivers.virtual import VirtualSwitch
 
 # The suite takes four circuits that share no port.
 FEWEST_PAIRS = 4
@@ -387,48 +386,9 @@ class LabConformance(DriverConformance):
             await driver.close()
 
 
-class VirtualConformance(LabConformance):
-    """A virtual switch lives in its driver, so each driver has one of its own, and it can be broken."""
-
-    cannot_inject = MappingProxyType({})
-
-    def __init__(
-        self, make: Callable[[], OcsDriver], pairs: Sequence[CrossConnect], make_big: Callable[[int], OcsDriver]
-    ) -> None:
-        super().__init__(make, pairs)
-        self._make_big = make_big
-        self.cannot = {}
-
-    async def make_driver(self) -> OcsDriver:
-        return self._make()
-
-    async def make_big(self, ports: int) -> OcsDriver:
-        return self._make_big(ports)
-
-    async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
-        if count > len(self._pairs):  # a whole device
-            return await DriverConformance.pairs(self, driver, count)
-        return await super().pairs(driver, count)
-
-    async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
-        assert isinstance(driver, VirtualSwitch)
-        driver.model.add(pairs)
-
-    async def setters(self, driver: OcsDriver) -> Sequence[str]:
-        assert isinstance(driver, VirtualSwitch)
-        return driver.wire.setters
-
-    async def inject(self, driver: OcsDriver, fault: DeviceFault) -> None:
-        assert isinstance(driver, VirtualSwitch)
-        driver.model.inject(fault)
-
-    async def restore(self) -> Leftover:
-        return Leftover()  # the switch went with its driver
-
-
-def tests_of(suite: DriverConformance) -> list[str]:
+def tests_of(suite: type[DriverConformance]) -> list[str]:
     """In the order in which they are written."""
-    found = {name: member for name, member in inspect.getmembers(type(suite)) if name.startswith("test_")}
+    found = {name: member for name, member in inspect.getmembers(suite) if name.startswith("test_")}
     return sorted(found, key=lambda name: found[name].__code__.co_firstlineno)
 
 
@@ -447,7 +407,7 @@ async def run_suite(suite: LabConformance, only: Collection[str] = ()) -> AsyncG
         raise DriverPermanent(_failure_text(error)) from error
     is_restored = True
     try:
-        for name in tests_of(suite):
+        for name in tests_of(type(suite)):
             if only and name not in only:
                 continue
             began_s = time.monotonic()

@@ -7,7 +7,8 @@ in the event loop beside every other channel of the process; it needs no threads
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path as File
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from ocs_drivers.gnmi_data import (
     value_to_pb,
 )
 from ocs_drivers.model import CrossConnect, EventKind
+from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
 
 T = TypeVar("T")
 
@@ -57,28 +59,38 @@ REFUSALS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files in PEM. Without `ca_file` the system's authorities are trusted. `server_name`: what the certificate must
-    name instead of the host."""
-
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-    server_name: str = ""
+DEFAULT_PORT = 9339
 
 
-@dataclass(frozen=True, slots=True)
-class GnmiEndpoint:
-    host: str
-    port: int
-    user: str = ""
-    password: str = field(default="", repr=False)
-    tls: Tls | None = None
+class GnmiModel(StrEnum):
+    SONIC = "sonic"
+    OPENCONFIG = "openconfig"
 
-    @property
-    def target(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+class GnmiOptions(DriverOptions):
+    address: Address
+    model: GnmiModel = GnmiModel.SONIC
+    tls: Flag = True
+    tls_ca_file: Text = ""
+    tls_cert_file: Text = ""
+    tls_key_file: Text = ""
+    tls_server_name: Text = ""
+    user: Text = ""
+    password: Password = ""
+    origin: Text = ""
+    slot: FilledText = "1"
+    reconfiguration_s: SecondsOr0 = 0.025
+
+    def conflicts(self) -> list[str]:
+        wrong = []
+        if not self.tls:
+            named = [(name, text) for name, text in dict(self).items() if name.startswith("tls_") and text]
+            wrong += [f"{name}: has no meaning without tls, got {text!r}" for name, text in named]
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            wrong.append(f"tls_cert_file: must be set together with tls_key_file, got {self.tls_cert_file!r}")
+        if self.password and not self.user:
+            wrong.append("user: is missing, and a password is given")
+        return wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +120,9 @@ class NotThere(DriverPermanent):
 class GnmiSession:
     """Opened once, closed once."""
 
-    def __init__(self, endpoint: GnmiEndpoint) -> None:
-        self._endpoint = endpoint
-        self._metadata = (("username", endpoint.user), ("password", endpoint.password)) if endpoint.user else ()
+    def __init__(self, options: GnmiOptions) -> None:
+        self._options = options
+        self._metadata = (("username", options.user), ("password", options.password)) if options.user else ()
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
@@ -184,15 +196,17 @@ class GnmiSession:
         return self._stub
 
     async def _new_channel(self) -> grpc.aio.Channel:
-        tls = self._endpoint.tls
-        if tls is None:
-            return grpc.aio.insecure_channel(self._endpoint.target, options=CHANNEL_OPTIONS)
-        files = await asyncio.gather(*(_content(name) for name in (tls.ca_file, tls.key_file, tls.cert_file)))
+        given = self._options
+        host, port = split_address(given.address, DEFAULT_PORT)
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not given.tls:
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        named = (given.tls_ca_file, given.tls_key_file, given.tls_cert_file)
+        credentials = grpc.ssl_channel_credentials(*await asyncio.gather(*map(_content, named)))
         options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
-        if tls.server_name:
-            options.append(("grpc.ssl_target_name_override", tls.server_name))
-        credentials = grpc.ssl_channel_credentials(*files)
-        return grpc.aio.secure_channel(self._endpoint.target, credentials, options=options)
+        if given.tls_server_name:
+            options.append(("grpc.ssl_target_name_override", given.tls_server_name))
+        return grpc.aio.secure_channel(target, credentials, options=options)
 
 
 async def _content(file: str) -> bytes | None:

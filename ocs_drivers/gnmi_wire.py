@@ -1,4 +1,4 @@
-"""What all gNMI switches have in common: options, the session, setters, notifications as events.
+"""What all gNMI switches have in common: the session, setters, notifications as events.
 
 What a device keeps where is a subclass of `GnmiWire`, one for each data model.
 """
@@ -6,52 +6,11 @@ What a device keeps where is a subclass of `GnmiWire`, one for each data model.
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from enum import StrEnum
 
 from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.gnmi_session import GnmiEndpoint, GnmiNews, GnmiSession, Tls
+from ocs_drivers.gnmi_session import GnmiNews, GnmiOptions, GnmiSession
 from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities, SwitchEvent
-from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
-
-DEFAULT_PORT = 9339
-
-
-class GnmiModel(StrEnum):
-    SONIC = "sonic"
-    OPENCONFIG = "openconfig"
-
-
-class GnmiOptions(DriverOptions):
-    address: Address
-    model: GnmiModel = GnmiModel.SONIC
-    tls: Flag = True
-    tls_ca_file: Text = ""
-    tls_cert_file: Text = ""
-    tls_key_file: Text = ""
-    tls_server_name: Text = ""
-    user: Text = ""
-    password: Password = ""
-    origin: Text = ""
-    slot: FilledText = "1"
-    reconfiguration_s: SecondsOr0 = 0.025
-
-    def conflicts(self) -> list[str]:
-        wrong = []
-        if not self.tls:
-            named = [(name, text) for name, text in dict(self).items() if name.startswith("tls_") and text]
-            wrong += [f"{name}: has no meaning without tls, got {text!r}" for name, text in named]
-        if bool(self.tls_cert_file) != bool(self.tls_key_file):
-            wrong.append(f"tls_cert_file: must be set together with tls_key_file, got {self.tls_cert_file!r}")
-        if self.password and not self.user:
-            wrong.append("user: is missing, and a password is given")
-        return wrong
-
-    @property
-    def endpoint(self) -> GnmiEndpoint:
-        tls = Tls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_server_name)
-        host, port = split_address(self.address, DEFAULT_PORT)
-        return GnmiEndpoint(host, port, self.user, self.password, tls if self.tls else None)
 
 
 class GnmiWire(SwitchWire):
@@ -63,7 +22,7 @@ class GnmiWire(SwitchWire):
         self._options = options
         self._origin = options.origin
         self._clock = clock
-        self._session = GnmiSession(options.endpoint)
+        self._session = GnmiSession(options)
 
     @abstractmethod
     def begin(self, models: Mapping[str, str]) -> None:
@@ -77,7 +36,7 @@ class GnmiWire(SwitchWire):
         """What changes from now on."""
 
     async def open(self) -> None:
-        self._session = GnmiSession(self._options.endpoint)
+        self._session = GnmiSession(self._options)
         try:
             self.begin(await self._session.open())
         except DriverPermanent:
@@ -88,10 +47,10 @@ class GnmiWire(SwitchWire):
         await self._session.close()
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.ADD, pairs)
+        await self.set(Action.ADD, pairs)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        await self._set(Action.REMOVE, pairs)
+        await self.set(Action.REMOVE, pairs)
 
     async def events(self) -> AsyncGenerator[SwitchEvent, None]:
         # A connection of its own: that of commands may be dropped at any time.
@@ -105,8 +64,3 @@ class GnmiWire(SwitchWire):
             raise DriverPermanent(f"a notification makes no sense: {error}") from None
         finally:
             await watcher.close()
-
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        if not pairs:
-            raise ValueError("a setter with an empty list: on some devices that means every circuit")
-        await self.set(action, pairs)

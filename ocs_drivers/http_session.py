@@ -9,7 +9,7 @@ import base64
 import json
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -42,16 +42,6 @@ MAX_RETRY_AFTER_S = 60.0
 class Scheme(StrEnum):
     HTTP = "http"
     HTTPS = "https"
-
-
-@dataclass(frozen=True, slots=True)
-class HttpEndpoint:
-    """Where a device answers, and as whom we ask."""
-
-    url: str  # without a path
-    user: str = ""  # "": no authentication
-    password: str = field(default="", repr=False)
-    tls: ssl.SSLContext | bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +84,25 @@ class HttpOptions(DriverOptions):
         return wrong
 
     @property
-    def endpoint(self) -> HttpEndpoint:
+    def url(self) -> str:
+        """Without a path."""
         host, port = split_address(self.address, self.default_ports[self.scheme])
-        tls: ssl.SSLContext | bool = self.tls_verify
-        if self.tls_ca_file is not None:
-            tls = ssl.create_default_context(cafile=self.tls_ca_file)
-        url = f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        return HttpEndpoint(url, self.user, self.password, tls)
+        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def tls(self) -> ssl.SSLContext | bool:
+        return self.tls_verify if self.tls_ca_file is None else ssl.create_default_context(cafile=self.tls_ca_file)
 
 
 class HttpSession:
-    """Requests to one endpoint. With `cookies` a session cookie takes the place of the password once it is given, and
+    """Requests to one device. With `cookies` a session cookie takes the place of the password once it is given, and
     when the device does not know it any more, the password is sent again."""
 
-    def __init__(self, endpoint: HttpEndpoint, clock: DeviceClock, limit_s: float, *, cookies: bool = False) -> None:
-        self._endpoint = endpoint
+    def __init__(self, options: HttpOptions, clock: DeviceClock, *, cookies: bool = False) -> None:
+        self._options = options
+        self._url = options.url
+        self._tls = options.tls
         self._clock = clock
-        self._limit_s = limit_s
         self._with_cookies = cookies
         self._client: aiohttp.ClientSession | None = None
         self._cookie = ""
@@ -120,7 +112,7 @@ class HttpSession:
         trace = aiohttp.TraceConfig()
         trace.on_request_headers_sent.append(_note_sent)
         self._client = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, ssl=self._endpoint.tls),
+            connector=aiohttp.TCPConnector(force_close=True, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # ours, by the clock
             trace_configs=[trace],
@@ -168,7 +160,9 @@ class HttpSession:
         command = f"{method} {target}"
         noted = SimpleNamespace(is_sent=False)
         try:
-            return await within(self._clock, self._limit_s, self._exchange(method, target, body, headers, noted))
+            return await within(
+                self._clock, self._options.command_timeout_s, self._exchange(method, target, body, headers, noted)
+            )
         except aiohttp.ClientConnectorCertificateError as error:
             wrong = f"its certificate is not trusted ({error.certificate_error}): set tls_ca_file"
             raise DriverPermanent(wrong, command=command) from None
@@ -193,7 +187,7 @@ class HttpSession:
         if self._client is None:
             raise DriverRetryable("the session is closed")
         sent = {**headers, **({"Cookie": self._cookie} if self._cookie else self._authorization())}
-        url = URL(self._endpoint.url + target, encoded=True)
+        url = URL(self._url + target, encoded=True)
         async with self._client.request(
             method, url, data=body, headers=sent, allow_redirects=False, trace_request_ctx=noted
         ) as response:
@@ -205,9 +199,9 @@ class HttpSession:
             return DeviceResponse(response.status, dict(response.headers), bytes(received))
 
     def _authorization(self) -> dict[str, str]:
-        if not self._endpoint.user:
+        if not self._options.user:
             return {}
-        words = f"{self._endpoint.user}:{self._endpoint.password}".encode()
+        words = f"{self._options.user}:{self._options.password}".encode()
         return {"Authorization": f"Basic {base64.b64encode(words).decode()}"}
 
 

@@ -12,43 +12,27 @@ power and system alarms; of cross-connects it tells only in the free text of an 
 switched that on.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 import paramiko
 from ncclient import NCClientError
 from ncclient.transport.errors import AuthenticationError, SSHUnknownHostError
 
-from ocs_drivers import netconf_xml as xml
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.base import DeviceClock, SwitchWire
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
-from ocs_drivers.model import (
-    Action,
-    BootBehaviour,
-    CrossConnect,
-    DeviceCircuit,
-    PortState,
-    SwitchCapabilities,
-    SwitchFacts,
-)
-from ocs_drivers.netconf_session import NetconfLogin, NetconfSession
-from ocs_drivers.options import (
-    Address,
-    ConfiguredSwitch,
-    DriverOptions,
-    FilledText,
-    Flag,
-    Password,
-    SecondsOr0,
-    Text,
-    split_address,
-)
-from ocs_drivers.settling import Settling
+from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities
+from ocs_drivers.netconf_session import NetconfOptions, NetconfSession
+from ocs_drivers.options import ConfiguredSwitch
 
 T = TypeVar("T")
 
-DEFAULT_PORT = 830
+BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
+CAPABILITY = "urn:ietf:params:netconf:capability:"
+NAMESPACES = {yang.MODULE: yang.NAMESPACE, yang.POLATIS_MODULE: yang.POLATIS_NAMESPACE}
+OPERATION = {Action.ADD: "merge", Action.REMOVE: "delete"}
 # The device is asked to wait for somebody else: nothing was done.
 BUSY_TAGS = frozenset({"lock-denied", "in-use", "resource-denied"})
 
@@ -61,49 +45,21 @@ class RpcRefused(Exception):
         self.is_busy = any(error.tag in BUSY_TAGS for error in errors)
 
 
-class NetconfOptions(DriverOptions):
-    """`revision` "": as the device announces it. `size` "": as in the model name."""
-
-    address: Address
-    user: FilledText = "admin"
-    password: Password = ""
-    key_file: Text = ""
-    known_hosts: Text = ""
-    host_key: Text = ""
-    verify_host_key: Flag = True
-    revision: yang.Revision = ""
-    size: yang.Size = ""
-    power: Flag = False
-    reconfiguration_s: SecondsOr0 = 0.025
-
-    def conflicts(self) -> list[str]:
-        return [] if self.password or self.key_file else ["password: must be set, or key_file, got ''"]
-
-    def new_session(self) -> NetconfSession:
-        host, port = split_address(self.address, DEFAULT_PORT)
-        proof = (self.known_hosts, self.host_key, self.verify_host_key)
-        login = NetconfLogin(host, port, self.user, self.password, self.key_file, *proof)
-        # The driver's own limit comes first; that of the thread is for what nobody is left to cut.
-        return NetconfSession(login, 2 * self.command_timeout_s)
-
-
-class NetconfWire(SwitchWire):
+class NetconfWire(yang.PolatisWire):
     """The `base.SwitchWire` of one switch."""
 
     def __init__(self, options: NetconfOptions, clock: DeviceClock) -> None:
+        super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
         self.capabilities = SwitchCapabilities(bulk=True, port_power=options.power)
         self._options = options
-        self._settling = Settling(clock, options.reconfiguration_s)
-        self._as_listed: dict[frozenset[int], CrossConnect] = {}
         self._session: NetconfSession | None = None
         self._announced: frozenset[str] = frozenset()
-        self._revision = ""
 
     async def open(self) -> None:
-        self._session = self._options.new_session()
+        self._session = NetconfSession(self._options)
         try:
             self._announced = await _translated("open", self._session.open())
-            told = xml.module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
+            told = module_revision(self._announced, yang.NAMESPACE, yang.MODULE)
             self._revision = self._options.revision or told or ""
             if not self._revision:
                 what = "the revision of module" if told == "" else "module"
@@ -120,31 +76,19 @@ class NetconfWire(SwitchWire):
         if session is not None:
             await session.close()
 
-    async def read_facts(self) -> SwitchFacts:
-        filters = [xml.PRODUCT_FILTER, xml.ports_filter(self._revision, "port-id")]
-        if xml.module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None:
-            filters.append(xml.STARTUP_FILTER)
-        data = await self._get(filters)
-        told = xml.product(data)
-        ports = xml.port_numbers(data, self._revision)
-        boot = yang.BOOT.get(xml.startup_mode(data), BootBehaviour.UNKNOWN)
-        return yang.switch_facts(told, ports, self._options.size, self._options.reconfiguration_s, boot)
+    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
+        is_known = module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None
+        wanted = [subtree(name, leaves) for name, leaves in containers.items() if name != yang.STARTUP_MODE or is_known]
+        is_config = yang.CROSS_CONNECTS in containers
 
-    async def read_ports(self) -> Sequence[PortState]:
-        with_power = self._options.power
-        if yang.has_port_config(self._revision):
-            filters = [xml.ports_filter(self._revision, "port-id", "status"), *([xml.POWER_FILTER] * with_power)]
-        else:
-            filters = [xml.ports_filter(self._revision, "port-id", "port-status", *(["opm/power"] * with_power))]
-        data = await self._get(filters)
-        return xml.port_states(data, self._revision, with_power=with_power)
+        def ask(manager: Any) -> Any:
+            request = manager.get_config("running", filter=wanted) if is_config else manager.get(filter=wanted)
+            return _checked(request).data_ele
 
-    async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        moving = self._settling.moving()
-        data = await self._read(lambda manager: manager.get_config("running", filter=[xml.CROSS_CONNECTS_FILTER]))
-        listed = xml.cross_connects(data, self._revision)
-        self._as_listed = {pair.ports: pair for pair in listed}
-        return self._settling.circuits(listed, moving)
+        data = await _translated("read", self._live().call(ask))
+        if data is None:
+            raise DriverPermanent("the answer has no <data>")
+        return parse(plain(data))
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         try:
@@ -153,12 +97,10 @@ class NetconfWire(SwitchWire):
             self._settling.commanded(pairs)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        # An any-to-any switch lists a pair under the port that was named first when it was made.
-        listed = (self._as_listed.get(pair.ports, pair) for pair in pairs)
-        await self._set(Action.REMOVE, tuple(listed))
+        await self._set(Action.REMOVE, [self.as_listed(pair) for pair in pairs])
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
-        config = xml.edit(self._revision, action, pairs)
+        config = edit(self._revision, action, pairs)
         is_direct = self._can("writable-running:1.0")
         if not is_direct and not self._can("candidate:1.0"):
             raise DriverPermanent("the device announces neither :writable-running nor :candidate: it cannot be changed")
@@ -175,22 +117,63 @@ class NetconfWire(SwitchWire):
         await _translated(f"edit-config {config}", self._live().call(work), is_setter=True)
 
     def _can(self, capability: str) -> bool:
-        return xml.CAPABILITY + capability in self._announced
-
-    async def _get(self, filters: Sequence[str]) -> Any:
-        return await self._read(lambda manager: manager.get(filter=list(filters)))
-
-    async def _read(self, request: Callable[[Any], Any]) -> Any:
-        """The <data> of the reply."""
-        data = await _translated("read", self._live().call(lambda manager: _checked(request(manager)).data_ele))
-        if data is None:
-            raise DriverPermanent("the answer has no <data>")
-        return data
+        return CAPABILITY + capability in self._announced
 
     def _live(self) -> NetconfSession:
         if self._session is None:
             raise DriverRetryable("there is no session", after_s=0.0)
         return self._session
+
+
+def subtree(container: str, leaves: Sequence[str] = ()) -> str:
+    """A filter's criterion: the named leaves of each port of a container, or all of it. A path's parts may name their
+    module, as `system-config/polatis-switch:startup-mode`, and a leaf may be a path, as `opm/power`."""
+    inner = "".join(_nested(leaf.split("/")) for leaf in leaves)
+    return _nested(f"{yang.MODULE}:{container}".split("/"), f"<port>{inner}</port>" if inner else "")
+
+
+def _nested(path: Sequence[str], content: str = "") -> str:
+    for part in reversed(path):
+        module, _, name = part.rpartition(":")
+        attribute = f' xmlns="{NAMESPACES[module]}"' if module else ""
+        content = f"<{name}{attribute}>{content}</{name}>" if content else f"<{name}{attribute}/>"
+    return content
+
+
+def plain(element: Any) -> dict[str, object]:
+    """The children of an element of lxml or the standard library as JSON would have them, without namespaces."""
+    found: dict[str, list[object]] = {}
+    for child in element:
+        if isinstance(child.tag, str):  # no comment
+            value = plain(child) if len(child) else (child.text or "").strip()
+            found.setdefault(child.tag.rpartition("}")[2], []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}
+
+
+def edit(revision: str, action: Action, pairs: Sequence[CrossConnect]) -> str:
+    """The <config> that does this to these pairs and, with default operation `none`, nothing to others."""
+    if not pairs:
+        raise ValueError("a setter with an empty list: on some devices that means every circuit")
+    name, operation = yang.pair_list(revision), OPERATION[action]
+    entries = "".join(
+        f'<{name} nc:operation="{operation}"><ingress>{pair.ingress_port}</ingress>'
+        f"<egress>{pair.egress_port}</egress></{name}>"
+        for pair in pairs
+    )
+    cross_connects = f'<cross-connects xmlns="{yang.NAMESPACE}">{entries}</cross-connects>'
+    return f'<nc:config xmlns:nc="{BASE}">{cross_connects}</nc:config>'
+
+
+def module_revision(capabilities: Collection[str], namespace: str, module: str) -> str | None:
+    """The revision of a module as a <hello> announces it: `NAMESPACE?module=NAME&revision=DATE` (RFC 6020, 5.6.4).
+    "" if it has none, None if the module is not announced."""
+    for capability in sorted(capabilities, reverse=True):
+        address, _, query = capability.strip().partition("?")
+        announced = parse_qs(urlsplit(f"?{query}").query)
+        if address == namespace and announced.get("module", [module]) == [module]:
+            revision = announced.get("revision", [""])[0]
+            return revision if yang.is_revision(revision) else ""
+    return None
 
 
 def _checked(reply: Any) -> Any:

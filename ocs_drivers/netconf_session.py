@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ncclient.manager import Manager, make_device_handler
@@ -19,24 +18,33 @@ from ncclient.transport import SSHSession
 from ncclient.transport.errors import SessionError
 from ncclient.transport.session import END_DELIM, MSG_DELIM, NetconfBase
 
+from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
+from ocs_drivers.polatis_yang import Revision, Size
+
 T = TypeVar("T")
 
+DEFAULT_PORT = 830
 POLITE_S = 1.0  # how long a device may take to answer <close-session>
 
 
-@dataclass(frozen=True, slots=True)
-class NetconfLogin:
-    """Where a device is, who we are, and how it proves who it is: `host_key` (base64) or else `known_hosts` (a file, by
-    default the user's own)."""
+class NetconfOptions(DriverOptions):
+    """`revision` "": as the device announces it. `size` "": as in the model name. The device proves its identity by
+    `host_key` (base64), or else by `known_hosts` (a file, by default the user's own)."""
 
-    host: str
-    port: int
-    user: str
-    password: str = field(default="", repr=False)
-    key_file: str = ""
-    known_hosts: str = ""
-    host_key: str = ""
-    is_verified: bool = True
+    address: Address
+    user: FilledText = "admin"
+    password: Password = ""
+    key_file: Text = ""
+    known_hosts: Text = ""
+    host_key: Text = ""
+    verify_host_key: Flag = True
+    revision: Revision = ""
+    size: Size = ""
+    power: Flag = False
+    reconfiguration_s: SecondsOr0 = 0.025
+
+    def conflicts(self) -> list[str]:
+        return [] if self.password or self.key_file else ["password: must be set, or key_file, got ''"]
 
 
 class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
@@ -63,12 +71,14 @@ class PromptSession(SSHSession):  # type: ignore[misc]  # ncclient is not typed
 
 
 class NetconfSession:
-    """`limit_s` bounds each wait of the thread, should nobody cut its connection before."""
+    """One session with the device of the options, which is never used again."""
 
-    def __init__(self, login: NetconfLogin, limit_s: float) -> None:
-        self._login = login
-        self._limit_s = limit_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"netconf-{login.host}")
+    def __init__(self, options: NetconfOptions) -> None:
+        self._options = options
+        self._host, self._port = split_address(options.address, DEFAULT_PORT)
+        # For each wait of the thread. The driver's own limit comes first; this one is for a thread that nothing cuts.
+        self._limit_s = 2 * options.command_timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"netconf-{self._host}")
         self._work: Future[Any] | None = None
         self._socket: socket.socket | None = None
         self._manager: Any = None
@@ -104,27 +114,27 @@ class NetconfSession:
         return await asyncio.wrap_future(future)
 
     def _connect(self) -> frozenset[str]:
-        login = self._login
+        options = self._options
         # Of a connection that broke, paramiko logs a traceback; the error that is raised says the same in a line.
         logging.getLogger("ncclient.transport.ssh").setLevel(logging.CRITICAL)
-        connection = socket.create_connection((login.host, login.port), timeout=self._limit_s)
+        connection = socket.create_connection((self._host, self._port), timeout=self._limit_s)
         self._socket = connection
         if self._is_cut:
             connection.close()
             raise SessionError("closed while connecting")
-        session = PromptSession(login.known_hosts)
+        session = PromptSession(options.known_hosts)
         try:
             session.connect(
-                login.host,
-                login.port,
+                self._host,
+                self._port,
                 timeout=self._limit_s,
-                username=login.user,
-                password=login.password or None,
-                key_filename=login.key_file or None,
+                username=options.user,
+                password=options.password or None,
+                key_filename=options.key_file or None,
                 allow_agent=False,
                 look_for_keys=False,
-                hostkey_verify=login.is_verified,
-                hostkey_b64=login.host_key or None,
+                hostkey_verify=options.verify_host_key,
+                hostkey_b64=options.host_key or None,
                 sock=connection,
             )
         except BaseException:

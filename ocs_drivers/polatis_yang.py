@@ -1,4 +1,7 @@
-"""What Polatis switches say in YANG, over RESTCONF and over NETCONF alike: names, statuses, port numbers. Pure.
+"""Polatis switches in YANG, over RESTCONF and over NETCONF alike: names, statuses, port numbers, and the reading verbs.
+
+Data has the shape of RFC 7951's JSON, whichever encoding carries it. Every function that reads data takes any parsed
+JSON and raises ValueError with what is wrong with it.
 
 Modules `optical-switch` and `polatis-switch`, as published in opennetworkinglab/onos under models/polatis (revisions
 2017-08-04 and 2018-03-22, 2018-01-19). Relied on: the list of cross-connects is called `pairs` before revision
@@ -8,16 +11,29 @@ N+1..N+M on the egress side. Unknown: how a switch tells N from M. No leaf holds
 """
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BeforeValidator
 
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import BootBehaviour, Connectivity, PortStatus, SwitchFacts
+from ocs_drivers.model import (
+    BootBehaviour,
+    Connectivity,
+    CrossConnect,
+    DeviceCircuit,
+    PortState,
+    PortStatus,
+    SwitchFacts,
+)
 from ocs_drivers.options import must_be
+from ocs_drivers.settling import Settling
+
+T = TypeVar("T")
 
 MODULE = "optical-switch"
 NAMESPACE = "http://www.polatis.com/yang/optical-switch"
@@ -49,13 +65,13 @@ _SIZE = re.compile(r"(?<![0-9A-Za-z])([0-9]{1,5})[xX]([0-9]{1,5}|[cC][cC])(?![0-
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class PolatisPorts:
-    """The ports of a switch: two sides, or one range whose ports may all meet (given twice)."""
+SHOWN_CHARACTERS = 80
 
-    connectivity: Connectivity
-    ingress_ports: range
-    egress_ports: range
+# Containers of `optical-switch`, as NETCONF and RESTCONF name them.
+CROSS_CONNECTS = "cross-connects"
+STARTUP_MODE = f"system-config/{POLATIS_MODULE}:startup-mode"
+
+Sides = tuple[Connectivity, range, range]  # an any-to-any switch has one range of ports, given twice
 
 
 def pair_list(revision: str) -> str:
@@ -72,76 +88,54 @@ def is_revision(text: str) -> bool:
     return _DATE.fullmatch(text) is not None
 
 
-def parse_size(text: str) -> PolatisPorts | None:
+def parse_size(text: str) -> Sides | None:
     """Sides of a size as in model names, `24x24` or `576xCC`, wherever in the text it stands; None: there is none."""
     found = _SIZE.search(text)
     if found is None:
         return None
     first = int(found[1])
     if found[2].upper() == "CC":
-        return PolatisPorts(Connectivity.ANY_TO_ANY, range(1, first + 1), range(1, first + 1)) if first > 1 else None
+        return (Connectivity.ANY_TO_ANY, range(1, first + 1), range(1, first + 1)) if first > 1 else None
     second = int(found[2])
     if not first or not second:
         return None
-    return PolatisPorts(Connectivity.INGRESS_EGRESS, range(1, first + 1), range(first + 1, first + second + 1))
+    return Connectivity.INGRESS_EGRESS, range(1, first + 1), range(first + 1, first + second + 1)
 
 
-def sides(model_name: str, ports: Collection[int], size: str | None = None) -> PolatisPorts:
+def sides(model_name: str, ports: Collection[int], size: str | None = None) -> Sides:
     """Which of the ports are ingress and which egress: by the user's `size` if given, or by the model name.
 
     Raises Permanent where that does not fit the ports that the switch lists.
     """
-    found = parse_size(model_name if size is None else size)
-    source = f"the model name {model_name!r}" if size is None else f"option size, {size!r}"
+    found = parse_size(size or model_name)
+    source = f"option size, {size!r}" if size else f"the model name {model_name!r}"
     if found is None:
         raise DriverPermanent(
             f"{source} does not tell ingress from egress ports: set option size, as 16x16, or 32xCC for any-to-any"
         )
-    expected = {*found.ingress_ports, *found.egress_ports}
-    if expected != set(ports):
+    _, ingress, egress = found
+    if {*ingress, *egress} != set(ports):
+        listed = f"{len(ports)} ports from {min(ports)} to {max(ports)}" if ports else "no ports"
         raise DriverPermanent(
-            f"{source} means ports {min(expected)}..{max(expected)}, but the switch lists {_shown(ports)}: "
+            f"{source} means ports {ingress[0]}..{egress[-1]}, but the switch lists {listed}: "
             "set option size, as 16x16, or 32xCC for any-to-any"
         )
     return found
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, str) and parse_size(value) is not None
-
-
-def _is_date(value: object) -> bool:
-    return isinstance(value, str) and is_revision(value)
-
-
-def _iso(value: object) -> object:
-    """A date is text; YAML reads it as a date."""
-    return value.isoformat() if isinstance(value, date) else value
-
-
 # Options; "" is as good as none.
-Size = Annotated[str, must_be("as 16x16, or 32xCC for any-to-any", lambda value: value == "" or _is_size(value))]
-Revision = Annotated[
-    str, must_be("a date as 2017-08-04", lambda value: value == "" or _is_date(value)), BeforeValidator(_iso)
+Size = Annotated[
+    str,
+    must_be(
+        "as 16x16, or 32xCC for any-to-any", lambda value: isinstance(value, str) and (not value or parse_size(value))
+    ),
 ]
-
-
-def switch_facts(
-    product: Mapping[str, str], ports: Collection[int], size: str, reconfiguration_s: float, boot: BootBehaviour
-) -> SwitchFacts:
-    """The facts by what the switch tells of itself and the ports that it lists; `size` as of `sides`."""
-    found = sides(product["model-name"], ports, size or None)
-    return SwitchFacts(
-        vendor=product["manufacturer"] or "Polatis",
-        model=product["model-name"] or "unknown",
-        serial=product["serial-number"],
-        software=product["software-version"],
-        connectivity=found.connectivity,
-        ingress_ports=found.ingress_ports,
-        egress_ports=found.egress_ports,
-        reconfiguration_s=reconfiguration_s,
-        boot=boot,
-    )
+Revision = Annotated[
+    str,
+    must_be("a date as 2017-08-04", lambda value: isinstance(value, str) and (not value or is_revision(value))),
+    # A date is text; YAML reads it as a date.
+    BeforeValidator(lambda value: value.isoformat() if isinstance(value, date) else value),
+]
 
 
 def parse_port(value: object) -> int:
@@ -172,5 +166,143 @@ def parse_power(value: object) -> float:
     return float(value)
 
 
-def _shown(ports: Collection[int]) -> str:
-    return f"{len(ports)} ports from {min(ports)} to {max(ports)}" if ports else "no ports"
+def information(data: object) -> dict[str, str] | None:
+    """The leaves of `product-information`, "" for what is not told; None where there is no such container."""
+    container = found(data, "product-information")
+    if container is None:
+        return None
+    return {leaf: text_of(mapping(container, "product-information").get(leaf, ""), leaf) for leaf in PRODUCT}
+
+
+def cross_connects(data: object) -> list[CrossConnect]:
+    """Of either name of the list."""
+    container = mapping(found(data, CROSS_CONNECTS), CROSS_CONNECTS)
+    listed: dict[int, CrossConnect] = {}
+    for name in ("pair", "pairs"):
+        for entry in entries(container, name):
+            pair = CrossConnect(parse_port(entry.get("ingress")), parse_port(entry.get("egress")))
+            if listed.setdefault(pair.ingress_port, pair) != pair:
+                raise ValueError(f"ingress port {pair.ingress_port} is listed twice")
+    return list(listed.values())
+
+
+def ports(data: object) -> list[PortState]:
+    """Of `port-config`, whose power stands in `opm-power`, or of `ports` of older revisions, which has both."""
+    powers = {
+        parse_port(entry.get("port-id")): parse_power(entry["power"])
+        for entry in entries(mapping(found(data, "opm-power"), "opm-power"), "port")
+        if "power" in entry
+    }
+    states: dict[int, PortState] = {}
+    for container in ("port-config", "ports"):
+        for entry in entries(mapping(found(data, container), container), "port"):
+            number = parse_port(entry.get("port-id"))
+            status = parse_status(entry.get("status", entry.get("port-status")))
+            opm = entry.get("opm")
+            power = opm.get("power") if isinstance(opm, Mapping) else None
+            if number in states:
+                raise ValueError(f"port {number} is listed twice")
+            states[number] = PortState(number, status, powers.get(number) if power is None else parse_power(power))
+    return list(states.values())
+
+
+def boot(data: object) -> BootBehaviour:
+    mode = found(found(data, "system-config") or data, "startup-mode")
+    return BOOT.get(mode, BootBehaviour.UNKNOWN) if isinstance(mode, str) else BootBehaviour.UNKNOWN
+
+
+def found(data: object, name: str) -> object:
+    """The member of this name, with or without its module in front."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if key.rpartition(":")[2] == name:
+                return value
+    return None
+
+
+def mapping(container: object, name: str) -> Mapping[str, object]:
+    """The content of a container; empty where it is absent or, in XML, has no children."""
+    if container is None or container == "":
+        return {}
+    if not isinstance(container, Mapping):
+        raise ValueError(f"{name}: must be an object, got {shown(container)}")
+    return container
+
+
+def entries(container: Mapping[str, object], name: str) -> Iterator[Mapping[str, object]]:
+    """A list's entries; none where there is no list. A list of one may come without its brackets."""
+    value = found(container, name)
+    for entry in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"{name}: must be a list of objects, got {shown(entry)}")
+        yield entry
+
+
+def text_of(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: must be text, got {shown(value)}")
+    return value[:SHOWN_CHARACTERS]
+
+
+def shown(value: object) -> str:
+    return repr(value)[:SHOWN_CHARACTERS]
+
+
+class PolatisWire(SwitchWire):
+    """The reading verbs, whatever carries the model. `hint` says what to do where the switch has no such model."""
+
+    hint = ""
+
+    def __init__(self, clock: DeviceClock, size: str | None, reconfiguration_s: float, *, has_power: bool) -> None:
+        self._size = size
+        self._reconfiguration_s = reconfiguration_s
+        self._has_power = has_power
+        self._revision = ""  # of `optical-switch`, once a session is open
+        self._settling = Settling(clock, reconfiguration_s)
+        self._listed: dict[frozenset[int], CrossConnect] = {}  # as last read, by their ports
+
+    @abstractmethod
+    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
+        """What `parse` makes of these containers of `optical-switch`, of which the named leaves of ports are needed.
+        One that the switch does not have is left out."""
+
+    async def read_facts(self) -> SwitchFacts:
+        containers: dict[str, Sequence[str]] = {"product-information": (), STARTUP_MODE: (), **self._ports()}
+        product, states, starts = await self.read(containers, lambda data: (information(data), ports(data), boot(data)))
+        if product is None:
+            raise DriverPermanent(f"there is no {MODULE} model{self.hint}")
+        connectivity, ingress, egress = sides(product["model-name"], [port.port for port in states], self._size)
+        return SwitchFacts(
+            vendor=product["manufacturer"] or "Polatis",
+            model=product["model-name"] or "unknown",
+            serial=product["serial-number"],
+            software=product["software-version"],
+            connectivity=connectivity,
+            ingress_ports=ingress,
+            egress_ports=egress,
+            reconfiguration_s=self._reconfiguration_s,
+            boot=starts,
+        )
+
+    async def read_ports(self) -> Sequence[PortState]:
+        containers = self._ports()
+        if self._has_power and has_port_config(self._revision):
+            containers["opm-power"] = ("port-id", "power")
+        states = await self.read(containers, ports)
+        return states if self._has_power else [replace(state, power_dbm=None) for state in states]
+
+    async def read_circuits(self) -> Sequence[DeviceCircuit]:
+        moving = self._settling.moving()
+        listed = await self.read({CROSS_CONNECTS: ()}, cross_connects)
+        self._listed = {pair.ports: pair for pair in listed}
+        return self._settling.circuits(listed, moving)
+
+    def as_listed(self, pair: CrossConnect) -> CrossConnect:
+        """An any-to-any switch lists a pair under the port that was named first when it was made."""
+        return self._listed.get(pair.ports, pair)
+
+    def _ports(self) -> dict[str, Sequence[str]]:
+        """The container of ports at this revision, and what is read of each."""
+        if has_port_config(self._revision):
+            return {"port-config": ("port-id", "status")}
+        return {"ports": ("port-id", "port-status", *(["opm/power"] if self._has_power else []))}

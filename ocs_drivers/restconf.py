@@ -22,15 +22,12 @@ before its mirrors are in place (it counts as tuned after the stated time at the
 this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, TypeVar
 
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers import restconf_json as parse
-from ocs_drivers.base import DeviceClock, SwitchWire
-from ocs_drivers.errors import DriverPermanent
+from ocs_drivers.base import DeviceClock
 from ocs_drivers.http_session import (
     DeviceResponse,
     HttpOptions,
@@ -40,28 +37,19 @@ from ocs_drivers.http_session import (
     nonsense,
     parse_json,
 )
-from ocs_drivers.model import (
-    Action,
-    BootBehaviour,
-    CrossConnect,
-    DeviceCircuit,
-    PortState,
-    SwitchCapabilities,
-    SwitchFacts,
-)
+from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities
 from ocs_drivers.options import ConfiguredSwitch, Flag, SecondsOr0, must_be
-from ocs_drivers.settling import Settling
 
 T = TypeVar("T")
 
 DEFAULT_PORT = 8008
 RECONFIGURATION_S = 0.025  # piezo (Polatis), the paper's table 2
 MEDIA_TYPE = "application/yang-data+json"
-COLLECTION = f"/data/{yang.MODULE}:cross-connects"
+COLLECTION = f"/data/{yang.MODULE}:{yang.CROSS_CONNECTS}"
 YANG_LIBRARY = "/data/ietf-yang-library:modules-state"
+YANG_PATCH = "urn:ietf:params:restconf:capability:yang-patch:1.0"
 YANG_PATCH_TYPE = "application/yang-patch+json"
 CAPABILITIES = "/data/ietf-restconf-monitoring:restconf-state/capabilities"
-STARTUP_MODE = f"/data/{yang.MODULE}:system-config/{yang.POLATIS_MODULE}:startup-mode"
 
 
 class ChangeWith(StrEnum):
@@ -87,62 +75,35 @@ class RestconfOptions(HttpOptions):
     reconfiguration_s: SecondsOr0 = RECONFIGURATION_S
 
 
-class RestconfWire(SwitchWire):
+class RestconfWire(yang.PolatisWire):
     """The verbs of `base.SwitchWire` as requests. It needs the revision of the model before it can set anything."""
 
     def __init__(self, options: RestconfOptions, clock: DeviceClock, session: HttpSession | None = None) -> None:
+        super().__init__(clock, options.size, options.reconfiguration_s, has_power=options.power)
         self._options = options
         self._root = options.root.rstrip("/")
+        self.hint = f" at {self._root}: set option root"
         self._revision = options.yang_revision or yang.PAIR_REVISION
         self._go(ChangeWith.PATCH if options.change_with is ChangeWith.AUTO else options.change_with)
-        self._session = session or HttpSession(options.endpoint, clock, options.command_timeout_s)
-        self._settling = Settling(clock, options.reconfiguration_s)
-        self._keys: dict[CrossConnect, int] = {}  # the ingress port by which the switch lists it
+        self._session = session or HttpSession(options, clock)
 
     async def open(self) -> None:
         await self._session.open()
         if not self._options.yang_revision:
-            self._revision = await self._read(YANG_LIBRARY, parse.revision) or yang.PAIR_REVISION
+            self._revision = await self._get(YANG_LIBRARY, revision) or yang.PAIR_REVISION
         if self._options.change_with is ChangeWith.AUTO:
-            has_yang_patch = await self._read(CAPABILITIES, parse.has_yang_patch)
-            self._go(ChangeWith.YANG_PATCH if has_yang_patch else ChangeWith.PATCH)
+            self._go(ChangeWith.YANG_PATCH if await self._get(CAPABILITIES, has_yang_patch) else ChangeWith.PATCH)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def read_facts(self) -> SwitchFacts:
-        path = f"/data/{yang.MODULE}:product-information"
-        information = await self._read(path, parse.information)
-        if information is None:
-            raise DriverPermanent(
-                f"there is no {yang.MODULE} model at {self._root}: set option root", command=f"GET {path}"
-            )
-        ports = [port.port for port in await self._read_statuses()]
-        boot = await self._read(STARTUP_MODE, parse.boot) or BootBehaviour.UNKNOWN
-        size, reconfiguration_s = self._options.size or "", self._options.reconfiguration_s
-        return yang.switch_facts(information, ports, size, reconfiguration_s, boot)
-
-    async def read_ports(self) -> Sequence[PortState]:
-        ports = await self._read_statuses()
-        if not self._options.power:
-            return [replace(port, power_dbm=None) for port in ports]
-        # The older model has the power beside the status.
-        measured = {port.port: port.power_dbm for port in ports if port.power_dbm is not None}
-        if yang.has_port_config(self._revision):
-            measured |= await self._read(f"/data/{yang.MODULE}:opm-power", parse.powers) or {}
-        return [replace(port, power_dbm=measured.get(port.port)) for port in ports]
-
-    async def read_circuits(self) -> Sequence[DeviceCircuit]:
-        moving = self._settling.moving()
-        listed = await self._read(COLLECTION, parse.cross_connects) or []
-        self._keys = {}
-        for pair in listed:
-            self._keys[pair] = self._keys[pair.turned] = pair.ingress_port
-        return self._settling.circuits(listed, moving)
+    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
+        data: dict[str, object] = {}
+        for name in containers:
+            data |= await self._get(f"/data/{yang.MODULE}:{name}", _members) or {}
+        return parse(data)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        if not pairs:
-            raise ValueError("an empty list of cross-connects must not reach the device")
         try:
             match self._way:
                 case ChangeWith.YANG_PATCH:
@@ -157,13 +118,11 @@ class RestconfWire(SwitchWire):
             self._settling.commanded(pairs)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        if not pairs:
-            raise ValueError("an empty list of cross-connects must not reach the device")
         if self._way is ChangeWith.YANG_PATCH:
             await self._yang_patch(Action.REMOVE, pairs)
             return
         for pair in pairs:
-            await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self._key(pair)}")
+            await self._set("DELETE", f"{COLLECTION}/{self._list_name}={self.as_listed(pair).ingress_port}")
 
     def _go(self, way: ChangeWith) -> None:
         self._way = way
@@ -177,14 +136,11 @@ class RestconfWire(SwitchWire):
     def _list_name(self) -> str:
         return yang.pair_list(self._revision)
 
-    def _key(self, pair: CrossConnect) -> int:
-        return self._keys.get(pair, pair.ingress_port)
-
     async def _yang_patch(self, action: Action, pairs: Sequence[CrossConnect]) -> None:
         """`remove`, unlike `delete`, does not mind what is gone already."""
         is_add, edits = action is Action.ADD, []
         for number, pair in enumerate(pairs, start=1):
-            key = pair.ingress_port if is_add else self._key(pair)
+            key = (pair if is_add else self.as_listed(pair)).ingress_port
             edit: dict[str, object] = {"edit-id": str(number), "target": f"/{self._list_name}={key}"}
             edit["operation"] = "create" if is_add else "remove"
             if is_add:
@@ -193,11 +149,7 @@ class RestconfWire(SwitchWire):
         content = {"ietf-yang-patch:yang-patch": {"patch-id": f"{action}-{len(edits)}", "edit": edits}}
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
-    async def _read_statuses(self) -> list[PortState]:
-        container = "port-config" if yang.has_port_config(self._revision) else "ports"
-        return await self._read(f"/data/{yang.MODULE}:{container}", parse.ports) or []
-
-    async def _read(self, path: str, parse_body: Callable[[object], T | None]) -> T | None:
+    async def _get(self, path: str, parse: Callable[[object], T]) -> T | None:
         """None: the switch has no such data."""
         command = f"GET {self._root}{path}"
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
@@ -205,7 +157,7 @@ class RestconfWire(SwitchWire):
             return None
         check_status(answer, command, is_setter=False, text=_errors(answer))
         try:
-            return parse_body(parse_json(answer.body))
+            return parse(parse_json(answer.body))
         except ValueError as error:
             raise nonsense(error, answer, command, is_setter=False) from None
 
@@ -226,9 +178,50 @@ def _entry(pair: CrossConnect) -> dict[str, int]:
 def _errors(answer: DeviceResponse) -> str:
     """The device's words in an `ietf-restconf:errors` body; "" where there is none."""
     try:
-        return parse.errors(parse_json(answer.body))
+        return errors(parse_json(answer.body))
     except ValueError:
         return ""
+
+
+def _members(body: object) -> dict[str, object]:
+    if not isinstance(body, dict):
+        raise ValueError(f"must be an object, got {yang.shown(body)}")
+    return body
+
+
+def revision(body: object) -> str:
+    """Of module `optical-switch` in the yang-library (RFC 7895); "" where it does not name it."""
+    library = yang.mapping(yang.found(body, "modules-state"), "modules-state")
+    revisions = [
+        yang.text_of(entry.get("revision", ""), "revision")
+        for entry in yang.entries(library, "module")
+        if entry.get("name") == yang.MODULE
+    ]
+    return max(filter(yang.is_revision, revisions), default="")
+
+
+def has_yang_patch(body: object) -> bool:
+    """Container `restconf-state/capabilities` (RFC 8040, 9.1)."""
+    listed = yang.found(yang.found(body, "capabilities"), "capability")
+    return isinstance(listed, list) and YANG_PATCH in listed
+
+
+def errors(body: object) -> str:
+    """All errors of an `ietf-restconf:errors` body, or of a `yang-patch-status`, as `tag: message`."""
+    status = yang.found(body, "yang-patch-status")
+    edits = yang.found(status, "edit-status")
+    holders = [*yang.entries(edits, "edit"), status] if isinstance(edits, Mapping) else [status or body]
+    told = []
+    for entry in (entry for holder in holders for entry in _listed_errors(holder)):
+        parts = [entry.get(name) for name in ("error-tag", "error-message", "error-path")]
+        told.append(": ".join(part[: yang.SHOWN_CHARACTERS] for part in parts if isinstance(part, str) and part))
+    if not any(told):
+        raise ValueError("no error is told")
+    return "; ".join(told[:10])
+
+
+def _listed_errors(holder: object) -> Iterator[Mapping[str, object]]:
+    return yang.entries(yang.mapping(yang.found(holder, "errors"), "errors"), "error")
 
 
 class RestconfSwitch(ConfiguredSwitch, options=RestconfOptions, wire=RestconfWire):

@@ -10,15 +10,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.cross_connect_model import CrossConnectModel
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
 from ocs_drivers.model import Action, BootBehaviour, Connectivity, CrossConnect, PortStatus, SwitchFacts
-from ocs_drivers.options import CheckedOptions
-
-Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +121,6 @@ class EmulatedDevice:
 
     def inject(self, fault: DeviceFault) -> None:
         self.model.inject(fault)
-
-
-def takes(quirks: type[CheckedOptions]) -> Callable[[Factory], Factory]:
-    """Return a decorator that names the quirks of an emulator's factory, which checks what it is given by them."""
-
-    def mark(factory: Factory) -> Factory:
-        factory.quirks_type = quirks  # type: ignore[attr-defined]  # functions have no such attribute by themselves
-        return factory
-
-    return mark
 
 
 def address_of(server: asyncio.Server) -> str:

@@ -1,7 +1,7 @@
 """The emulator `calient_rest`: a Calient S-series switch's REST interface, as far as cross-connects and ports go.
 
 Answers have the members that clients of real switches read (see ocs_drivers/calient_rest.py). Failures are in bodies
-with HTTP 200. `deleteall` is here though our driver has it not: others may use it beside it.
+with HTTP 200.
 """
 
 import json
@@ -14,7 +14,7 @@ from aiohttp import web
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
@@ -47,7 +47,6 @@ class CalientQuirks(CheckedOptions):
     password: YamlText = ""
 
 
-@takes(CalientQuirks)
 class CalientRestEmulator(EmulatedHttpServer):
     """A switch with `CalientQuirks`."""
 
@@ -99,9 +98,8 @@ class CalientRestEmulator(EmulatedHttpServer):
             asked = content | asked
         verb = asked.get("id", "delete" if request.method == "DELETE" else "")
         match request.method, request.path.removeprefix(ROOT).rstrip("/"), verb:
-            case "GET", "crossconnects", "list" | "detail":
-                wanted = asked.get("conn")
-                return EmulatedReply(200, [row for row in self._rows() if verb == "list" or row["conn"] == wanted])
+            case "GET", "crossconnects", "list":
+                return EmulatedReply(200, self._rows())
             case "GET", "ports", "summary" | "detail":
                 wanted = asked.get("port")
                 rows = self._ports(is_detail=verb == "detail")
@@ -120,9 +118,6 @@ class CalientRestEmulator(EmulatedHttpServer):
                 return EmulatedReply(200, await self._delete(_items(content), "bdel"))
             case "DELETE", "crossconnects", "delete":
                 return EmulatedReply(200, [(await self._delete([asked], "delete"))[0]["response"]])
-            case "POST", "crossconnects", "deleteall":
-                await self._carry_out(self.device.replace((), "deleteall"))
-                return EmulatedReply(200, [_result(is_done=True, text="done")])
         return EmulatedReply(404)
 
     async def _add(self, items: Sequence[Item], verb: str) -> list[dict[str, object]]:

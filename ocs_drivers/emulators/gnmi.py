@@ -6,7 +6,9 @@ the glass then takes in part stays so. Clients connect through a relay, by which
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Annotated, Any, NoReturn
 
@@ -16,9 +18,8 @@ from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
 from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
-from ocs_drivers.emulators.gnmi_relay import RelayedConnection, TcpRelay
 from ocs_drivers.emulators.gnmi_sonic import SonicTarget
 from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Path, mapping, path_from_pb, path_to_pb, shown, value_from_pb, value_to_pb
@@ -58,17 +59,84 @@ class OpenConfigQuirks(GnmiQuirks):
     first_index: Annotated[int, must_be("a whole number", is_whole)] = 1
 
 
-@takes(SonicQuirks)
 def sonic(panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> "GnmiEmulator":
     quirks = SonicQuirks.read(given, prefix="")
     return GnmiEmulator(SonicTarget(panel, clock, quirks.tables, quirks.origin, quirks.leftovers), quirks)
 
 
-@takes(OpenConfigQuirks)
 def openconfig(panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> "GnmiEmulator":
     quirks = OpenConfigQuirks.read(given, prefix="")
     target = OpenConfigTarget(panel, clock, quirks.any_to_any, quirks.mirrored, quirks.first_index)
     return GnmiEmulator(target, quirks)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedConnection:
+    session: int  # of the device: dead once that has restarted
+    writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+
+    def abort(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+class TcpRelay:
+    """TCP in front of a gRPC server, so that an emulator can break the connection of a call.
+
+    grpc.aio ends calls, not connections. The relay moves bytes, TLS or not, between a client's connection and one of
+    its own to the server, and finds a call's connection by the peer that the server sees. `new_session` returns the
+    number of the session that begins with a connection.
+    """
+
+    def __init__(self, new_session: Callable[[], int]) -> None:
+        self._new_session = new_session
+        self._connections: dict[int, RelayedConnection] = {}  # by our port towards the server
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: asyncio.Server | None = None
+        self._server_port = 0
+
+    async def start(self, host: str, port: int, server_port: int) -> str:
+        self._server_port = server_port
+        self._listener = await asyncio.start_server(self._relay, host, port)
+        return address_of(self._listener)
+
+    async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections.values():
+            connection.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def connection(self, peer: str) -> RelayedConnection | None:
+        """By the peer of a call, `ipv4:127.0.0.1:PORT`; None if it is gone already."""
+        port = peer.rpartition(":")[2]
+        return self._connections.get(int(port)) if port.isdecimal() else None
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = self._new_session()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        port = upstream.get_extra_info("sockname")[1]
+        connection = RelayedConnection(session, (writer, upstream))
+        self._connections[port] = connection
+        ways = [asyncio.ensure_future(_pump(reader, upstream)), asyncio.ensure_future(_pump(upstream_reader, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            connection.abort()
+            del self._connections[port]
+            self._tasks.discard(task)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):  # the connection broke: so does the other
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
 
 
 class GnmiEmulator:

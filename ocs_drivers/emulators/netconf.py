@@ -22,7 +22,7 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_text as text
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.http import HttpListing
 from ocs_drivers.emulators.netconf_store import NetconfDatastores
 from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
@@ -83,7 +83,6 @@ class NetconfQuirks(CheckedOptions):
     authorized_key: YamlText = ""
 
 
-@takes(NetconfQuirks)
 class NetconfEmulator:
     """A switch with `NetconfQuirks`."""
 
@@ -214,8 +213,6 @@ class NetconfEmulator:
         elif name in ("lock", "unlock"):
             target = next((local(each) for each in operation.iterfind(f"{NC}target/*")), "")
             (self._store.lock if name == "lock" else self._store.unlock)(target, session.id)
-        elif name == "kill-session":
-            self._kill(session, (operation.findtext(f"{NC}session-id") or "").strip())
         elif name != "close-session":
             raise RpcError("operation-not-supported", f"{name} is not supported", kind="protocol")
         return []
@@ -232,11 +229,6 @@ class NetconfEmulator:
         else:
             data.extend(part for tree in trees for criterion in wanted for part in text.selected(tree, criterion))
         return data
-
-    def _kill(self, session: NetconfServerSession, session_id: str) -> None:
-        if not session_id.isdecimal() or int(session_id) == session.id or int(session_id) not in self._sessions:
-            raise RpcError("invalid-value", f"there is no other session {session_id!r}", kind="protocol")
-        self._end(self._sessions[int(session_id)])
 
     def _end(self, session: NetconfServerSession) -> None:
         if self._sessions.pop(session.id, None) is not None:

@@ -6,10 +6,8 @@ from typing import Any
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators.base import DevicePanel, Emulator
 from ocs_drivers.errors import InvalidOptions
-from ocs_drivers.options import CheckedOptions
 
-# Each a class or function `(panel, clock=None, **quirks) -> Emulator`, with the model of its quirks as `quirks_type`.
-# Its libraries are loaded with it.
+# Each a class or function `(panel, clock=None, **quirks) -> Emulator`. Its libraries are loaded with it.
 EMULATORS = {
     "calient_rest": "ocs_drivers.emulators.calient_rest:CalientRestEmulator",
     "gnmi": "ocs_drivers.emulators.gnmi:sonic",
@@ -38,19 +36,6 @@ def make_emulator(protocol: str, panel: DevicePanel, clock: DeviceClock | None =
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
     factory = _factory(protocol)
-    quirks_type: type[CheckedOptions] = factory.quirks_type
-    known = quirks_type.model_fields
-    faults = [
-        f"{name}: is not a quirk of {protocol} (known: {', '.join(known)}), got {value!r}"
-        for name, value in quirks.items()
-        if name not in known
-    ]
-    try:
-        quirks_type.read({name: value for name, value in quirks.items() if name in known}, prefix="")
-    except InvalidOptions as error:
-        faults += error.faults
-    if faults:
-        raise InvalidOptions(faults)
     try:
         emulator: Emulator = factory(panel, clock=clock, **quirks)
     except ValueError as error:

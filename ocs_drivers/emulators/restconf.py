@@ -1,8 +1,8 @@
 """The emulator `restconf`: a Polatis switch's RESTCONF server, as far as cross-connects and ports go.
 
 Statuses are those that clients of real switches report (see ocs_drivers/restconf.py); what RFC 8040 says and no client
-has reported is done as the RFC says. PUT and DELETE of the whole collection are here though our driver has neither:
-others may use them beside it.
+has reported is done as the RFC says. PUT of the whole collection is here though our driver has it not: others may use
+it beside it.
 """
 
 import json
@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
 from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, polatis_facts, state_containers
 from ocs_drivers.errors import DriverPermanent
@@ -55,7 +55,6 @@ class RestconfQuirks(CheckedOptions):
     password: YamlText = ""
 
 
-@takes(RestconfQuirks)
 class RestconfEmulator(EmulatedHttpServer):
     """A switch with `RestconfQuirks`."""
 
@@ -84,15 +83,12 @@ class RestconfEmulator(EmulatedHttpServer):
             self._under_way -= 1
 
     async def _dispatch(self, method: str, path: str, body: bytes) -> EmulatedReply:
-        if path == ROOT:
-            return EmulatedReply(200, {"ietf-restconf:restconf": {"data": {}, "operations": {}}})
         if path == f"{ROOT}/operations/{yang.MODULE}:port-set-state" and method == "POST":
             return await self._set_ports(body)
-        collection = COLLECTION
-        if path == collection:
+        if path == COLLECTION:
             return await self._of_collection(method, body)
-        if found := re.fullmatch(re.escape(f"{collection}/{self._pairs}=") + "([0-9]{1,5})", path):
-            return await self._of_pair(method, int(found[1]), body)
+        if found := re.fullmatch(re.escape(f"{COLLECTION}/{self._pairs}=") + "([0-9]{1,5})", path):
+            return await self._of_pair(method, int(found[1]))
         if method != "GET":
             raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
         return self._read(path.removeprefix(f"{ROOT}/data/"))
@@ -120,9 +116,6 @@ class RestconfEmulator(EmulatedHttpServer):
                 pairs = self._parsed(body, "cross-connects")
                 self._listing.commanded(pairs)
                 await self._carry_out(self.device.replace(pairs, f"PUT {_shown(pairs)}"))
-                return EmulatedReply(204)
-            case "DELETE":
-                await self._carry_out(self.device.replace((), "DELETE all"))
                 return EmulatedReply(204)
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
@@ -162,14 +155,8 @@ class RestconfEmulator(EmulatedHttpServer):
         status = {"patch-id": patch.get("patch-id") if isinstance(patch, dict) else "", "ok": [None]}
         return EmulatedReply(200, {"ietf-yang-patch:yang-patch-status": status})
 
-    async def _of_pair(self, method: str, ingress: int, body: bytes) -> EmulatedReply:
+    async def _of_pair(self, method: str, ingress: int) -> EmulatedReply:
         present = [c.cross_connect for c in self._circuits() if c.cross_connect.ingress_port == ingress]
-        if method == "PUT":
-            pairs = self._parsed(body, self._pairs)
-            if [pair.ingress_port for pair in pairs] != [ingress]:
-                raise RestconfRefusal(400, "invalid-value", "the body is not the resource that the path names")
-            await self._set(Action.ADD, pairs, f"PUT {_shown(pairs)}")
-            return EmulatedReply(204 if present else 201)
         if not present:
             raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":

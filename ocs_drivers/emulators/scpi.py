@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
 from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import Action, CircuitState, CrossConnect, PortStatus, SwitchFacts
@@ -302,13 +302,11 @@ class _Session(asyncio.Protocol):
         return False
 
 
-@takes(ScpiQuirks)
 def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
     """A Polatis, with `ScpiQuirks`."""
     return ScpiEmulator(polatis_facts(panel, any_to_any=False), panel, clock, ScpiQuirks.read(quirks, prefix=""))
 
 
-@takes(DiconQuirks)
 def dicon(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:
     """A DiCon GP750: the same tree, and an error queue of 8. Its identity is made up."""
     facts = panel.facts("DiCon", "GP750", "000001", "1.0")

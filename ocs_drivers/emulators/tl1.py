@@ -9,11 +9,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of, takes
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
 from ocs_drivers.emulators.tl1_calient import CalientTl1Device
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
 from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
@@ -234,25 +235,12 @@ class _Connection:
             self._writer.write(f"{self._quirks.newline}{self._quirks.prompt} ".encode("latin-1"))
 
 
-@takes(Tl1Quirks)
-def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
-    """Patches from ingress 1..N to egress N+1..N+M; takes lists, and re-routes a port in use without a word."""
-    return _make(PolatisTl1Device, panel, clock, quirks)
-
-
-@takes(Tl1Quirks)
-def calient(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
-    """Ports `1.1.1` ... with an input and an output each, as many as the panel's longer side."""
-    return _make(CalientTl1Device, panel, clock, quirks)
-
-
-@takes(Tl1Quirks)
-def glimmerglass(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Tl1Emulator:
-    """Inputs 10001 ... and outputs 20001 ..., the same number of both: the panel's longer side."""
-    return _make(GlimmerglassTl1Device, panel, clock, quirks)
-
-
-def _make(kind: type[Tl1Device], panel: DevicePanel, clock: DeviceClock | None, given: dict[str, Any]) -> Tl1Emulator:
+def _make(kind: type[Tl1Device], panel: DevicePanel, clock: DeviceClock | None = None, **given: Any) -> Tl1Emulator:
     quirks = Tl1Quirks.read(given, prefix="")
     device = EmulatedDevice(kind.facts(panel), panel, clock)
     return Tl1Emulator(device, kind(device, panel, quirks.semicolons), quirks)
+
+
+polatis = partial(_make, PolatisTl1Device)
+calient = partial(_make, CalientTl1Device)
+glimmerglass = partial(_make, GlimmerglassTl1Device)

@@ -17,12 +17,12 @@ from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanen
 from ocs_drivers.http_session import (
     MAX_BODY_BYTES,
     DeviceResponse,
-    HttpEndpoint,
     HttpSession,
     check_status,
     parse_json,
 )
 from ocs_drivers.registry import make_driver
+from ocs_drivers.restconf import RestconfOptions
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
 
@@ -47,7 +47,7 @@ async def server(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncItera
 
 @asynccontextmanager
 async def session(address: str, limit_s: float = PATIENCE_S) -> AsyncIterator[HttpSession]:
-    http = HttpSession(HttpEndpoint(f"http://{address}"), SystemClock(), limit_s)
+    http = HttpSession(RestconfOptions(address=address, command_timeout_s=limit_s), SystemClock())
     await http.open()
     yield http
     await http.close()

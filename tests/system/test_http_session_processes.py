@@ -42,8 +42,8 @@ async def test_certificates_are_checked_unless_the_user_says_otherwise(
     async with server(OK, context) as address:
 
         async def ask(**tls: Any) -> DeviceResponse:
-            endpoint = RestconfOptions(address=address, scheme=Scheme.HTTPS, **tls).endpoint
-            http = HttpSession(endpoint, SystemClock(), PATIENCE_S)
+            options = RestconfOptions(address=address, scheme=Scheme.HTTPS, command_timeout_s=PATIENCE_S, **tls)
+            http = HttpSession(options, SystemClock())
             await http.open()
             try:
                 return await http.request("GET", "/x")

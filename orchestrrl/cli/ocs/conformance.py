@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 # Of the device, in errors and tables.
 DEVICE = "lab"
-OF_THE_PROCESS = {"make_foreign": "what any client of a driver process makes belongs to that process"}
+# Drivers beside which nothing else can make circuits, and why.
+ALONE = {
+    "grpc": "what any client of a driver process makes belongs to that process",
+    "virtual": "a virtual switch lives in its driver, and each driver has one of its own",
+}
 
 
 @command
@@ -64,7 +68,6 @@ def conformance(
         LabConformance,
         LabTestOutcome,
         LabTestState,
-        VirtualConformance,
         parse_ports,
         run_suite,
         tests_of,
@@ -80,7 +83,7 @@ def conformance(
     except ValueError as error:
         pairs = ()
         faults.append(f"--ports: {error}, got {ports!r}")
-    known = [_short(name) for name in tests_of(LabConformance(partial(_made, driver, options), pairs))]
+    known = [_short(name) for name in tests_of(LabConformance)]
     chosen = [_short(name) for name in only or ()]
     faults += [fault for name in chosen for fault in choice_faults("--only", name, known)]
     try:
@@ -88,14 +91,8 @@ def conformance(
     except InvalidOptions as error:
         faults += [_as_flag(fault) for fault in error.faults]
     raise_faults(faults)
-    suite: LabConformance
-    if driver == "virtual":
-        sides = 1 if options.get("connectivity") == "any_to_any" else 2
-        suite = VirtualConformance(
-            partial(_made, driver, options), pairs, lambda size: _made(driver, {**options, "ports": size * sides})
-        )
-    else:
-        suite = LabConformance(partial(_made, driver, options), pairs, OF_THE_PROCESS if driver == "grpc" else None)
+    cannot = {"make_foreign": ALONE[driver]} if driver in ALONE else {}
+    suite = LabConformance(partial(_made, driver, options), pairs, cannot)
 
     logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
 

@@ -78,7 +78,7 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--quirk", "crfl=true"], "--quirk crfl: is not a quirk of scpi (known: one_session, crlf, "),
+        (["--quirk", "crfl=true"], "--quirk crfl: is not known (known: answers_apart, crlf, "),
         (["--quirk", "crlf=3"], "--quirk crlf: must be true or false, got 3"),
         (["--protocol", "grpc", "--quirk", "crlf=true"], "--quirk crlf: grpc has no quirks"),
         (

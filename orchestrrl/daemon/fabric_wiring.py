@@ -13,11 +13,12 @@ from orchestrrl.core.offload import Offload
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import WindowTracker

@@ -25,19 +25,14 @@ from orchestrrl.core.ttl import MOST_S
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.intents import parse_intent
 from orchestrrl.fabric.operator_overrides import OperatorOverrides
+from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.period_queue import AnnouncedPeriod, CircuitTurn, PeriodQueue, lane_of
 from orchestrrl.fabric.periods import CommitReport, FabricControl, OverrideState, PeriodReport, PeriodState
-from orchestrrl.fabric.shared_pods import TrafficWatch, neighbours, unannounced
-from orchestrrl.fabric.stage_commit import (
-    CommitRules,
-    PacketRouting,
-    StageCommitter,
-    StageFailed,
-    StageOrder,
-    WindowSource,
-)
+from orchestrrl.fabric.shared_pods import neighbours, unannounced
+from orchestrrl.fabric.stage_commit import PUT_OFF, RESTATED, CommitRules, StageCommitter, StageFailed, StageOrder
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
+from orchestrrl.fabric.window_tracker import WindowTracker
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.masks import Port
@@ -46,8 +41,6 @@ from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
 from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition
 from planner.model import Hold, Mode
-
-__all__ = ["CircuitCoordinator", "PacketRouting", "CommitRules", "TrafficWatch", "WindowSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +54,6 @@ Materialise = Callable[[Intent, FabricState], FabricPlan | Hold]
 _Basis = tuple[object, int]  # what operators said when it was planned, and how often circuits had been changed
 
 
-class _Restated(Exception):
-    """An operator has had a word since this was planned, or another period has changed circuits."""
-
-
-class _PutOff(Exception):
-    """Somebody stands still for another period, and this one only waits."""
-
-
 class CircuitCoordinator:
     """One site's circuits. The caller keeps `run` as a task."""
 
@@ -77,7 +62,7 @@ class CircuitCoordinator:
         site: Site,
         reader: SwitchReader,
         circuits: CircuitExecutor,
-        windows: WindowSource,
+        windows: WindowTracker,
         pause_registry: PauseRegistry,
         journal: Journal,
         clock: Clock,
@@ -86,7 +71,7 @@ class CircuitCoordinator:
         mode: Callable[[], Mode],
         times: CommitTimes,
         rules: CommitRules | None = None,
-        routing: PacketRouting | None = None,
+        routing: FabricRouting | None = None,
         offload: Offload = inline,
     ) -> None:
         self.site = site
@@ -327,48 +312,52 @@ class CircuitCoordinator:
             self._end(period, PeriodState.FAILED, "internal", f"{type(error).__name__}: {error}")
 
     async def _bring_about(self, period: AnnouncedPeriod) -> None:
-        attempt = 1
-        while True:
-            try:
-                return await self._attempt(period)
-            except _Restated:
-                continue
-            except _PutOff:
-                if not self._queue.put_back(period):
+        failures = 0
+        while (outcome := await self._attempt(period)) is not None:
+            if isinstance(outcome, StageFailed):
+                logger.warning("period %s: %s: %s", period.report.period, outcome.code, outcome.detail)
+                failures += 1
+                if failures == ATTEMPTS:
+                    self._end(period, outcome.state, outcome.code, outcome.detail)
+                    break
+            elif outcome.code != RESTATED.code:
+                if outcome.code != PUT_OFF.code:
+                    self._keep(period, outcome)
+                elif not self._queue.put_back(period):
                     self._keep(period, Hold("superseded", "a newer one was announced"))
-                return None
-            except StageFailed as amiss:
-                logger.warning("period %s: %s: %s", period.report.period, amiss.code, amiss)
-                if attempt == ATTEMPTS:
-                    return self._end(period, amiss.state, amiss.code, amiss.detail)
-                attempt += 1
+                break
 
-    async def _attempt(self, period: AnnouncedPeriod) -> None:
+    async def _attempt(self, period: AnnouncedPeriod) -> Hold | StageFailed | None:
+        """None: its circuits are up, and it is over."""
         said = self._constraints
         intent = self._bound(period.intent)
         if isinstance(intent, Hold):
-            return self._keep(period, intent)
+            return intent
         async with self._planning:
             changes = await self._circuits.at_rest()
             site_reading = await self.scan()
             plan = await self._offload(lambda: self._materialise(intent, self._state(site_reading)))
             stages = () if isinstance(plan, Hold) else await self._stages(period, plan, site_reading)
         if not self._circuits.as_at(changes):
-            raise _Restated
+            return RESTATED
         if isinstance(plan, Hold):
             in_the_way = "".join(f"; {note}" for note in self._not_ours(site_reading))
-            return self._keep(period, replace(plan, detail=plan.detail + in_the_way))
+            return replace(plan, detail=plan.detail + in_the_way)
         if not stages:
-            return self._committed(period, intent, "was_so", "its circuits were up already")
+            self._committed(period, intent, "was_so", "its circuits were up already")
+            return None
         if hold := self._restraint(intent):
-            return self._keep(period, hold)
+            return hold
         await self._think_ahead(site_reading, stages)
         for number, stage in enumerate(stages):
-            hold = await self._carry_out(period, intent, stage, (said, changes + number), plan)
-            if hold is not None:
-                rest = f"; stages {number + 1} to {len(stages)} were left undone" if number else ""
-                return self._keep(period, replace(hold, detail=hold.detail + rest))
-        return self._committed(period, intent, "committed", "")
+            outcome = await self._carry_out(period, intent, stage, (said, changes + number), plan)
+            if isinstance(outcome, Hold) and number:
+                rest = f"; stages {number + 1} to {len(stages)} were left undone"
+                return replace(outcome, detail=outcome.detail + rest)
+            if outcome is not None:
+                return outcome
+        self._committed(period, intent, "committed", "")
+        return None
 
     async def _think_ahead(self, site_reading: SiteReading, stages: Sequence[TransitionStage]) -> None:
         if self._routing is not None:
@@ -410,36 +399,32 @@ class CircuitCoordinator:
 
     async def _carry_out(
         self, period: AnnouncedPeriod, intent: Intent, stage: TransitionStage, basis: _Basis, plan: FabricPlan
-    ) -> Hold | None:
-        """One stage in one window; why not, where it is not to be. Raises Amiss."""
+    ) -> Hold | StageFailed | None:
+        """One stage in one window; why not, where it is not to be."""
         if hold := self._objection(period, intent, basis):
             return hold
         before = self.site_reading.of_site
         order = StageOrder(
             stage,
-            intent.stage,
-            intent.job,
-            intent.ranks,
-            period.deadline_s,
-            period.boundary,
-            period.woken,
+            intent,
+            period,
+            before,
+            self._others(period, intent),
             objection=lambda: self._objection(period, intent, basis),
             begins=lambda: self._circuits.begin(period),
             waiting=lambda hold: self._waits(period, hold),
-            usable=before,
-            others=self._others(period, intent),
         )
         try:
             done = await self._committer.carry_out(order)
             if isinstance(done, CommitReport):
                 self._changed(period, stage, done)
-        except StageFailed as amiss:
-            await self._on_stage_failed(period, amiss, before, plan)
-            raise
+                return None
+            if isinstance(done, StageFailed):
+                await self._on_stage_failed(period, done, before, plan)
+            return done
         finally:
             if self._circuits.end(period):
                 self._wake()
-        return done if isinstance(done, Hold) else None
 
     def _others(self, period: AnnouncedPeriod, intent: Intent) -> frozenset[str]:
         """Jobs that are to pause as well: by what they announced, or by the servers that they run on."""
@@ -490,14 +475,14 @@ class CircuitCoordinator:
     # --- what binds it
 
     def _objection(self, period: AnnouncedPeriod, intent: Intent, basis: _Basis) -> Hold | None:
-        """Why nothing more is to be sent for it. Raises _PutOff and _Restated."""
+        """Why nothing more is to be sent for it."""
         if period.stop is not None:
             return period.stop
         if not period.boundary and self._queue.urgent:
-            raise _PutOff
+            return PUT_OFF
         said, changes = basis
         if self._constraints != said or not self._circuits.as_at(changes):
-            raise _Restated
+            return RESTATED
         return self._restraint(intent)
 
     def _bound(self, intent: Intent) -> Intent | Hold:
@@ -579,7 +564,7 @@ class CircuitCoordinator:
         self._up.pop((intent.job, intent.stage), None)  # the last to come up stands last
         self._up[intent.job, intent.stage] = intent.period
         self._left = self.site_reading.of_site
-        return self._end(period, PeriodState.COMMITTED, code, detail)
+        self._end(period, PeriodState.COMMITTED, code, detail)
 
     def _keep(self, period: AnnouncedPeriod, hold: Hold) -> None:
         state = PeriodState.SUPERSEDED if hold.code == "superseded" else PeriodState.KEPT

@@ -10,18 +10,18 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.offload import Offload
-from orchestrrl.fabric.rerouting import NotDrained, Rerouting
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting, RoutedCircuits
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.model import OcsId, PortPair
 from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage
@@ -30,28 +30,8 @@ logger = logging.getLogger(__name__)
 
 Look = Callable[[], Awaitable[SiteReading]]
 
-LISTED = 4
 WRITE_EVERY_S = 60.0
 LONGEST_PAUSE_S = 60.0  # between two tries at what stays as it is
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedCircuits:
-    """How packets go. `left_out`: links that there are by the switches, and why packets do not take them."""
-
-    at_s: float
-    links: tuple[RoutedLink, ...]
-    left_out: Mapping[RoutedLink, str] = field(default_factory=dict)
-    failed: Mapping[EndpointId, str] = field(default_factory=dict)  # routers that are not as they should be
-    unreachable: tuple[tuple[EndpointId, EndpointId], ...] = ()
-    on_packet_side: tuple[tuple[EndpointId, EndpointId], ...] = ()
-
-    @property
-    def faults_text(self) -> str:
-        """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
-        counted: what no circuit joins is the plan's business."""
-        told = (("not used", self.left_out), ("routes amiss", self.failed))
-        return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
 
 
 class FabricRouting:
@@ -217,8 +197,7 @@ class FabricRouting:
         links = tuple(links)
         await self._offload(lambda: self.rerouting.prepare(links))
         done = await self.rerouting.reroute(links)
-        left_out, at_s = {**(dark or {}), **done.left_out}, self._clock.now_s()
-        self.routed = RoutedCircuits(at_s, done.routed, left_out, done.failed, done.unreachable, done.on_packet_side)
+        self.routed = replace(done, left_out={**(dark or {}), **done.left_out})
         return self.routed
 
     def _write_down(self) -> None:
@@ -232,11 +211,6 @@ class FabricRouting:
 
 def _recorded_in(body: Mapping[str, Any]) -> frozenset[PortPair]:
     return frozenset(PortPair(*each) for each in body["cross_connects"])
-
-
-def _listed(some: Mapping[Any, str]) -> str:
-    words = [f"{what} ({why})" for what, why in sorted(some.items())]
-    return ", ".join(words[:LISTED]) + (f" and {len(words) - LISTED} more" if len(words) > LISTED else "")
 
 
 def _on(pairs: Iterable[PortPair], switches: Collection[OcsId]) -> frozenset[PortPair]:

@@ -13,10 +13,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
+from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable, few
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
 from planner.fabric import route_plan as pure
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_S = 1.0
+LISTED = 4
 KEPT = 64  # sets of circuits whose routes are kept ready
 
 
@@ -56,29 +57,29 @@ class NotDrained(Retryable):
 
 
 @dataclass(frozen=True, slots=True)
-class DrainResult:
-    """No packet of ours goes to the circuits any more."""
+class RoutedCircuits:
+    """How packets go. `left_out`: circuits that packets do not take, and why."""
 
-    detail: str
-    elapsed_s: float
-    stages: int  # how many times routers were changed, one after the other
-    dark: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to) that had a way and have none now
-    failed: Mapping[EndpointId, str]  # routers that could not be changed and need not have been
-
-
-@dataclass(frozen=True, slots=True)
-class ReroutingResult:
-    """Packets go over `routed`. `done`: every circuit is used and every router is as it should be."""
-
-    done: bool
-    detail: str
-    elapsed_s: float
-    stages: int
-    routed: tuple[RoutedLink, ...]
-    left_out: Mapping[RoutedLink, str]  # why each is not used
-    failed: Mapping[EndpointId, str]
+    at_s: float
+    links: tuple[RoutedLink, ...]
+    left_out: Mapping[RoutedLink, str]
+    failed: Mapping[EndpointId, str]  # routers that are not as they should be
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
+    held: tuple[tuple[EndpointId, str], ...]  # (router, prefix) kept as they were, behind a router that failed
+    stages: int  # how many times routers were changed, one after the other
+
+    @property
+    def done(self) -> bool:
+        """Return whether every circuit is used and every router is as it should be."""
+        return not (self.left_out or self.failed or self.held)
+
+    @property
+    def faults_text(self) -> str:
+        """In one line; empty: every link is used, and every router as it should be. Pairs without a way are not
+        counted: what no circuit joins is the plan's business."""
+        told = (("not used", self.left_out), ("routes amiss", self.failed))
+        return "; ".join(f"{what}: {_listed(some)}" for what, some in told if some)
 
 
 @dataclass
@@ -123,51 +124,48 @@ class Rerouting:
             del self._prepared[next(iter(self._prepared))]
         return want
 
-    async def drain(self, going: Collection[RoutedLink]) -> DrainResult:
+    async def drain(self, going: Collection[RoutedLink]) -> RoutedCircuits:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
         Permanent before the first `reroute`."""
         async with self._turn:
             if self.routed is None:
                 raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
-            began_s = self._clock.now_s()
-            before = self.prepare(self.routed)
-            want = self.prepare([link for link in self.routed if link not in set(going)])
+            left = tuple(link for link in self.routed if link not in set(going))
+            want = self.prepare(left)
             moved = await self._move(want.tables)
             still = self._still_using(going, moved)
             if still:
                 logger.warning("circuits are not drained: %s", _listed(still))
                 raise NotDrained(still)
-            self.routed = tuple(link for link in self.routed if link not in set(going))
+            self.routed = left
             await self._clock.sleep(self._limits.settle_s)
-            dark = tuple(sorted(set(want.unreachable) - set(before.unreachable)))
-            detail = _detail(moved, f"no way for {_pairs(dark)}" if dark else "")
-            return DrainResult(detail, self._clock.now_s() - began_s, moved.stages, dark, moved.failed)
+            return self._result(want, moved, {})
 
-    async def reroute(self, usable: Collection[RoutedLink]) -> ReroutingResult:
+    async def reroute(self, usable: Collection[RoutedLink]) -> RoutedCircuits:
         """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
         async with self._turn:
-            began_s = self._clock.now_s()
             wanted = self.prepare(usable)  # raises ValueError before anything is done
             left_out = dict(sorted((await self._dark_ones(usable)).items()))
             routed = tuple(sorted(link for link in set(usable) if link not in left_out))
             want = self.prepare(routed) if left_out else wanted
             moved = await self._move(want.tables)
             self.routed = routed
-            unused = ", ".join(f"{link} ({why})" for link, why in left_out.items())
-            detail = _detail(moved, f"not used: {unused}" if unused else "")
-            rerouted = ReroutingResult(
-                done=not (left_out or moved.failed or moved.held),
-                detail=detail,
-                elapsed_s=self._clock.now_s() - began_s,
-                stages=moved.stages,
-                routed=routed,
-                left_out=left_out,
-                failed=moved.failed,
-                unreachable=want.unreachable,
-                on_packet_side=want.on_packet_side,
-            )
-            logger.info("packets rerouted over %d circuits: %s", len(routed), detail or "all as wanted")
+            rerouted = self._result(want, moved, left_out)
+            logger.info("packets rerouted over %d circuits: %s", len(routed), rerouted.faults_text or "all as wanted")
             return rerouted
+
+    def _result(self, want: pure.ReroutingPlan, moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
+        assert self.routed is not None
+        return RoutedCircuits(
+            self._clock.now_s(),
+            self.routed,
+            left_out,
+            moved.failed,
+            want.unreachable,
+            want.on_packet_side,
+            moved.held,
+            moved.stages,
+        )
 
     async def close(self) -> None:
         """Routes stay as they are."""
@@ -346,18 +344,5 @@ def _interfaces(links: Iterable[RoutedLink]) -> dict[EndpointId, set[str]]:
     return found
 
 
-def _detail(moved: _Moved, *more: str) -> str:
-    parts = [part for part in more if part]
-    if moved.failed:
-        parts.append(f"routers that failed: {_listed(moved.failed)}")
-    if moved.held:
-        parts.append(f"kept as they were, behind them: {', '.join(f'{n} to {prefix}' for n, prefix in moved.held)}")
-    return "; ".join(parts)
-
-
-def _listed(routers: Mapping[EndpointId, str]) -> str:
-    return ", ".join(f"{name} ({why})" for name, why in sorted(routers.items()))
-
-
-def _pairs(pairs: Iterable[tuple[EndpointId, EndpointId]]) -> str:
-    return ", ".join(f"{one}->{other}" for one, other in pairs)
+def _listed(some: Mapping[Any, str]) -> str:
+    return few([f"{what} ({why})" for what, why in sorted(some.items())], LISTED, ", ")

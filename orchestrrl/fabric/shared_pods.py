@@ -1,22 +1,14 @@
 """Jobs that share PoDs: who else sends over what a period changes, and when all of them pause at once."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
+from orchestrrl.fabric.window_tracker import JobWatch
 from planner.fabric.intent import Intent
 from planner.fabric.model import EndpointId
 from planner.fabric.templates import template_of
 from planner.fabric.topology import Site
 from planner.fabric.windows import Window
 from planner.model import Hold
-
-
-class TrafficWatch(Protocol):
-    """What is known of a job's traffic, while somebody waits for it to pause."""
-
-    def window(self) -> Window | Hold: ...
-
-    def close(self) -> None: ...
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
@@ -44,7 +36,7 @@ def unannounced(
 class JointWatch:
     """A window of several jobs is what all of theirs have in common."""
 
-    def __init__(self, watches: Sequence[TrafficWatch]) -> None:
+    def __init__(self, watches: Sequence[JobWatch]) -> None:
         self._watches = watches
 
     def window(self) -> Window | Hold:
@@ -61,6 +53,9 @@ class JointWatch:
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
+
+
+TrafficWatch = JobWatch | JointWatch
 
 
 def _touched(site: Site, intent: Intent) -> frozenset[EndpointId]:

@@ -6,10 +6,9 @@ the driver's own, which asks whether the switch is still as it was when this was
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Protocol
 
 from ocs_drivers.errors import CircuitConflict, DriverError
 from ocs_drivers.model import Action
@@ -17,11 +16,14 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
+from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
 from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
+from orchestrrl.fabric.window_tracker import JobWatch, WindowTracker
 from planner.fabric.commit_times import CommitTimes
-from planner.fabric.intent import Stage
+from planner.fabric.intent import Intent, Stage
 from planner.fabric.masks import Port
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.transition import TransitionStage
@@ -29,6 +31,10 @@ from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, Window, may_com
 from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)
+
+# Objections that end an attempt and not the period.
+RESTATED = Hold("restated", "operators have constrained circuits since this was planned, or others have changed them")
+PUT_OFF = Hold("put_off", "a caller stands still for another period, and this one only waits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,67 +50,36 @@ class CommitRules:
     most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
 
 
-class WindowSource(Protocol):
-    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event) -> TrafficWatch:
-        """Of a job's traced ranks; these are among them, or there is no window. `changed` is set at each news of it."""
-        ...
+@dataclass(frozen=True, slots=True)
+class StageFailed:
+    """A stage was not carried out: look at the switches and plan again. `report`: of what was sent; None: nothing
+    was."""
 
-    def is_traced(self, job: str) -> bool: ...
+    code: str
+    detail: str
+    report: CommitReport | None = None
+    suspects: frozenset[Port] = frozenset()
 
-    def hosts_of_jobs(self) -> Mapping[str, Collection[str]]:
-        """Where each traced job has ranks."""
-        ...
-
-
-class PacketRouting(Protocol):
-    """Takes packets off circuits before they go, and onto those that have come."""
-
-    async def prepare(self, up: Iterable[PortPair], stages: Sequence[TransitionStage]) -> None:
-        """Think ahead: of a transition that is about to come, from what is up. Touches no router."""
-        ...
-
-    async def drain(self, going: Iterable[PortPair]) -> None:
-        """Raises OrchestrRLError where packets still take them."""
-        ...
-
-    async def reroute(self, usable: Iterable[PortPair]) -> str:
-        """What is not as it should be; empty: all is."""
-        ...
-
-
-class StageFailed(Exception):
-    """A stage was not carried out: look at the switches and plan again. `state`: what the period comes to if that does
-    not help. `report`: of what was sent; None: nothing was."""
-
-    def __init__(
-        self, code: str, detail: str, report: CommitReport | None = None, suspects: frozenset[Port] = frozenset()
-    ) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-        self.report = report
-        self.suspects = suspects
-        self.state = PeriodState.FAILED if code == "switch_failed" else PeriodState.KEPT
+    @property
+    def state(self) -> PeriodState:
+        """What the period comes to if planning again does not help."""
+        return PeriodState.FAILED if self.code == "switch_failed" else PeriodState.KEPT
 
 
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """`objection` is asked last before anything is sent; it may raise. `begins` is called then. `waiting` is told why
-    nothing is, each time that changes. `woken`: somebody has news of any kind. `usable`: what is up of the site before
-    the stage. `others`: jobs that send over the same PoDs, and are to pause as well."""
+    """`intent`: what its period is bound to. `usable`: what is up of the site before the stage. `others`: jobs that
+    send over the same PoDs, and are to pause as well. `objection` is asked last before anything is sent, `begins` is
+    called then. `waiting` gets the reason why nothing is sent, each time that changes."""
 
     stage: TransitionStage
-    of: Stage
-    job: str
-    ranks: frozenset[int]
-    deadline_s: float
-    boundary: bool
-    woken: asyncio.Event
+    intent: Intent
+    period: AnnouncedPeriod
+    usable: frozenset[PortPair]
+    others: frozenset[str]
     objection: Callable[[], Hold | None]
     begins: Callable[[], None]
     waiting: Callable[[Hold], None]
-    usable: frozenset[PortPair]
-    others: frozenset[str] = frozenset()
 
 
 _Timed = tuple[CircuitOutcome, SwitchTimes | None]
@@ -116,19 +91,22 @@ class StageCommitter:
 
     reader: SwitchReader
     circuits: CircuitExecutor
-    windows: WindowSource
+    windows: WindowTracker
     times: CommitTimes
     clock: Clock
     rules: CommitRules
-    routing: PacketRouting | None
+    routing: FabricRouting | None
 
-    async def carry_out(self, order: StageOrder) -> CommitReport | Hold:
-        """In one window; why not, where it is not to be. Raises Amiss, and OrchestrRLError of the journal."""
+    async def carry_out(self, order: StageOrder) -> CommitReport | Hold | StageFailed:
+        """In one window; a Hold where it is not to be. Raises OrchestrRLError of the journal."""
         need = self._need(order.stage)
         watch = self._watch(order, need)  # first: agents have told how things stand when all is prepared
         operations: list[CircuitOperation] = []
         try:
-            operations += await self._prepare(order)
+            prepared = await self._prepare(order)
+            if isinstance(prepared, StageFailed):
+                return prepared
+            operations += prepared
             window = self._boundary(order, need) if watch is None else await self._window(order, need, watch)
             if isinstance(window, Hold):
                 return window
@@ -140,13 +118,13 @@ class StageCommitter:
             for operation in operations:  # those that were begun are not affected
                 self.circuits.abandon(operation, "no window came, or it was called off")
 
-    async def _prepare(self, order: StageOrder) -> list[CircuitOperation]:
+    async def _prepare(self, order: StageOrder) -> list[CircuitOperation] | StageFailed:
         changes: dict[OcsId, tuple[list[PortPair], list[PortPair]]] = {}
         for which, pairs in enumerate((order.stage.remove, order.stage.add)):
             for pair in pairs:
                 changes.setdefault(pair.switch, ([], []))[which].append(pair)
         # Until the deadline, and as long again as a commit may take.
-        valid_s = max(0.0, order.deadline_s - self.clock.now_s()) + self.rules.boundary_within_s
+        valid_s = max(0.0, order.period.deadline_s - self.clock.now_s()) + self.rules.boundary_within_s
 
         async def one(switch: OcsId, remove: list[PortPair], add: list[PortPair]) -> CircuitOperation:
             return await self.circuits.prepare(switch, await self.reader.change_of(switch, remove, add), valid_s)
@@ -163,7 +141,7 @@ class StageCommitter:
         for error in wrong:
             if not isinstance(error, DriverError):
                 raise error
-        raise StageFailed("switch_refused", "; ".join(map(_line, wrong)))
+        return StageFailed("switch_refused", "; ".join(map(_line, wrong)))
 
     def _need(self, stage: TransitionStage) -> CommitNeed:
         switches = {pair.switch for pair in (*stage.remove, *stage.add)}
@@ -173,40 +151,47 @@ class StageCommitter:
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
         """None: nobody has to pause who does not stand still anyway."""
-        watches: list[TrafficWatch] = []
-        if order.of is Stage.TRAIN:
-            watches.append(self.windows.watch(order.job, order.ranks, need.total_s, order.woken))
-        if order.of is Stage.TRAIN or order.boundary:
+        watches: list[JobWatch] = []
+        if order.intent.stage is Stage.TRAIN:
+            ranks = order.intent.ranks
+            watches.append(self.windows.watch(order.intent.job, ranks, need.total_s, order.period.woken))
+        if order.intent.stage is Stage.TRAIN or order.period.boundary:
             traced = filter(self.windows.is_traced, sorted(order.others))
-            watches += [self.windows.watch(job, frozenset(), need.total_s, order.woken) for job in traced]
+            watches += [self.windows.watch(job, frozenset(), need.total_s, order.period.woken) for job in traced]
         return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
         """Nobody sends, so no window is needed, as long as the caller stands still."""
         now_s = self.clock.now_s()
-        verdict = may_commit(order.of, None, need, now_s, order.boundary)
+        verdict = self._verdict(order, None, need, now_s)
         if isinstance(verdict, Hold):
             return verdict
-        if now_s >= order.deadline_s:
-            return Hold("no_window", f"the boundary lasted until {now_s - order.deadline_s:.1f} s ago")
+        if now_s >= order.period.deadline_s:
+            return Hold("no_window", f"the boundary lasted until {now_s - order.period.deadline_s:.1f} s ago")
         return order.objection()
+
+    def _verdict(self, order: StageOrder, window: Window | Hold | None, need: CommitNeed, now_s: float) -> Act | Hold:
+        boundary, most_risk = order.period.boundary, self.rules.most_risk
+        return may_commit(order.intent.stage, window, need, now_s, boundary, most_risk)
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
         """Wait for one that covers the need: a Hold where none came."""
-        alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.deadline_s - self.clock.now_s())))
-        alarm.add_done_callback(lambda _: order.woken.set())
+        alarm = asyncio.ensure_future(self.clock.sleep(max(0.0, order.period.deadline_s - self.clock.now_s())))
+        alarm.add_done_callback(lambda _: order.period.woken.set())
         told: Hold | None = None
         short = False  # there was a window, and none that lasts
         try:
             while True:
-                order.woken.clear()
+                order.period.woken.clear()
                 if objection := order.objection():
+                    if objection in (RESTATED, PUT_OFF):
+                        return objection
                     self._unfit(order, short)
                     return _with_last(objection, told)
                 window = watch.window()
                 now_s = self.clock.now_s()
-                verdict = may_commit(order.of, window, need, now_s, order.boundary, self.rules.most_risk)
-                if isinstance(verdict, Act) and (order.of is Stage.TRAIN or not alarm.done()):
+                verdict = self._verdict(order, window, need, now_s)
+                if isinstance(verdict, Act) and (order.intent.stage is Stage.TRAIN or not alarm.done()):
                     assert isinstance(window, Window)
                     return window
                 short = short or verdict.code in (TOO_SHORT, SHORT)
@@ -216,7 +201,7 @@ class StageCommitter:
                 if isinstance(verdict, Hold) and told != verdict:
                     told = verdict
                     order.waiting(verdict)
-                await order.woken.wait()  # one event for all news: whoever sets it has us run next
+                await order.period.woken.wait()  # one event for all news: whoever sets it has us run next
         finally:
             alarm.cancel()
 
@@ -227,19 +212,22 @@ class StageCommitter:
         window: Window | None,
         need: CommitNeed,
         watch: TrafficWatch | None,
-    ) -> CommitReport:
+    ) -> CommitReport | StageFailed:
         commanded_s = self.clock.now_s()
         stage = order.stage
         if self.routing is not None and stage.remove:
-            window = await self._drain(order, need, window, watch)
+            drained = await self._drain(order, need, window, watch)
+            if isinstance(drained, StageFailed):
+                return drained
+            window = drained
         drained_s = self.clock.now_s()
         # Whoever has a switch's turn before us does not take us beyond the window.
         rest_s = need.device_s + max(0.0, need.route_s - (drained_s - commanded_s))
         begin_by_s = inf if window is None else window.until_s - rest_s
-        if len(operations) == 1:
-            outcomes: list[_Timed | BaseException] = [await self._tried(operations[0], begin_by_s)]
-        else:
-            outcomes = list(await asyncio.gather(*(self._tried(operation, begin_by_s) for operation in operations)))
+        # A fault that nobody foresaw is raised once packets follow what is up.
+        outcomes: list[_Timed | BaseException] = await asyncio.gather(
+            *(self._timed(operation, begin_by_s) for operation in operations), return_exceptions=True
+        )
         switched_s = self.clock.now_s()
         done = not any(map(_failed, outcomes))
         routed = await self._reroute(order, done)
@@ -267,10 +255,12 @@ class StageCommitter:
         )
         if done:
             return report
+        for outcome in outcomes:  # without a record nothing goes on, nor after a fault that nobody foresaw
+            if isinstance(outcome, BaseException) and not isinstance(outcome, DriverError):
+                raise outcome
         nothing_sent = all(isinstance(each, CircuitConflict) for each in outcomes if _failed(each))
-        raise _first_of_journal(outcomes) or StageFailed(
-            "overtaken" if nothing_sent else "switch_failed", detail, report, self._suspects(stage, outcomes)
-        )
+        code = "overtaken" if nothing_sent else "switch_failed"
+        return StageFailed(code, detail, report, self._suspects(stage, outcomes))
 
     def _unfit(self, order: StageOrder, short: bool) -> None:
         if short:
@@ -278,8 +268,8 @@ class StageCommitter:
 
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
-    ) -> Window | None:
-        """Take packets off what goes; the window as it is then. Raises Amiss where they stay on it, or that has taken
+    ) -> Window | StageFailed | None:
+        """Take packets off what goes; the window as it is then. StageFailed where they stay on it, or that has taken
         too long."""
         assert self.routing is not None
         began_s = self.clock.now_s()
@@ -287,19 +277,19 @@ class StageCommitter:
             await self.routing.drain(order.stage.remove)
         except OrchestrRLError as error:
             back = await self._rerouted(order.usable)
-            raise StageFailed("not_drained", "; ".join(filter(None, (_line(error), back)))) from error
+            return StageFailed("not_drained", "; ".join(filter(None, (_line(error), back))))
         if watch is None:
             return window
         now_s = self.clock.now_s()
         rest = replace(need, route_s=max(0.0, need.route_s - (now_s - began_s)))
         left = watch.window()
-        verdict = may_commit(order.of, left, rest, now_s, order.boundary, self.rules.most_risk)
+        verdict = self._verdict(order, left, rest, now_s)
         if isinstance(verdict, Act):
             assert isinstance(left, Window)
             return left
         back = await self._rerouted(order.usable)
         detail = f"the window did not outlast taking packets off: {verdict.code}: {verdict.detail}"
-        raise StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
+        return StageFailed("window_passed", "; ".join(filter(None, (detail, back))))
 
     async def _reroute(self, order: StageOrder, done: bool) -> str:
         """Onto what is up now. After a failure that is looked at, not assumed."""
@@ -317,13 +307,6 @@ class StageCommitter:
         except OrchestrRLError as error:  # circuits are as they are; packets go where they went
             logger.error("packets cannot be rerouted: %s", error)
             return f"packets cannot be rerouted: {_line(error)}"
-
-    async def _tried(self, operation: CircuitOperation, begin_by_s: float) -> _Timed | BaseException:
-        """How it came out, or why it did not. A fault that nobody foresaw is raised once packets follow what is up."""
-        try:
-            return await self._timed(operation, begin_by_s)
-        except Exception as error:  # noqa: BLE001
-            return error
 
     async def _timed(self, operation: CircuitOperation, begin_by_s: float) -> _Timed:
         began_s = self.clock.now_s()
@@ -364,13 +347,6 @@ def _with_last(objection: Hold, told: Hold | None) -> Hold:
 
 def _failed(outcome: _Timed | BaseException) -> bool:
     return isinstance(outcome, BaseException) or not outcome[0].done
-
-
-def _first_of_journal(outcomes: Iterable[_Timed | BaseException]) -> BaseException | None:
-    """Without a record nothing goes on, nor after a fault that nobody foresaw."""
-    return next(
-        (each for each in outcomes if isinstance(each, BaseException) and not isinstance(each, DriverError)), None
-    )
 
 
 def _failure_text(outcome: _Timed | BaseException) -> str:

@@ -20,10 +20,11 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules, PacketRouting
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport
 from orchestrrl.fabric.site import read_site
+from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader, device_pairs
 from orchestrrl.fabric.window_tracker import AgentStream, ClockPing, StopWatching, WatchWindows, WindowTracker
 from planner.fabric.clocks import ClockExchange
@@ -189,7 +190,7 @@ class Harness:
         self.clock = RestingClock(START_S)
         self.rules = rules or CommitRules(within_s=2.0, boundary_within_s=5.0)
         self.mode = Mode.ACT
-        self.routing: PacketRouting | None = None
+        self.routing: Any = None
         self.sent: list[Sent] = []
         self.plans: list[tuple[FabricState, FabricPlan]] = []
         self._folder = folder

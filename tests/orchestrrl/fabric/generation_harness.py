@@ -12,8 +12,9 @@ from redeployment_harness import Harness
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
-from orchestrrl.fabric.coordinator import CircuitCoordinator, CommitRules
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
+from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.fleet.redeployment.controller import RedeploymentController

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import Connectivity
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
 from planner.fabric.model import Pair

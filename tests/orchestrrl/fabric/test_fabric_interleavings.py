@@ -11,12 +11,12 @@ from fabric_harness import ACROSS_RAILS, OVER_CORE, SYNC, Harness, harness, trai
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.rerouting import inline
 from orchestrrl.fabric.shared_pods import neighbours
+from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.model import PortPair

@@ -9,8 +9,8 @@ from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.periods import OverrideState, PeriodState
+from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.plan import FabricState

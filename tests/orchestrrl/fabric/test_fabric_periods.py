@@ -12,9 +12,9 @@ from ocs_drivers.model import ChangeMode, CircuitChange, CrossConnect
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
-from orchestrrl.fabric.coordinator import CommitRules
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.periods import PeriodState
+from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, Pair

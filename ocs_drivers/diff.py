@@ -1,6 +1,6 @@
 """What a change comes to: evictions, steps, what is left to do, the way back. Pure; sending it is driver.py."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ocs_drivers.errors import CircuitConflict, InvalidChange
@@ -55,9 +55,20 @@ def plan(
     # Whoever shares the device with us keeps what is theirs, so `overwrite` clears ours only.
     unnamed = present - frozenset(connect) - reading.foreign if mode is ChangeMode.OVERWRITE else frozenset()
     evicted = (in_the_way | unnamed) - frozenset(disconnect)
-    faults = [*_unusable_ports(facts, ports, connect, add), *_not_as_named(facts, holders, disconnect, connect)]
+    faults = _unusable_ports(ports, connect, add)
+    # To disconnect what is gone already is no fault, nor if its ports carry what this change put there; to name a
+    # port's partner wrongly is a mistake that must be reported.
+    faults += [
+        f"disconnect{where}: port carries {holder}, got {pair}"
+        for where, holder, pair in _held_otherwise(facts, holders, disconnect)
+        if holder not in connect
+    ]
     if mode is ChangeMode.SAFE:
-        faults += _in_use(facts, holders, connect, evicted)
+        faults += [
+            f"connect{where}: port is in use by {holder} (mode safe), got {pair}"
+            for where, holder, pair in _held_otherwise(facts, holders, connect)
+            if holder in evicted
+        ]
     remove = (frozenset(disconnect) & present) | evicted
     faults += not_ours(remove & reading.foreign, device)
     if faults:
@@ -126,7 +137,7 @@ def _malformed(
     if mode is ChangeMode.OVERWRITE and not connect:
         faults.append("connect: must not be empty with mode overwrite, which clears every other circuit, got []")
     if mode is ChangeMode.OVERWRITE and disconnect:
-        faults.append(f"disconnect: must be empty with mode overwrite, got {_listed(disconnect)}")
+        faults.append(f"disconnect: must be empty with mode overwrite, got [{', '.join(map(str, disconnect))}]")
     for name, pairs in (("connect", connect), ("disconnect", disconnect)):
         used: dict[tuple[str, int], int] = {}
         for index, pair in enumerate(pairs):
@@ -157,9 +168,9 @@ def _bad_ports(facts: SwitchFacts, path: str, pair: CrossConnect) -> list[str]:
 
 
 def _unusable_ports(
-    facts: SwitchFacts, ports: Iterable[PortState], connect: Sequence[CrossConnect], add: frozenset[CrossConnect]
+    ports: Iterable[PortState], connect: Sequence[CrossConnect], add: frozenset[CrossConnect]
 ) -> list[str]:
-    status: Mapping[int, PortStatus] = {port.port: port.status for port in ports}
+    status = {port.port: port.status for port in ports}
     return [
         f"connect[{index}].{name}: port is {status[port]}, got {port}"
         for index, pair in enumerate(connect)
@@ -169,35 +180,14 @@ def _unusable_ports(
     ]
 
 
-def _not_as_named(
-    facts: SwitchFacts,
-    holders: Mapping[tuple[str, int], CrossConnect],
-    disconnect: Sequence[CrossConnect],
-    connect: Sequence[CrossConnect],
-) -> list[str]:
-    # To disconnect what is gone already is no fault, nor if its ports carry what this change put there; to name a
-    # port's partner wrongly is a mistake to be told of.
-    faults = []
-    for index, pair in enumerate(disconnect):
+def _held_otherwise(
+    facts: SwitchFacts, holders: Mapping[tuple[str, int], CrossConnect], pairs: Sequence[CrossConnect]
+) -> Iterator[tuple[str, CrossConnect, CrossConnect]]:
+    """Where in the list, by whom, and for which pair a port is held by another circuit."""
+    for index, pair in enumerate(pairs):
         for end in facts.ends(pair):
-            if end in holders and holders[end] != pair and holders[end] not in connect:
-                faults.append(f"disconnect[{index}].{end[0]}: port carries {holders[end]}, got {pair}")
-    return faults
-
-
-def _in_use(
-    facts: SwitchFacts,
-    holders: Mapping[tuple[str, int], CrossConnect],
-    connect: Sequence[CrossConnect],
-    evicted: Iterable[CrossConnect],
-) -> list[str]:
-    in_the_way = frozenset(evicted)
-    return [
-        f"connect[{index}].{end[0]}: port is in use by {holders[end]} (mode safe), got {pair}"
-        for index, pair in enumerate(connect)
-        for end in facts.ends(pair)
-        if end in holders and holders[end] != pair and holders[end] in in_the_way
-    ]
+            if end in holders and holders[end] != pair:
+                yield f"[{index}].{end[0]}", holders[end], pair
 
 
 def _refuse_collisions(facts: SwitchFacts, present: frozenset[CrossConnect], steps: CommandSteps) -> None:
@@ -210,7 +200,3 @@ def _refuse_collisions(facts: SwitchFacts, present: frozenset[CrossConnect], ste
     ]
     if faults:
         raise CircuitConflict(faults)
-
-
-def _listed(pairs: Iterable[CrossConnect]) -> str:
-    return "[" + ", ".join(str(pair) for pair in pairs) + "]"

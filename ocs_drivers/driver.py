@@ -21,11 +21,11 @@ from ocs_drivers.base import DeviceClock, SwitchWire, SystemClock
 from ocs_drivers.errors import (
     CircuitConflict,
     DriverError,
-    DriverFaults,
     DriverOutcomeUnknown,
     DriverPermanent,
     DriverRetryable,
     InvalidChange,
+    naming,
 )
 from ocs_drivers.model import (
     Action,
@@ -100,30 +100,6 @@ def poll_pause_s(reconfiguration_s: float, waited_s: float) -> float:
     return max(min(1.0, max(0.001, reconfiguration_s / 4)), waited_s / 16)
 
 
-async def _both(
-    events: AsyncGenerator[SwitchEvent, None], queue: asyncio.Queue[SwitchEvent]
-) -> AsyncGenerator[SwitchEvent, None]:
-    """What the device tells and what the driver tells, as it comes; ends with the device's."""
-    theirs, ours = asyncio.ensure_future(anext(events)), asyncio.ensure_future(queue.get())
-    try:
-        while True:
-            await asyncio.wait({theirs, ours}, return_when=asyncio.FIRST_COMPLETED)
-            if ours.done():
-                yield ours.result()
-                ours = asyncio.ensure_future(queue.get())
-            if theirs.done():
-                try:
-                    event = theirs.result()
-                except StopAsyncIteration:
-                    return
-                yield event
-                theirs = asyncio.ensure_future(anext(events))
-    finally:
-        for waiting in (theirs, ours):
-            waiting.cancel()
-        await asyncio.gather(theirs, ours, return_exceptions=True)
-
-
 class SwitchDriver:
     """An OcsDriver over one wire. See `base.OcsDriver` for what each call promises."""
 
@@ -143,7 +119,7 @@ class SwitchDriver:
         self._timer: asyncio.Task[None] | None = None  # takes back what is on trial
         self._last_trial = ""  # what became of it, for who confirms it too late
         self._confirmed: int | None = None  # the revision of the last trial, where it was confirmed
-        self._listeners: list[asyncio.Queue[SwitchEvent]] = []
+        self._listeners: list[asyncio.Queue[SwitchEvent | None]] = []
 
     async def facts(self) -> SwitchFacts:
         if self._facts is None:
@@ -169,11 +145,8 @@ class SwitchDriver:
         facts = await self.facts()
         ports = await self.ports()
         reading = await self.cross_connects()
-        try:
+        with naming(self.device):
             return diffs.plan(facts, ports, reading, change, mode, self.device)
-        except DriverFaults as error:
-            error.device = self.device
-            raise
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
         if revert_in_s is not None and not 0 < revert_in_s < inf:
@@ -238,17 +211,30 @@ class SwitchDriver:
         if not self._wire.capabilities.events:
             raise DriverPermanent("this device reports no events", device=self.device, command="watch")
         await self.facts()  # connects
-        queue: asyncio.Queue[SwitchEvent] = asyncio.Queue()
-        self._listeners.append(queue)
+        queue: asyncio.Queue[SwitchEvent | None] = asyncio.Queue()
+
+        async def forward() -> None:
+            try:
+                async with aclosing(self._wire.events()) as events:
+                    async for event in events:
+                        queue.put_nowait(event)
+            finally:
+                queue.put_nowait(None)
+
+        self._listeners.append(queue)  # our own alarms come in between
+        forwarding = asyncio.create_task(forward())
         try:
-            async with aclosing(self._wire.events()) as theirs, aclosing(_both(theirs, queue)) as events:
-                async for event in events:
-                    yield event
+            while (event := await queue.get()) is not None:
+                yield event
+            with naming(self.device):
+                await forwarding
         except DriverError as error:
-            error.device, error.command = error.device or self.device, error.command or "watch"
+            error.command = error.command or "watch"
             raise
         finally:
             self._listeners.remove(queue)
+            forwarding.cancel()
+            await asyncio.gather(forwarding, return_exceptions=True)
 
     async def close(self) -> None:
         try:
@@ -267,11 +253,8 @@ class SwitchDriver:
         facts = await self.facts()
         if faults := diffs.absent_ports(facts, diff):
             raise InvalidChange(faults, device=self.device)
-        try:
+        with naming(self.device):
             steps = choose(facts, diff, now.cross_connects)
-        except CircuitConflict as error:
-            error.device = self.device
-            raise
         if faults := diffs.not_ours(now.foreign.intersection(steps.remove), self.device):
             raise CircuitConflict(faults, device=self.device)
         return steps
@@ -324,7 +307,7 @@ class SwitchDriver:
     ) -> CommitResult:
         """The trial stands before the first command, and its time begins when the commit is over, however it ends."""
         self._stop_timer()
-        trial = self._trial.more(steps, revert_in_s) if self._trial else CircuitTrial(diff, steps, revert_in_s)
+        trial = self._trial.more(steps) if self._trial else CircuitTrial(diff, steps)
         self._trial, self._confirmed = trial, None
         until_s = inf
         try:

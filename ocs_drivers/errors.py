@@ -1,6 +1,8 @@
 """What a driver raises: each error names the device, the command and the device's own words, and says what to do."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def reason_of(error: OSError) -> str:
@@ -69,3 +71,13 @@ class InvalidOptions(DriverFaults):
 class CircuitConflict(DriverFaults):
     """The change is well formed, but the device is not as it assumes: a port in use or failed, a revision that moved.
     Nothing was sent. Look at the device and plan again."""
+
+
+@contextmanager
+def naming(device: str) -> Iterator[None]:
+    """Name the device in errors of the block that name none."""
+    try:
+        yield
+    except DriverError as error:
+        error.device = error.device or device
+        raise

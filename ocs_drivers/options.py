@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ocs_drivers.base import DeviceClock, SystemClock
 from ocs_drivers.driver import DriverTimeouts, SwitchDriver
-from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.errors import InvalidOptions, naming
 
 
 def must_be(what: str, is_right: Callable[[Any], object]) -> BeforeValidator:
@@ -149,11 +149,8 @@ class ConfiguredSwitch(FromOptions, SwitchDriver):
 
     def __init__(self, device: str, *, clock: DeviceClock | None = None, **given: Any) -> None:
         self.device = device
-        try:
+        with naming(device):
             options = self._options_type.read(given)
-        except InvalidOptions as error:
-            error.device = device
-            raise
         clock = clock or SystemClock()
         super().__init__(device, self._make_wire(options, clock), clock=clock, limits=options.limits)
 

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ocs_drivers.base import DeviceClock, OcsDriver, SystemClock
-from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.errors import InvalidOptions, naming
 
 ENTRY_POINT_GROUP = "orchestrrl.ocs_drivers"
 
@@ -23,11 +23,8 @@ def make_driver(
     Raises InvalidOptions with every fault: an unknown driver (listing the known ones), unknown or missing options,
     values that the driver refuses.
     """
-    try:
+    with naming(device):
         driver: OcsDriver = make_from_group(ENTRY_POINT_GROUP, name, device, options or {}, clock or SystemClock())
-    except InvalidOptions as error:
-        error.device = device
-        raise
     return driver
 
 

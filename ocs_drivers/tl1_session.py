@@ -29,40 +29,25 @@ def ctags() -> Iterator[str]:
 
 
 class Tl1Session:
-    """Made by `connect`. Several commands may be under way, though the driver sends one at a time."""
+    """Opened once. Several commands may be under way, though the driver sends one at a time."""
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        ctag: Iterator[str],
-        on_report: Callable[[Tl1Report], None],
-        on_loss: Callable[[], None],
+        self, ctag: Iterator[str], on_report: Callable[[Tl1Report], None], on_loss: Callable[[], None]
     ) -> None:
-        self._writer = writer
         self._ctag = ctag
         self._on_report = on_report
         self._on_loss = on_loss
         self._waiting: dict[str, asyncio.Future[Tl1Reply]] = {}
-        self._prompts: list[tuple[str, asyncio.Future[None]]] = []
+        self._prompt: tuple[str, asyncio.Future[None]] | None = None  # that is waited for
         self._framer = Tl1Framer()
         self._lost = ""  # why there is no connection any more
-        self._reading = asyncio.create_task(self._read(reader))
 
-    @classmethod
-    async def connect(
-        cls,
-        host: str,
-        port: int,
-        ctag: Iterator[str],
-        on_report: Callable[[Tl1Report], None],
-        on_loss: Callable[[], None],
-    ) -> "Tl1Session":
+    async def open(self, host: str, port: int) -> None:
         try:
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, self._writer = await asyncio.open_connection(host, port)
         except OSError as error:
             raise DriverRetryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
-        return cls(reader, writer, ctag, on_report, on_loss)
+        self._reading = asyncio.create_task(self._read(reader))
 
     @property
     def is_lost(self) -> bool:
@@ -75,7 +60,7 @@ class Tl1Session:
             raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0)
         if not self._framer.line_so_far.rstrip().endswith(text):
             shown = asyncio.get_running_loop().create_future()
-            self._prompts.append((text, shown))
+            self._prompt = text, shown
             await shown
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Reply:
@@ -108,10 +93,9 @@ class Tl1Session:
     async def close(self, goodbye: str) -> None:
         """Log out as far as the connection allows, without waiting for an answer."""
         with suppress(OSError):
-            if goodbye and not self._lost:
-                self._writer.write(
-                    goodbye.replace("<ctag>", next(self._ctag), 1).encode("latin-1", "replace") + b"\r\n"
-                )
+            if not self._lost:
+                line = goodbye.replace("<ctag>", next(self._ctag), 1)
+                self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
             self._writer.close()
         self._lose("closed")
         self._reading.cancel()
@@ -125,7 +109,7 @@ class Tl1Session:
                     self._take(message)
                 if refusals := self._framer.refusals():
                     self._writer.write(refusals)
-                self._match_prompts()
+                self._match_prompt()
         except OSError as error:
             reason = reason_of(error)
         except Exception as error:  # a defect in how its messages are read
@@ -147,10 +131,10 @@ class Tl1Session:
         elif message.code in _Acknowledged.FINAL:
             waiting.set_exception(_Acknowledged(message))
 
-    def _match_prompts(self) -> None:
-        line = self._framer.line_so_far.rstrip()
-        for text, shown in self._prompts:
-            if line.endswith(text) and not shown.done():
+    def _match_prompt(self) -> None:
+        if self._prompt is not None:
+            text, shown = self._prompt
+            if self._framer.line_so_far.rstrip().endswith(text) and not shown.done():
                 shown.set_result(None)
 
     def _lose(self, reason: str) -> None:
@@ -158,9 +142,8 @@ class Tl1Session:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(_Unanswered(reason))
-        for _, shown in self._prompts:
-            if not shown.done():
-                shown.set_exception(DriverRetryable(f"the connection broke before the prompt: {reason}"))
+        if self._prompt is not None and not self._prompt[1].done():
+            self._prompt[1].set_exception(DriverRetryable(f"the connection broke before the prompt: {reason}"))
 
 
 class _Unanswered(Exception):

@@ -202,7 +202,8 @@ class Tl1Wire(SwitchWire):
         )
 
     async def _log_in(self) -> None:
-        session = await Tl1Session.connect(self.host, self.port, self._ctags, self._on_report, self._on_loss)
+        session = Tl1Session(self._ctags, self._on_report, self._on_loss)
+        await session.open(self.host, self.port)
         self._open_session = session
         if self.prompt:
             await session.prompt(self.prompt)

@@ -13,19 +13,18 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CircuitTrial:
-    """Of one diff. It reverts `revert_in_s` after its commit is over."""
+    """The trial of one diff."""
 
     diff: CircuitDiff
     sent: CommandSteps  # what its commits had to do: only that is taken back
-    revert_in_s: float
     until_s: float | None = None  # None: its commit goes on
     revision: int | None = None  # of the commit's result; None: there was none
     failure: str = ""
 
-    def more(self, steps: CommandSteps, revert_in_s: float) -> "CircuitTrial":
+    def more(self, steps: CommandSteps) -> "CircuitTrial":
         """The same, once the diff is committed again to complete it."""
         sent = CommandSteps(_union(self.sent.remove, steps.remove), _union(self.sent.add, steps.add))
-        return replace(self, sent=sent, revert_in_s=revert_in_s, until_s=None, revision=None, failure="")
+        return replace(self, sent=sent, until_s=None, revision=None, failure="")
 
     def shown(self) -> Unconfirmed:
         return Unconfirmed(self.revision, self.until_s, self.sent.remove, self.sent.add, self.failure)

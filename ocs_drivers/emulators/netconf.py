@@ -227,7 +227,9 @@ class NetconfEmulator:
         elif wanted.get("type", "subtree") != "subtree":
             raise RpcError("bad-attribute", "only subtree filters are supported", kind="protocol")
         else:
-            data.extend(part for tree in trees for criterion in wanted for part in text.selected(tree, criterion))
+            # Whole containers: of a subtree filter, servers may answer more than the criteria below them name.
+            names = {local(criterion) for criterion in wanted}
+            data.extend(tree for tree in trees if local(tree) in names)
         return data
 
     def _end(self, session: NetconfServerSession) -> None:

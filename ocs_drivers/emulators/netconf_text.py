@@ -1,8 +1,8 @@
-"""NETCONF as bytes and as a tree: framing (RFC 6242), subtree filters (RFC 6241, section 6), errors. Pure."""
+"""NETCONF as bytes and as a tree: framing (RFC 6242), errors. Pure."""
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
@@ -128,35 +128,13 @@ def parse(message: bytes) -> Element:
         raise RpcError("malformed-message", f"not XML: {error}", kind="rpc") from None
 
 
-def hello(capabilities: list[str], session_id: int | None) -> Element:
+def hello(capabilities: list[str], session_id: int) -> Element:
     root = Element(f"{NC}hello")
     listed = child(root, "capabilities")
     for capability in capabilities:
         child(listed, "capability", capability)
-    if session_id is not None:
-        child(root, "session-id", session_id)
+    child(root, "session-id", session_id)
     return root
-
-
-def selected(data: Element, criterion: Element) -> Iterator[Element]:
-    """What of `data` a filter's criterion selects: nothing or one element."""
-    if data.tag != criterion.tag and not (criterion.tag == local(criterion) == local(data)):
-        return
-    wanted = list(criterion)
-    matches = [each for each in wanted if not len(each) and (each.text or "").strip()]
-    for match in matches:
-        texts = [(leaf.text or "").strip() for leaf in data if leaf.tag == match.tag]
-        if (match.text or "").strip() not in texts:
-            return
-    if len(matches) == len(wanted):
-        yield data
-        return
-    copy = Element(data.tag)
-    for part in data:
-        for each in wanted:
-            copy.extend(selected(part, Element(each.tag)) if each in matches else selected(part, each))
-    if len(copy):
-        yield copy
 
 
 def _may_become_a_header(received: bytes) -> bool:

@@ -421,7 +421,8 @@ async def test_a_late_reply_is_not_taken_for_another() -> None:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    session = await Tl1Session.connect(host, port, ctags(), lambda report: None, lambda: None)
+    session = Tl1Session(ctags(), lambda report: None, lambda: None)
+    await session.open(host, port)
     abandoned = asyncio.create_task(session.execute("RTRV-PATCH:::<ctag>:;"))
     await first_is_sent.wait()
     abandoned.cancel()

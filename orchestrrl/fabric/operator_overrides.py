@@ -3,6 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,6 +30,7 @@ class OperatorOverrides:
     def __init__(self, site: Site, journal: Journal, clock: Clock, changed: Callable[[], None] = lambda: None) -> None:
         """`changed` is called after each change."""
         self._site = site
+        self._nics = {str(server.id): len(server.tors) for server in site.servers}
         self._journal = journal
         self._clock = clock
         self._control = FabricControl()
@@ -37,7 +40,7 @@ class OperatorOverrides:
         if said is not None:
             self._control, masked = said
             # A site that has changed since knows some of it no more.
-            self.masked = tuple(each for each in masked if not self._mask_faults(each))
+            self.masked = tuple(each for each in masked if not isinstance(self._failure(each), str))
             pins = tuple(each for each in self._control.cross_connects if not self._pin_faults(each))
             if pins != self._control.cross_connects:
                 self._control = FabricControl(reason="what was pinned is not of this site any more")
@@ -57,19 +60,8 @@ class OperatorOverrides:
 
     @property
     def failures(self) -> FabricFailures:
-        found: dict[str, list[str]] = {"switch": [], "port": [], "circuit": [], "nic": [], "server": []}
-        for each in self.masked:
-            kind, _, what = each.partition(" ")
-            found[kind].append(what)
-        ports = [what.rpartition(":") for what in found["port"]]
-        nics = [what.rpartition(":") for what in found["nic"]]
-        return FabricFailures(
-            ports=frozenset((OcsId(switch), int(port)) for switch, _, port in ports),
-            switches=frozenset(map(OcsId, found["switch"])),
-            cross_connects=frozenset(map(_cross_connect, found["circuit"])),
-            nics=frozenset((ServerId(server), int(index)) for server, _, index in nics),
-            servers=frozenset(map(ServerId, found["server"])),
-        )
+        found = (self._failure(each) for each in self.masked)
+        return reduce(or_, (each for each in found if not isinstance(each, str)), FabricFailures())
 
     def pin(self, cross_connects: Sequence[str], reason: str, ttl_s: float) -> FabricControl:
         """Raises ProblemFaults."""
@@ -103,9 +95,8 @@ class OperatorOverrides:
 
     def mask(self, masked: Sequence[str], reason: str) -> None:
         """The whole list. Raises ProblemFaults."""
-        self._check(
-            [f"masked[{index}]: {fault}" for index, text in enumerate(masked) for fault in self._mask_faults(text)]
-        )
+        found = enumerate(map(self._failure, masked))
+        self._check([f"masked[{index}]: {fault}" for index, fault in found if isinstance(fault, str)])
         self._set(self._control, tuple(sorted(set(masked))), reason)
 
     def _set(self, control: FabricControl, masked: tuple[str, ...], reason: str) -> FabricControl:
@@ -135,27 +126,28 @@ class OperatorOverrides:
         cabling = self._site.core_cabling if pod is None else self._site.agg_cabling(pod)
         return [] if cabling.ends(_cross_connect(text)) else [f"joins one endpoint with itself, got {text!r}"]
 
-    def _mask_faults(self, text: str) -> list[str]:
+    def _failure(self, text: str) -> FabricFailures | str:
+        """What a mask names, or what is wrong with it."""
         kind, _, what = text.partition(" ")
+        numbered = _NUMBERED.fullmatch(what)
+        name, number = (numbered["name"], int(numbered["number"])) if numbered else ("", 0)
         match kind:
             case "switch" if OcsId(what) in self._site.switch:
-                return []
-            case "port" if (found := _NUMBERED.fullmatch(what)) and OcsId(found["name"]) in self._site.switch:
-                return []
+                return FabricFailures(switches=frozenset({OcsId(what)}))
+            case "port" if OcsId(name) in self._site.switch:
+                return FabricFailures(ports=frozenset({(OcsId(name), number)}))
             case "circuit":
-                return self._pin_faults(what)
-            case "server" if what in self._servers:
-                return []
-            case "nic" if (found := _NUMBERED.fullmatch(what)) and found["name"] in self._servers:
-                there = len(self._servers[found["name"]])
-                return [] if int(found["number"]) < there else [f"its server has {there} NICs, got {text!r}"]
+                faults = self._pin_faults(what)
+                return faults[0] if faults else FabricFailures(cross_connects=frozenset({_cross_connect(what)}))
+            case "server" if what in self._nics:
+                return FabricFailures(servers=frozenset({ServerId(what)}))
+            case "nic" if name in self._nics:
+                if number >= self._nics[name]:
+                    return f"its server has {self._nics[name]} NICs, got {text!r}"
+                return FabricFailures(nics=frozenset({(ServerId(name), number)}))
             case "switch" | "port" | "server" | "nic":
-                return [f"names nothing of the site, got {text!r}"]
-        return [f"must be {MASKS}, got {text!r}"]
-
-    @property
-    def _servers(self) -> dict[str, tuple[str, ...]]:
-        return {str(server.id): server.tors for server in self._site.servers}
+                return f"names nothing of the site, got {text!r}"
+        return f"must be {MASKS}, got {text!r}"
 
     def _ports(self, switch: str) -> dict[str, tuple[int, ...]]:
         found = self._site.switch.get(OcsId(switch))

@@ -59,14 +59,10 @@ def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[st
     from planner.fabric.route_plan import INTERFACE
 
     faults, tor, names = [], entry.get("tor"), entry.get("interfaces")
-    side = entry.get("packet_side")
-    listed = [(f"{path}.interfaces[{i}]", name) for i, name in enumerate(names if isinstance(names, list) else [])]
-    if isinstance(side, dict):
-        listed.append((f"{path}.packet_side.interface", side.get("interface")))
-    for where, name in listed:
-        if isinstance(name, str) and name and not INTERFACE.fullmatch(name):
+    texts = _texts(path, entry, "interfaces", "packet_side.interface")
+    for where, name in texts:
+        if not INTERFACE.fullmatch(name):
             faults.append(f"{where}: must be the name of an interface, got {name!r}")
-    texts = [(where, name) for where, name in listed if isinstance(name, str)]
     counts = Counter(name for _, name in texts)
     faults += [f"{where}: is named twice on this ToR, got {name!r}" for where, name in texts if counts[name] > 1]
     if isinstance(names, list) and isinstance(tor, str) and tor in site.tor:
@@ -78,13 +74,8 @@ def _interface_faults(path: str, entry: dict[Any, Any], site: "Site") -> list[st
 
 
 def _address_faults(path: str, entry: dict[Any, Any], taken: dict[str, str]) -> list[str]:
-    faults, side = [], entry.get("packet_side")
-    listed = [(f"{path}.address", entry.get("address"))]
-    if isinstance(side, dict):
-        listed.append((f"{path}.packet_side.address", side.get("address")))
-    for where, address in listed:
-        if not isinstance(address, str) or not address:
-            continue
+    faults = []
+    for where, address in _texts(path, entry, "address", "packet_side.address"):
         try:
             IPv4Address(address)
         except ValueError:
@@ -96,11 +87,8 @@ def _address_faults(path: str, entry: dict[Any, Any], taken: dict[str, str]) -> 
 
 
 def _prefix_faults(path: str, entry: dict[Any, Any], networks: list[tuple[IPv4Network, str]]) -> list[str]:
-    faults, prefixes = [], entry.get("prefixes")
-    for index, prefix in enumerate(prefixes if isinstance(prefixes, list) else []):
-        where = f"{path}.prefixes[{index}]"
-        if not isinstance(prefix, str) or not prefix:
-            continue
+    faults = []
+    for where, prefix in _texts(path, entry, "prefixes"):
         try:
             network = IPv4Network(prefix)
         except ValueError:
@@ -128,3 +116,17 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
     except ProblemFaults as error:
         return [f"{path}.{fault}" for fault in error.faults]
     return []
+
+
+def _texts(path: str, entry: dict[Any, Any], *fields: str) -> list[tuple[str, str]]:
+    """The texts in these fields or lists of an entry, each with its path. Other values are the schema's business."""
+    found: list[tuple[str, Any]] = []
+    for field in fields:
+        value: Any = entry
+        for name in field.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            found += [(f"{path}.{field}[{index}]", each) for index, each in enumerate(value)]
+        else:
+            found.append((f"{path}.{field}", value))
+    return [(where, each) for where, each in found if isinstance(each, str) and each]

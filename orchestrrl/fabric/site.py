@@ -1,10 +1,11 @@
 """A site in one YAML file: read with every fault at once, and written. What it means: `planner/fabric/topology.py`."""
 
-import json
-import re
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import ProblemFaults
@@ -12,8 +13,6 @@ from orchestrrl.fabric.site_checks import faults_between
 from orchestrrl.fabric.site_parts import SitePart, numbers_text, read_parts
 from planner.fabric.topology import DEVICES, Pod, Reservation, Server, Site, Switch, SwitchModel, Tor, Uplink
 
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
-_OTHER_THAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 _NEEDED = ("pods", "tors", "servers", "switches")
 
 
@@ -100,14 +99,9 @@ def site_text(site: Site) -> str:
 
 
 def _flow(value: Any) -> str:
-    """YAML on one line. Words are quoted where they would be taken for something else."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(name)}: {_flow(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _OTHER_THAN_WORDS):
-        return json.dumps(value)
-    return str(value)
+    """YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("...\n").rstrip()
 
 
 def _number(value: float) -> float:

@@ -154,35 +154,29 @@ class FabricVerifier:
             for lane in sorted(self._site.lanes)
             if not {lane.agg, lane.core} & set(switches) and not set(_ports_of(lane)) & set(barred)
         ]
-        good = {lane.agg: self._good_at(routing, lane.agg, barred, findings) for lane in lanes}
+        good: dict[OcsId, Port] = {}  # the first of each switch
+        for port in sorted(findings.good & routing.interfaces.keys() - set(barred)):
+            good.setdefault(port[0], port)
         for one, other in _pairs_of_lanes(self._site, lanes):
-            ends = [good[one.agg], good[other.agg]]
-            if one.agg == other.agg or None in ends:
+            here, there = good.get(one.agg), good.get(other.agg)
+            if one.agg == other.agg or here is None or there is None:
                 findings.not_seen.append(
                     f"{port_text((one.agg, one.agg_port))}: no good fibre of a ToR is free beside it"
                 )
                 continue
-            here, there = ends
-            assert here is not None
-            assert there is not None
             path = [
                 port_pair(one.agg, here[1], one.agg_port),
                 port_pair(one.core, one.core_port, other.core_port),
                 port_pair(other.agg, there[1], other.agg_port),
             ]
-            came = await self._came(routing, path, {routing.interfaces[here], routing.interfaces[there]})
-            if came == {routing.interfaces[here], routing.interfaces[there]}:
-                findings.good |= {*_ports_of(one), *_ports_of(other)}
+            ends = {routing.interfaces[here], routing.interfaces[there]}
+            (first, up), (last, down) = _ports_of(one), _ports_of(other)
+            if await self._came(routing, path, ends) == ends:
+                findings.good |= {first, up, last, down}
             else:
-                what = f"no light gets from it over {port_text(_ports_of(one)[1])} and {port_text(_ports_of(other)[1])}"
-                what += f" to {port_text(_ports_of(other)[0])}: one of the two lanes ends elsewhere, or is broken"
-                findings.faults.append(CablingFault.at_port(DARK, _ports_of(one)[0], what))
-
-    def _good_at(
-        self, routing: FabricRouting, switch: OcsId, barred: Collection[Port], findings: _Findings
-    ) -> Port | None:
-        found = sorted(findings.good & routing.interfaces.keys())
-        return next((port for port in found if port[0] == switch and port not in barred), None)
+                what = f"no light gets from it over {port_text(up)} and {port_text(down)}"
+                what += f" to {port_text(last)}: one of the two lanes ends elsewhere, or is broken"
+                findings.faults.append(CablingFault.at_port(DARK, first, what))
 
     async def _came(
         self, routing: FabricRouting, pairs: Sequence[PortPair], expected: Collection[Interface]
@@ -259,13 +253,11 @@ def _pairs_of_lanes(site: Site, lanes: Iterable[Lane]) -> list[tuple[Lane, Lane]
         while left:
             one = left.pop(0)
             pod = site.pod_of[one.uplink]
-            other = next((lane for lane in left if site.pod_of[lane.uplink] != pod), None)
-            if other is not None:
-                left.remove(other)
-            else:
-                other = next((lane for lane in some if site.pod_of[lane.uplink] != pod), None)
+            other = next((lane for lane in (*left, *some) if site.pod_of[lane.uplink] != pod), None)
             if other is not None:
                 pairs.append((one, other))
+            if other in left:
+                left.remove(other)
     return pairs
 
 

@@ -108,30 +108,28 @@ class CalientRestWire(SwitchWire):
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
         rows = await self._get("crossconnects/", {"id": "list"}, parse.connections)
-        known, broken = self._port_names, set()
         self._listed = {}
+        broken = set()
         for row in rows:
             for half in row.halves:
                 try:
-                    pair = CrossConnect(known.number(half.source), known.number(half.target))
+                    pair = self._pair(half)
                 except ValueError as error:
                     raise DriverPermanent(f"connection {row.conn}: {error}") from None
                 self._listed[pair] = row
                 if half.is_broken:
                     broken.add(pair)
+        shown = set(self._listed)
         if self._options.dir is CrossConnectDirection.BI:
-            for pair in list(self._listed):
-                if pair.turned not in self._listed:
-                    broken.add(pair)
-        normal = {min(pair, pair.turned): pair in broken or pair.turned in broken for pair in self._listed}
-        if self._options.dir is CrossConnectDirection.UNI:
-            normal = {pair: pair in broken for pair in self._listed}
-        shown = self._settling.circuits(normal, moving)
-        return [DeviceCircuit(c.cross_connect, CircuitState.FAILED) if normal[c.cross_connect] else c for c in shown]
+            broken |= {pair for pair in shown if pair.turned not in shown}
+            broken |= {pair.turned for pair in broken}
+            shown = {min(pair, pair.turned) for pair in shown}
+        return [
+            DeviceCircuit(circuit.cross_connect, CircuitState.FAILED) if circuit.cross_connect in broken else circuit
+            for circuit in self._settling.circuits(sorted(shown), moving)
+        ]
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
-        if not pairs:
-            raise ValueError("an empty list of cross-connects must not reach the device")
         known = self._port_names
         group = {"group": self._options.group} if self._options.group else {}
         items = [
@@ -145,8 +143,6 @@ class CalientRestWire(SwitchWire):
             self._settling.commanded(pairs)
 
     async def remove(self, pairs: Sequence[CrossConnect]) -> None:
-        if not pairs:
-            raise ValueError("an empty list of cross-connects must not reach the device")
         going = frozenset(pairs) | (
             frozenset(pair.turned for pair in pairs) if self._options.dir is CrossConnectDirection.BI else frozenset()
         )
@@ -156,8 +152,7 @@ class CalientRestWire(SwitchWire):
             if row is None:
                 continue  # not there when last read, or the other direction, which is in the same row
             for half in row.halves:
-                other = CrossConnect(self._port_names.number(half.source), self._port_names.number(half.target))
-                if other not in going:
+                if (other := self._pair(half)) not in going:
                     raise DriverPermanent(
                         f"{pair} is one direction of {row.conn}, which only goes as a whole: name {other} too"
                     )
@@ -165,6 +160,9 @@ class CalientRestWire(SwitchWire):
         if not items:
             return
         await self._set("bdel", [items[conn] for conn in sorted(items)], sorted(items))
+
+    def _pair(self, half: parse.CalientHalf) -> CrossConnect:
+        return CrossConnect(self._port_names.number(half.source), self._port_names.number(half.target))
 
     @property
     def _port_names(self) -> parse.PortNames:

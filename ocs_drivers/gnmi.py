@@ -7,9 +7,8 @@ have carried out a part, so it is read back either way.
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.gnmi_openconfig import OpenConfigWire
-from ocs_drivers.gnmi_session import GnmiModel, GnmiOptions
+from ocs_drivers.gnmi_session import GnmiModel, GnmiOptions, GnmiWire
 from ocs_drivers.gnmi_sonic import SonicWire
-from ocs_drivers.gnmi_wire import GnmiWire
 from ocs_drivers.options import ConfiguredSwitch
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path
-from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice
-from ocs_drivers.gnmi_wire import GnmiWire
+from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiWire
 from ocs_drivers.model import (
     Action,
     CircuitState,

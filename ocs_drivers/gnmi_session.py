@@ -1,4 +1,5 @@
-"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors as ours.
+"""A connection to a gNMI server: Capabilities, Get, Set, Subscribe, with errors as ours; and
+what the wires of all data models have in common. What a device keeps where is a subclass of `GnmiWire`.
 
 Why pygnmi's generated messages and not its client: the client blocks, knows no time limits for Get and Set, logs to
 standard output once it is imported, and without a CA file trusts whatever certificate the server shows. grpc.aio runs
@@ -6,7 +7,9 @@ in the event loop beside every other channel of the process; it needs no threads
 """
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path as File
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 
+from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.gnmi_data import (
     Path,
@@ -27,7 +31,7 @@ from ocs_drivers.gnmi_data import (
     value_from_pb,
     value_to_pb,
 )
-from ocs_drivers.model import CrossConnect, EventKind
+from ocs_drivers.model import Action, CrossConnect, EventKind, SwitchCapabilities, SwitchEvent
 from ocs_drivers.options import Address, DriverOptions, FilledText, Flag, Password, SecondsOr0, Text, split_address
 
 T = TypeVar("T")
@@ -252,3 +256,56 @@ async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = Fal
     if is_setter:
         raise DriverOutcomeUnknown("nobody knows whether it was done", command=command, answer=answer)
     raise DriverRetryable("no answer", command=command, answer=answer)
+
+
+class GnmiWire(SwitchWire):
+    """The `base.SwitchWire` of one switch."""
+
+    capabilities = SwitchCapabilities(bulk=True, tuned_state=True, events=True)
+
+    def __init__(self, options: GnmiOptions, clock: DeviceClock) -> None:
+        self._options = options
+        self._origin = options.origin
+        self._clock = clock
+        self._session = GnmiSession(options)
+
+    @abstractmethod
+    def begin(self, models: Mapping[str, str]) -> None:
+        """Begin a session with a device that supports these models, given with their versions."""
+
+    @abstractmethod
+    async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None: ...
+
+    @abstractmethod
+    def news(self) -> AsyncGenerator[GnmiNews, None]:
+        """What changes from now on."""
+
+    async def open(self) -> None:
+        self._session = GnmiSession(self._options)
+        try:
+            self.begin(await self._session.open())
+        except DriverPermanent:
+            await self._session.close()
+            raise
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def add(self, pairs: Sequence[CrossConnect]) -> None:
+        await self.set(Action.ADD, pairs)
+
+    async def remove(self, pairs: Sequence[CrossConnect]) -> None:
+        await self.set(Action.REMOVE, pairs)
+
+    async def events(self) -> AsyncGenerator[SwitchEvent, None]:
+        # A connection of its own: that of commands may be dropped at any time.
+        watcher = type(self)(self._options, self._clock)
+        try:
+            await watcher.open()
+            async with aclosing(watcher.news()) as watched:
+                async for news in watched:
+                    yield SwitchEvent(self._clock.now_s(), news.kind, news.text, news.port, news.cross_connect)
+        except ValueError as error:
+            raise DriverPermanent(f"a notification makes no sense: {error}") from None
+        finally:
+            await watcher.close()

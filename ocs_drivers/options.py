@@ -3,7 +3,6 @@
 A family declares its options as a subclass of `DriverOptions` and names it in its `ConfiguredSwitch`.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -124,8 +123,8 @@ class DriverOptions(CheckedOptions):
 
 class FromOptions:
     """A mix-in for drivers that are made from options: `class MySwitch(ConfiguredSwitch, options=MyOptions,
-    wire=MyWire)`. The fields of the options become keyword-only parameters of the class, and `wire` makes the wire from
-    the options and the clock."""
+    wire=MyWire)`. The fields of the options are keyword-only parameters of the class, and `wire` makes the wire of the
+    options and the clock."""
 
     _options_type: ClassVar[type[Any]]
     _make_wire: ClassVar[Any]
@@ -135,13 +134,8 @@ class FromOptions:
     ) -> None:
         if wire is not None:
             cls._make_wire = staticmethod(wire)
-        if options is None:
-            return  # a variation of a driver that has its options
-        cls._options_type = options
-        device = inspect.Parameter("device", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        clock = inspect.Parameter("clock", inspect.Parameter.KEYWORD_ONLY, default=None)
-        options_of = inspect.signature(options).parameters.values()
-        cls.__signature__ = inspect.Signature([device, clock, *options_of])  # type: ignore[attr-defined]  # of inspect
+        if options is not None:  # otherwise a variation of a driver that has its options
+            cls._options_type = options
 
 
 class ConfiguredSwitch(FromOptions, SwitchDriver):

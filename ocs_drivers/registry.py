@@ -38,20 +38,8 @@ def make_from_group(group: str, name: str, device: str, options: Mapping[str, An
     except ModuleNotFoundError as error:
         wrong = f"driver: {name} needs {error.name}, which is not installed: pip install 'orchestrrl[{name}]'"
         raise InvalidOptions([wrong]) from error
-    accepted = {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in inspect.signature(factory).parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "clock"
-    }
-    known = ", ".join(sorted(accepted))
-    faults = [
-        f"options.{option}: is not an option of driver {name} (known: {known}), got {value!r}"
-        for option, value in options.items()
-        if option not in accepted
-    ]
-    faults += [
-        f"options.{each}: is missing" for each, is_needed in accepted.items() if is_needed and each not in options
-    ]
-    if faults:
-        raise InvalidOptions(faults)
+    try:
+        inspect.signature(factory).bind(device, clock=clock, **options)
+    except TypeError as error:
+        raise InvalidOptions([f"options: {error}"]) from None
     return factory(device, clock=clock, **options)

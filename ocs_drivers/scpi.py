@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ocs_drivers import scpi_text as text
 from ocs_drivers.base import DeviceClock, SwitchWire
@@ -224,12 +224,9 @@ class ScpiWire(SwitchWire):
         try:
             return understand(line)
         except ValueError as error:
-            await self._misunderstood(query, line, error)
-
-    async def _misunderstood(self, query: str, line: str, error: ValueError) -> NoReturn:
-        await self.close()  # who knows which question this was an answer to
-        wrong = f"an answer that makes no sense: {error}"
-        raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
+            await self.close()  # it may be the answer to another question
+            wrong = f"an answer that makes no sense: {error}"
+            raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
     async def _complaints(self) -> list[text.ErrorQueueEntry]:
         """The error queue, its query having been sent, read to its end."""

@@ -230,17 +230,12 @@ def unescape(quoted: str) -> str:
 def fields(text: str) -> dict[str, str]:
     """The values of `NAME=value,NAME="a, b"`; names in capitals. What precedes the first name, as the address in
     `1.1.1:ALIAS=x`, is under ""."""
-    address, colon, block = _split_address(text)
-    found = {"": address} if colon else {}
-    for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', block):
+    address = re.match(r"([^=:,]*):", text)
+    found = {"": address[1]} if address else {}
+    for match in re.finditer(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,]*)', text[address.end() :] if address else text):
         value = match[2]
         found[match[1].upper()] = unescape(value[1:-1]) if value[:1] == '"' == value[-1:] and value != '"' else value
     return found
-
-
-def _split_address(text: str) -> tuple[str, str, str]:
-    head = re.match(r"([^=:,]*):", text)
-    return (head[1], ":", text[head.end() :]) if head else ("", "", text)
 
 
 def quote(value: str) -> str:

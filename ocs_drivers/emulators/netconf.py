@@ -21,11 +21,10 @@ from pydantic import BeforeValidator
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators import netconf_text as text
+from ocs_drivers.emulators import netconf_store as text
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.http import HttpListing
-from ocs_drivers.emulators.netconf_store import NetconfDatastores
-from ocs_drivers.emulators.netconf_text import NC, Framing, FramingError, RpcError, child, local
+from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, RpcError, child, local
 from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
 

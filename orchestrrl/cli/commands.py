@@ -81,8 +81,7 @@ _MODULES = {
     "sync.box": ["sync box"],
     "sync.live": [f"sync {verb}" for verb in ("status", "history", "profile", "watch", "abort", "install")],
     "sync.publish": ["sync publish"],
-    "ocs.live": [f"ocs {verb}" for verb in ("list", "show", "connect", "disconnect", "confirm", "take-over")],
-    "ocs.verify": ["ocs verify"],
+    "ocs.live": [f"ocs {verb}" for verb in ("list", "show", "connect", "disconnect", "confirm", "take-over", "verify")],
     "ocs.emulate": ["ocs emulate"],
     "ocs.conformance": ["ocs conformance"],
 }

@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import inf
 
 from orchestrrl.core.clock import Clock, stop, until_set
-from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
+from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, few
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
@@ -589,6 +589,4 @@ class CircuitCoordinator:
 
 
 def _listed(pairs: Iterable[PortPair]) -> str:
-    ordered = [str(pair) for pair in sorted(pairs)]
-    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
-    return ", ".join(ordered[:LISTED]) + more
+    return few([str(pair) for pair in sorted(pairs)], LISTED, ", ")

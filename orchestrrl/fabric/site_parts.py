@@ -1,4 +1,4 @@
-"""A site's document: its fields, and what is wrong with one value alone. `site_checks.py` compares them."""
+"""A site's document: its fields, and what is wrong with one value alone. `site.py` compares them."""
 
 import re
 from collections.abc import Iterable, Mapping

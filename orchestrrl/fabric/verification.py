@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import ChangeMode, CircuitChange
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.errors import Permanent, few
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
@@ -84,9 +84,8 @@ class FabricVerifier:
         ports = {*self._interfaces, *(port for lane in self._site.lanes for port in _ports_of(lane))}
         unknown = sorted(ports - findings.good - {fault.port for fault in findings.faults})
         if unknown and self.routing is not None:
-            more = f" and {len(unknown) - LISTED} more" if len(unknown) > LISTED else ""
             how = "in use or broken" if walk else "no light shows where they end; --walk lights those that are free"
-            findings.not_seen.append(f"{how}: {', '.join(map(port_text, unknown[:LISTED]))}{more}")
+            findings.not_seen.append(f"{how}: {few([port_text(port) for port in unknown], LISTED, ', ')}")
         return VerificationReport(
             tuple(dict.fromkeys(findings.faults)),
             len(site_reading.of_site),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from orchestrrl.core.clock import Clock, within
-from orchestrrl.core.errors import LimitReached, Permanent, shorten
+from orchestrrl.core.errors import LimitReached, Permanent, few, shorten
 from orchestrrl.fabric.site_parts import number_runs
 from planner.fabric.clocks import ClockExchange, OffsetEstimator
 from planner.fabric.slack import RemainingQuiet
@@ -245,7 +245,7 @@ class WindowTracker:
             for job, some in host.jobs.items():
                 ranks.setdefault(job, set()).update(some)
         listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
-        return ", ".join(listed[:MOST_LISTED]) + (", ..." if len(listed) > MOST_LISTED else "") if listed else "none"
+        return few(listed, MOST_LISTED, ", ") or "none"
 
     def opens_s(self, job: str) -> float:
         """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
@@ -307,5 +307,4 @@ class WindowTracker:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Runs of them, e.g. `0-7, 9`."""
-    words = number_runs(ranks)
-    return ", ".join(words[:MOST_LISTED]) + (", ..." if len(words) > MOST_LISTED else "")
+    return few(number_runs(ranks), MOST_LISTED, ", ")

@@ -148,7 +148,7 @@ def test_the_command_names_every_fault_of_its_input() -> None:
         assert fault in result.stderr
     unknown = conformance("--driver", "scpi", "--ports", "1-4:5-8", "--option", "adress=192.0.2.1")
     assert unknown.exit_code == 2
-    assert [fault.partition(":")[0] for fault in unknown.stderr.splitlines()] == ["--option adress", "--address"]
+    assert [fault.partition(":")[0] for fault in unknown.stderr.splitlines()] == ["--address", "--option adress"]
 
 
 def test_a_test_goes_by_the_name_that_the_table_shows() -> None:

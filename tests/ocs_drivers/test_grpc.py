@@ -144,7 +144,7 @@ async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
         ),
         ("grpc", {}, "options.target: is missing"),
         ("grpc", {"target": ""}, "options.target: must be HOST:PORT, got ''"),
-        ("virtual", {"prots": 32}, "options.prots: is not an option of driver virtual (known: boot, bulk,"),
+        ("virtual", {"prots": 32}, "options.prots: is not known (known: boot, bulk,"),
         ("virtual", {"ports": 31, "seed": "x"}, "options.ports: must be an even number >= 2, got 31"),
         ("virtual", {"ports": 31, "seed": "x"}, "options.seed: must be a whole number, got 'x'"),
         ("virtual", {"faults": [{"kind": "fail"}]}, "options.faults[0]: kind must be one of fail_port,"),

@@ -19,7 +19,7 @@ from ocs_drivers import netconf
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, refusal
-from ocs_drivers.emulators import netconf_text as text
+from ocs_drivers.emulators import netconf_store as text
 from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.netconf import NetconfEmulator
 from ocs_drivers.errors import DriverPermanent, DriverRetryable, InvalidOptions

@@ -1,6 +1,5 @@
 """docs/ocs.md says of drivers what they say of themselves: names, options with their defaults, capabilities."""
 
-import inspect
 import re
 from dataclasses import asdict
 from importlib.metadata import entry_points
@@ -45,12 +44,8 @@ def told(name: str) -> dict[str, Any]:
 
 
 def parameters(name: str) -> dict[str, Any]:
-    signature = inspect.signature(DRIVERS[name].load()).parameters.values()
-    return {
-        each.name: REQUIRED if each.default is each.empty else each.default
-        for each in signature
-        if each.kind is each.KEYWORD_ONLY and each.name != "clock"
-    }
+    fields = DRIVERS[name].load()._options_type.model_fields
+    return {option: REQUIRED if field.is_required() else field.default for option, field in fields.items()}
 
 
 @pytest.mark.parametrize("name", OURS)

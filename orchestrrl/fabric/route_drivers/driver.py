@@ -17,7 +17,7 @@ from orchestrrl.fabric.route_drivers.base import (
     RouteReading,
     RouterWire,
 )
-from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 
 T = TypeVar("T")
 
@@ -88,6 +88,8 @@ class RouterDriver:
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
         began_s = self._clock.now_s()
+        can, limits = self._wire.capabilities, self._limits
+        pause_s = limits.poll_with_events_s if can.link_events else limits.poll_s
         async with self._link_changes() as changed:
             while True:
                 changed.clear()
@@ -97,7 +99,7 @@ class RouterDriver:
                 if len(up) == len(set(interfaces)) or elapsed_s >= limit_s:
                     return LinkWait(up, frozenset(interfaces) - up, elapsed_s)
                 with suppress(TimeoutError):
-                    await within(self._clock, min(self._pause_s, limit_s - elapsed_s), changed.wait())
+                    await within(self._clock, min(pause_s, limit_s - elapsed_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
         wanted = frozenset(hops)
@@ -121,30 +123,18 @@ class RouterDriver:
     async def close(self) -> None:
         await self._wire.close()
 
-    @property
-    def _pause_s(self) -> float:
-        return self._limits.poll_with_events_s if self._wire.capabilities.link_events else self._limits.poll_s
-
     def _check(self, changes: Sequence[RouteChange]) -> None:
         """Raises Permanent with everything that this router can never hold."""
         can = self._wire.capabilities
-        wrong = []
         prefixes = [change.prefix for change in changes]
-        wrong += [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
+        wrong = [f"{prefix} is changed twice" for prefix in sorted(set(prefixes)) if prefixes.count(prefix) > 1]
         for route in (change.route for change in changes if change.route):
-            wrong += self._faults_of(route, can)
+            if (hops := len(route.next_hops)) > can.max_next_hops:
+                wrong.append(f"{route.prefix}: next hops must be <= {can.max_next_hops}, got {hops}")
+            if (largest := max(hop.weight for hop in route.next_hops)) > can.max_weight:
+                wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
         if wrong:
             raise Permanent(f"{self.router}: nothing sent: {'; '.join(wrong)}")
-
-    @staticmethod
-    def _faults_of(route: PacketRoute, can: RouterCapabilities) -> list[str]:
-        wrong = []
-        if len(route.next_hops) > can.max_next_hops:
-            wrong.append(f"{route.prefix}: next hops must be <= {can.max_next_hops}, got {len(route.next_hops)}")
-        largest = max(hop.weight for hop in route.next_hops)
-        if largest > can.max_weight:
-            wrong.append(f"{route.prefix}: weights must be <= {can.max_weight}, got {largest}")
-        return wrong
 
     async def _read_routes(self) -> RouteReading:
         return await self._command("read routes", self._wire.read_routes())

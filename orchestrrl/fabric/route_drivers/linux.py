@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
 from orchestrrl.core.errors import OutcomeUnknown, Permanent
-from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
+from orchestrrl.fabric.route_drivers.command import RouterShell
 from planner.fabric.route_plan import NextHop
 
 # As what a neighbour stands that has answered.
@@ -45,7 +45,14 @@ class LinuxHost:
         answer = await self.shell.run("ip", "-json", *command)
         if answer.status:
             raise Permanent(f"ip {' '.join(command)}: {answer.error_text}")
-        return rows_of(answer, command)
+        # `ip -json` prints nothing at all where there is nothing.
+        try:
+            rows = json.loads(answer.out or "[]")
+        except ValueError as error:
+            raise OutcomeUnknown(f"ip {' '.join(command)}: not JSON: {answer.out[:200]!r}") from error
+        if not isinstance(rows, list):
+            raise OutcomeUnknown(f"ip {' '.join(command)}: not a list: {answer.out[:200]!r}")
+        return rows
 
     async def batch(self, lines: list[str], *options: str) -> None:
         """All lines in one command, each whatever becomes of the others. Raises Permanent with the router's words."""
@@ -58,14 +65,3 @@ class LinuxHost:
 def _is_up(link: dict[str, Any]) -> bool:
     """With a signal alone (LOWER_UP) the kernel still drops packets: it opens the queue together with the state."""
     return {"UP", "LOWER_UP"} <= set(link["flags"]) and link.get("operstate") in ("UP", "UNKNOWN")
-
-
-def rows_of(answer: CommandOutput, command: tuple[str, ...]) -> list[Any]:
-    """`ip -json` says nothing at all where there is nothing."""
-    try:
-        rows = json.loads(answer.out or "[]")
-    except ValueError as error:
-        raise OutcomeUnknown(f"ip {' '.join(command)}: not JSON: {answer.out[:200]!r}") from error
-    if not isinstance(rows, list):
-        raise OutcomeUnknown(f"ip {' '.join(command)}: not a list: {answer.out[:200]!r}")
-    return rows

@@ -47,4 +47,4 @@ def test_what_a_switchs_driver_finds_wrong_is_a_fault_of_the_configuration(tmp_p
         assert (done.exit_code, done.stdout) == (2, ""), done.stderr
         first, second = done.stderr.splitlines()
         assert first.startswith("ocs[0].driver: must be one of ")
-        assert second.startswith("ocs[1].options.colour: is not an option of driver virtual")
+        assert second.startswith("ocs[1].options.colour: is not known (known: boot,")

@@ -117,7 +117,8 @@ def test_all_faults_at_once(folder: Path) -> None:
         "fabric.routers[0].interfaces[1]: is named twice on this ToR, got 'swp1'",
         "fabric.routers[0].packet_side.interface: is named twice on this ToR, got 'swp1'",
         "fabric.routers[0].interfaces: must name those of its 2 fibres (agg0:1, agg1:1), got 3",
-        "fabric.routers[0].options.colour: is not an option of driver iproute (known: command_timeout_s, metric,"
+        "fabric.routers[0].options.prefix: must be a list of words, as [ssh, tor3], got 'ssh'",
+        "fabric.routers[0].options.colour: is not known (known: command_timeout_s, metric,"
         " prefix, protocol, table), got 1",
         "fabric.routers[1].address: must be an IPv4 address, got '192.0.2.300'",
         "fabric.routers[1].prefixes[0]: overlaps with 10.0.0.0/24 of fabric.routers[0].prefixes[0],"

@@ -101,7 +101,7 @@ def faults(found: VerificationReport) -> list[tuple[str, str]]:
 async def test_a_look_at_a_sound_site_changes_nothing(harness: VerifiedHarness) -> None:
     sent = len(harness.sent)
     found = await harness.verify()
-    others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8 and 18 more"
+    others = "core0:2, core0:3, core0:4, core0:6, core0:7, core0:8, and 18 more"
     why = f"no light shows where they end; --walk lights those that are free: {others}"
     assert found == VerificationReport((), 4, 2, IN_USE, FIBRES, (why,))
     assert len(harness.sent) == sent

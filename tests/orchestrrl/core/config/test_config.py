@@ -303,9 +303,9 @@ def test_switches_and_the_deployer_are_looked_at_beside_other_faults(tmp_path: P
     )
     with pytest.raises(ProblemFaults) as caught:
         load_config(path, with_parts=True)
-    mode, unknown, option, missing, deployer = caught.value.faults
+    mode, unknown, missing, option, deployer = caught.value.faults
     assert mode == "mode: should be 'advise' or 'act', got 'sometimes'"
     assert unknown.startswith("ocs[0].driver: must be one of ")
-    assert option.startswith("ocs[1].options.adress: is not an option of driver scpi (known: address")
+    assert option.startswith("ocs[1].options.adress: is not known (known: address")
     assert missing == "ocs[1].options.address: is missing"
     assert deployer.startswith("fleet.deployer.options.nonsense: is not a known field, got 1")

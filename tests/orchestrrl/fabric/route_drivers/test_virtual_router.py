@@ -91,7 +91,7 @@ def test_options_are_checked_all_at_once() -> None:
     assert len(faults.value.faults) == 3
     with pytest.raises(ProblemFaults, match="must be one of frr, iproute, virtual, got 'juniper'"):
         make_driver("juniper", "tor1")
-    with pytest.raises(ProblemFaults, match=r"options.tabel: is not an option of driver iproute"):
+    with pytest.raises(ProblemFaults, match=r"options.tabel: is not known"):
         make_driver("iproute", "tor1", {"tabel": 7})
     wrong = {"prefix": "ssh tor3", "protocol": 2, "metric": 0, "command_timeout_s": -1}
     with pytest.raises(ProblemFaults) as faults:

@@ -20,8 +20,10 @@ def test_every_path_that_a_page_names_exists() -> None:
 def test_every_test_that_a_page_names_exists() -> None:
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     for page in PAGES:
-        named = set(re.findall(r"`(test_\w+\.py)`", page.read_text()))
+        text = page.read_text()
+        named = set(re.findall(r"`(test_\w+\.py)`", text))
         assert named <= files, f"{page.name}: {sorted(named - files)}"
+        assert [path for path in re.findall(r"\btests/\w[\w/]*\.py", text) if not (ROOT / path).exists()] == []
 
 
 def test_the_shipped_example_is_the_one_that_the_command_prints() -> None:

@@ -17,16 +17,10 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.fleet.deployers import base
 from orchestrrl.fleet.deployers import kubernetes_objects as objects
 from orchestrrl.fleet.deployers import kubernetes_view as reading
-from orchestrrl.fleet.deployers.base import (
-    DeployedInstance,
-    EngineLife,
-    FixedGpusDeployer,
-    FleetIdentity,
-    check_free,
-    read_options,
-)
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceConflict, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_objects import KubernetesOptions, Object
@@ -49,7 +43,7 @@ class KubernetesDeployer(FixedGpusDeployer):
     def __init__(self, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock) -> None:
         self._launch = launch
         self._fleet = identity.name
-        self._options = read_options(KubernetesOptions, options)
+        self._options = base.read_options(KubernetesOptions, options)
         self._clock = clock
         self._api = KubernetesApi(self._options.kubeconfig, self._options.context, self._options.request_timeout_s)
         nodes_known_s = self._options.poll_s * NODES_KNOWN_POLLS if self._options.read_nodes else None
@@ -62,7 +56,7 @@ class KubernetesDeployer(FixedGpusDeployer):
 
     async def start(self, spec: EngineSpec) -> DeployedInstance:
         wanted = objects.workload(spec, self._launch, self._options, self._fleet)
-        check_free(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
+        base.check_free(spec.engine, spec.gpus, {other.engine: other.gpus for other in self._making})
         self._making.append(spec)
         try:
             await self._make(spec, wanted)
@@ -112,7 +106,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             return
         if made is not None or pods:
             raise Retryable(f"engine {spec.engine} is still being removed", RETRY_AFTER_S)
-        check_free(spec.engine, spec.gpus, _gpus_by_engine(everyone))
+        base.check_free(spec.engine, spec.gpus, _gpus_by_engine(everyone))
         kind = reading.workloads_path(self._options.namespace, wanted["apiVersion"])
         try:
             await self._api.create(kind, wanted)
@@ -151,7 +145,7 @@ class KubernetesDeployer(FixedGpusDeployer):
             if not reading.uids(made):
                 held = _gpus_by_engine(everyone)
                 try:
-                    check_free(engine, held[engine], held)
+                    base.check_free(engine, held[engine], held)
                 except Permanent as clash:
                     return clash
             refused = reading.cannot_be_made(made)

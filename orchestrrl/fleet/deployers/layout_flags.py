@@ -200,14 +200,8 @@ CONTEXT_TOKENS = 32_768
 BLOCK_TOKENS = 16
 
 # What a layout may decide, with what it does where they are left out.
-SIMULATED_DECIDED: Mapping[str, str | None] = {
-    "--host": None,
-    "--port": None,
-    "--tensor-parallel-size": "1",
-    "--pipeline-parallel-size": "1",
-    "--data-parallel-size": "1",
-    "--enable-expert-parallel": UNSET,
-}
+_SIZES = "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--enable-expert-parallel"
+SIMULATED_DECIDED = {flag: DECIDED[flag] for flag in ("--host", "--port", *_SIZES)}
 
 
 def simulated_costs(configuration: Configuration, p: Parallelism) -> dict[str, str]:

@@ -20,25 +20,11 @@ from orchestrrl.core.operation_journal import OpenIntent
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
+from orchestrrl.fleet.redeployment import book, steps
 from orchestrrl.fleet.redeployment.actions import POLL_S, FleetControl, FleetDeployment, RedeployActions, started_with
-from orchestrrl.fleet.redeployment.book import (
-    EngineStart,
-    RecordedFleet,
-    RedeploymentBook,
-    RedeploymentOutcome,
-    read_fleet,
-    read_open,
-    summary_text,
-)
+from orchestrrl.fleet.redeployment.book import EngineStart, RecordedFleet, RedeploymentBook, RedeploymentOutcome
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
-from orchestrrl.fleet.redeployment.steps import (
-    Redeployment,
-    RedeploymentId,
-    RedeploymentReport,
-    RedeployRequest,
-    RedeployStep,
-    stages_of,
-)
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentId, RedeploymentReport, RedeployRequest
 from orchestrrl.fleet.redeployment.targets import StandingEngine, TargetEngine, wanted_by_plan, wanted_by_targets
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.fleet.state import EngineFacts
@@ -64,7 +50,7 @@ class RedeploymentController:
         self._turn = turn
         self.reconfigure(fleet)
         self._running: dict[EngineId, DeployedInstance] = {}
-        self._fleet = read_fleet(control_plane.journal)  # None: nothing has been redeployed here
+        self._fleet = book.read_fleet(control_plane.journal)  # None: nothing has been redeployed here
         self._run: RedeploymentRun | None = None
         self._task: asyncio.Task[RedeploymentOutcome] | None = None
         self._book = RedeploymentBook(
@@ -86,7 +72,7 @@ class RedeploymentController:
     async def recover(self) -> None:
         """Before anything else: adopt what runs, end what is nobody's, take up what was cut short."""
         await self._scan()
-        opened = read_open(self._control_plane.journal)
+        opened = book.read_open(self._control_plane.journal)
         ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
         if ours is not None:
             await self._end_strangers({spec.engine for spec in ours})
@@ -180,25 +166,22 @@ class RedeploymentController:
         self._control_plane.engines_deployed(self._running)
 
     def _standing(self) -> StandingEngine:
-        views = self._control_plane.state.engines(self._control_plane.clock.now_s())
+        state = self._control_plane.state
+        views = state.engines(self._control_plane.clock.now_s())
         specs = {spec.engine: spec for spec in self._ours() or ()}
-        serving: list[EngineSpec] = []
-        asleep: list[EngineSpec] = []
-        lost: list[EngineId] = []
-        for engine, deployed in sorted(self._running.items()):
-            spec = deployed.spec or specs.get(engine)
-            if spec is None:  # its record was lost: as it would be started now
-                spec = self._make_spec(engine, deployed.configuration, deployed.gpus)
-            if deployed.life is EngineLife.UNKNOWN:
-                lost.append(engine)
-            (asleep if deployed.lent else serving).append(spec)
+        # One whose record was lost counts as it would be started now.
+        there = [
+            (up, up.spec or specs.get(engine) or self._make_spec(engine, up.configuration, up.gpus))
+            for engine, up in sorted(self._running.items())
+        ]
+        alive = {engine for engine, up in self._running.items() if up.life is EngineLife.ALIVE}
         return StandingEngine(
-            serving=tuple(serving),
-            asleep=tuple(asleep),
+            serving=tuple(spec for up, spec in there if not up.lent),
+            asleep=tuple(spec for up, spec in there if up.lent),
             elastic=self._offering(lambda told: told.scale_elastic_ep) if self._deployer.can_scale else frozenset(),
-            alive=frozenset(e for e, deployed in self._running.items() if self._serves(deployed)),
+            alive=frozenset(engine for engine in alive if not state.barred(engine)),
             drained=frozenset(view.id for view in views if view.draining),
-            lost=frozenset(lost),
+            lost=frozenset(engine for engine, up in self._running.items() if up.life is EngineLife.UNKNOWN),
             others={gpu: view.id for view in views if view.id not in self._running for gpu in view.gpus},
             gpus_count=self._deployment.gpus_count,
             per_node=self._deployment.per_node,
@@ -206,13 +189,9 @@ class RedeploymentController:
             make_spec=self._make_spec,
         )
 
-    def _serves(self, deployed: DeployedInstance) -> bool:
-        """It lives, and no operator has removed it, who wants no requests there."""
-        return deployed.life is EngineLife.ALIVE and not self._control_plane.state.barred(deployed.engine)
-
     # --- what is wanted
 
-    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[RedeployStep], ...]]:
+    def draft(self, wish: RedeployRequest) -> tuple[Redeployment, tuple[Stage[steps.RedeployStep], ...]]:
         """What would be done: no steps where the fleet is so already. Raises ProblemFaults with all faults of the wish,
         Permanent where it cannot be now."""
         standing = self._standing()
@@ -222,7 +201,7 @@ class RedeploymentController:
         else:
             wanted = wanted_by_targets(wish, id, standing)
         redeployment = self._redeployment(id, PlanId(wish.plan), wish.reason or "an operator's wish", standing, wanted)
-        return redeployment, stages_of(redeployment) if _changes(redeployment) else ()
+        return redeployment, steps.stages_of(redeployment) if _changes(redeployment) else ()
 
     def _next_id(self) -> RedeploymentId:
         """s1, s2, ...: numbers that no redeployment had, and no engine is called after, also where the journal was
@@ -374,7 +353,7 @@ class RedeploymentController:
         )
         starts = self._starts(run)
         done, now_s = report.state is OperationState.DONE, self._control_plane.clock.now_s()
-        outcome = RedeploymentOutcome(done, summary_text(report), now_s, tuple(starts.values()))
+        outcome = RedeploymentOutcome(done, book.summary_text(report), now_s, tuple(starts.values()))
         try:
             self._book.ended(report, self._fleet)
             self._book.note_engines(run.redeployment, report, starts)

@@ -12,34 +12,18 @@ from typing import Any
 from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import JournalEntry
-from orchestrrl.core.operation import (
-    Chain,
-    Description,
-    OperationRun,
-    Stage,
-    StepDirection,
-    StepEntry,
-    StepState,
-    steps_in,
-)
+from orchestrrl.core.operation import Description, OperationRun, Stage, StepDirection, StepEntry, StepState, steps_in
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.fleet.deployers.base import EngineLife
+from orchestrrl.fleet.redeployment import steps
 from orchestrrl.fleet.redeployment.actions import REFERENCE_WITHIN_S, RedeployActions
 from orchestrrl.fleet.redeployment.book import EXCERPT, REDEPLOYMENT
-from orchestrrl.fleet.redeployment.steps import (
-    BRING_UP,
-    Redeployment,
-    RedeploymentReport,
-    RedeployStep,
-    StepKind,
-    goes_on,
-    stages_back,
-    stages_of,
-)
+from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentReport, RedeployStep, StepKind
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
+RedeployChain = tuple[RedeployStep, ...]
 _TAKES_GPUS = (StepKind.START, StepKind.WAKE)
 _FREES_GPUS = (StepKind.STOP, StepKind.SLEEP)
 
@@ -50,7 +34,7 @@ class RedeploymentRun(Description[RedeployStep]):
     def __init__(self, acts: RedeployActions, log: OperationJournal, clock: Clock, changed: Callable[[], None]) -> None:
         self.acts = acts
         self._clock = clock
-        self._stages = stages_of(acts.redeployment)
+        self._stages = steps.stages_of(acts.redeployment)
         self._present: set[EngineId] = set()  # as observed last
         self._expects = False  # gateways have been told which engines are to come
         self._has_written_reference = False
@@ -157,7 +141,7 @@ class RedeploymentRun(Description[RedeployStep]):
         asleep |= self._present & left.dozing & old
         there = self._present - (left.unready & old)  # starting one again is harmless, and brings it up
         ended = {engine for engine in self._present if running[engine].life is EngineLife.ENDED}
-        stages = stages_back(self.redeployment, there, asleep, left.scaled, left.stopping | ended)
+        stages = steps.stages_back(self.redeployment, there, asleep, left.scaled, left.stopping | ended)
         brought_up = {step.engine for step in steps_in(stages) if step.kind is StepKind.READY}
         self.acts.expect(engine for engine in brought_up if engine is not None)
         return stages
@@ -178,7 +162,7 @@ class RedeploymentRun(Description[RedeployStep]):
             if record.direction is StepDirection.FORWARD and record.state is StepState.DONE and record.number in forward
         }
         alive = {engine for engine, deployed in self.acts.running.items() if deployed.life is EngineLife.ALIVE}
-        if not goes_on(self.redeployment, done, alive):
+        if not steps.goes_on(self.redeployment, done, alive):
             return None
         stopped = {engine for kind, engine in done if kind in _FREES_GPUS}
         # What this daemon has to know of itself, and what is as good as undone until its engine has stopped.
@@ -193,9 +177,9 @@ class RedeploymentRun(Description[RedeployStep]):
         """The new deployment stands: an engine that could not be stopped is left to the next redeployment."""
         return step.kind is StepKind.RETIRE
 
-    async def again(self, chain: Chain[RedeployStep], failed: RedeployStep) -> Chain[RedeployStep]:
+    async def again(self, chain: RedeployChain, failed: RedeployStep) -> RedeployChain:
         """Free the GPUs of an engine that came up by half; one that could not be woken is started."""
-        if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *BRING_UP):
+        if failed.engine is None or failed.kind not in (*_TAKES_GPUS, StepKind.SCALE, *steps.BRING_UP):
             return chain
         try:
             await within(self._clock, self.redeployment.limits.stop_s, self.acts.stop(failed.engine))

@@ -20,14 +20,14 @@ from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, re
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, simulated_costs
 from planner.model import ConfigurationId, EngineId, GpuId
 
-WHERE = "fleet.launch"
-
 
 def launch_of(fleet: FleetSettings) -> EngineLaunch:
     """What all engines have in common. Raises ProblemFaults where nothing is said of it."""
     settings = fleet.launch
     if settings is None:
-        raise ProblemFaults([f"{WHERE}: is missing, got nothing; `orchestrrl check-config --print-example` has one"])
+        raise ProblemFaults(
+            ["fleet.launch: is missing, got nothing; `orchestrrl check-config --print-example` has one"]
+        )
     hands_over = fleet.kv_transfer is not None and fleet.kv_transfer.connector is not None
     simulated = settings.engine is EngineProduct.SIMULATED
     as_written = {"engine", "device", "host", "nodes", "cores_per_gpu", "arguments", "environment"}
@@ -41,7 +41,6 @@ def launch_of(fleet: FleetSettings) -> EngineLaunch:
         last_port=settings.ports[1],
         kv_directory=(settings.kv_directory or "") if hands_over else "",
         weight_backend=settings.weight_backend and not simulated,
-        where=WHERE,
     )
 
 
@@ -123,25 +122,25 @@ def launch_faults(fleet: Mapping[Any, Any], known: Iterable[str]) -> list[str]:
         return []
     faults = []
     if section.get("model") is None and section.get("engine") != EngineProduct.SIMULATED:
-        faults.append(f"{WHERE}.model: is missing, got nothing")
+        faults.append("fleet.launch.model: is missing, got nothing")
     own = section.get("configurations")
     for name in own if isinstance(own, dict) else ():
         if name not in known:
             listing = ", ".join(sorted(known)) or "none"
-            path = f"{WHERE}.configurations.{name}"
+            path = f"fleet.launch.configurations.{name}"
             faults.append(f"{path}: is not one of fleet.configurations (known: {listing}), got {name!r}")
     transfer = fleet.get("kv_transfer")
     if isinstance(transfer, dict) and transfer.get("connector") and section.get("kv_directory") is None:
-        faults.append(f"{WHERE}.kv_directory: must be given where fleet.kv_transfer has a connector, got nothing")
+        faults.append("fleet.launch.kv_directory: must be given where fleet.kv_transfer has a connector, got nothing")
     gpus = fleet.get("gpus")
     per_node = gpus.get("per_node", 8) if isinstance(gpus, dict) else 8
     ports = section.get("ports", [8100, 8199])
     whole = isinstance(ports, list) and len(ports) == 2 and all(type(n) is int for n in (*ports, per_node))
     if whole and ports[1] - ports[0] + 1 < PORTS_PER_GPU * per_node:
         wish = f"must have {PORTS_PER_GPU} ports for each of a node's {per_node} GPUs"
-        faults.append(f"{WHERE}.ports: {wish}, got {ports}")
+        faults.append(f"fleet.launch.ports: {wish}, got {ports}")
     if section.get("cores_per_gpu") and section.get("device") != EngineDevice.CPU:
-        faults.append(f"{WHERE}.cores_per_gpu: is for device cpu alone, got {section['cores_per_gpu']!r}")
+        faults.append(f"fleet.launch.cores_per_gpu: is for device cpu alone, got {section['cores_per_gpu']!r}")
     return faults
 
 

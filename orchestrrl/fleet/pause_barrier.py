@@ -251,8 +251,10 @@ class PauseBarrier:
         state, engines = self.state, self._engines()
         if faults := _engine_faults("without_engine_ids", without, engines):
             raise ProblemFaults(faults)
-        if _reported_before(state, lease_id, policy_version, without, weights_source):
-            return state
+        if state.lease is None and (over := state.opened) is not None and lease_id == over.lease:
+            was = (over.how, over.policy_version, over.weights_source, set(without) & set(over.without))
+            if was == (LeaseEnd.RESUMED, policy_version, weights_source, set(without)):
+                return state  # it was resumed in these words already, and the answer got lost
         if policy_version is not None:  # an engine that was not brought to rest had nothing done to it
             without = {*without, *(engine for engine, item in self._rests.items() if not item.done)}
         now_s = self._clock.now_s()
@@ -427,18 +429,6 @@ class PauseBarrier:
         lease = state.lease or before
         self._journal.append(self._clock.now_s(), EntryKind.BARRIER, lease.id if lease else "", body)
         logger.info("barrier %s: %s %s", event, state.phase, lease or "")
-
-
-def _reported_before(
-    state: PauseState, lease_id: str, policy_version: int | None, without: Collection[EngineId], weights_source: str
-) -> bool:
-    """Whether the lease was resumed in these words already, by whose answer got lost."""
-    opened = state.opened
-    if state.lease is not None or opened is None or not lease_id:
-        return False
-    asked = (lease_id, LeaseEnd.RESUMED, policy_version, weights_source, set(without))
-    was = (opened.lease, opened.how, opened.policy_version, opened.weights_source, set(without) & set(opened.without))
-    return was == asked
 
 
 def _seconds_faults(name: str, value: float) -> list[str]:

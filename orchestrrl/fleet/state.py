@@ -379,10 +379,8 @@ class FleetState:
         gateway = self._gateways.get(node)
         if gateway and gateway.reported_s is not None:
             return gateway.reported_s
-        heard = [
-            record.received_s for record in self._engines.values() if record.report and record.report.agent == node
-        ]
-        return max(heard, default=None)
+        reports = ((record.report, record.received_s) for record in self._engines.values())
+        return max((received_s for report, received_s in reports if report and report.agent == node), default=None)
 
     def configuration_of(self, engine: EngineId) -> ConfigurationId | None:
         facts = self._facts.get(engine)

@@ -41,7 +41,6 @@ class EngineLaunch:
     environment: Mapping[str, str] = field(default_factory=dict)
     kv_directory: str = ""  # through which engines of one configuration hand over KV; empty: they do not
     weight_backend: bool = False  # vLLM takes versions of the weights through OrchestrRL's own
-    where: str = "launch"  # what to call this in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ def _layout_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
         if p.pp > 1:
             faults.append(f"{name}.pp: must be 1 under AFD, got {p.pp}")
         if launch.device is EngineDevice.CPU:
-            faults.append(f"{launch.where}.device: must be cuda for {name}, which is AFD, got 'cpu'")
+            faults.append(f"fleet.launch.device: must be cuda for {name}, which is AFD, got 'cpu'")
     faults += _gpu_faults(spec)
     if not spec.gpus and p.afd:
         faults.append(f"{spec.engine}.gpus: must be named for {name}, which is AFD, got none")
@@ -199,22 +198,22 @@ def _placement_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     unknown = sorted(node for node in nodes if node >= len(launch.nodes))
     if len(nodes) > 1 and unknown:
         missing = ", ".join(map(str, unknown))
-        faults.append(f"{launch.where}.nodes: must have the addresses of nodes {missing} too, got {list(launch.nodes)}")
+        faults.append(f"fleet.launch.nodes: must have the addresses of nodes {missing} too, got {list(launch.nodes)}")
     if launch.device is EngineDevice.CPU and len(nodes) > 1:
         faults.append(f"{spec.engine}.gpus: must lie on one node where device is cpu, got nodes {sorted(nodes)}")
     return faults
 
 
 def _given(spec: EngineSpec, launch: EngineLaunch) -> tuple[list[VllmArgument], list[str]]:
-    common, faults = read_arguments(f"{launch.where}.arguments", launch.arguments)
-    own, more = read_arguments(f"{launch.where}.configurations.{spec.configuration}.arguments", spec.arguments)
+    common, faults = read_arguments("fleet.launch.arguments", launch.arguments)
+    own, more = read_arguments(f"fleet.launch.configurations.{spec.configuration}.arguments", spec.arguments)
     return replaced(common, own), faults + more
 
 
 def _environment_faults(spec: EngineSpec, launch: EngineLaunch) -> list[str]:
     pinned, faults = _pinned(spec.gpus, launch), []
-    own = f"{launch.where}.configurations.{spec.configuration}.environment"
-    for path, variables in ((f"{launch.where}.environment", launch.environment), (own, spec.environment)):
+    own = f"fleet.launch.configurations.{spec.configuration}.environment"
+    for path, variables in (("fleet.launch.environment", launch.environment), (own, spec.environment)):
         for name, value in variables.items():
             if not _VARIABLE.fullmatch(name):
                 faults.append(f"{path}: must have names that a shell takes, got {name!r}")

@@ -88,7 +88,7 @@ class LocalDeployer:
         if nodes != [0] and self._launch.engine is not EngineProduct.SIMULATED:
             raise Permanent(f"deployer local starts engines on node 0 alone, which is this machine, got nodes {nodes}")
         if shutil.which(lines[0].argv[0]) is None:
-            faults.append(f"{self._launch.where}.python: is no program of this machine, got {lines[0].argv[0]!r}")
+            faults.append(f"fleet.launch.python: is no program of this machine, got {lines[0].argv[0]!r}")
         if spec.weights and not Path(spec.weights).is_dir():
             faults.append(f"weights: must be a folder of this machine, got {spec.weights!r}")
         if faults:

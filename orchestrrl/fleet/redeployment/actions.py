@@ -94,6 +94,12 @@ class FleetDeployment:
         return why
 
 
+def take_stock(running: dict[EngineId, DeployedInstance], found: Iterable[DeployedInstance]) -> None:
+    """Replace what is known to run by what was found."""
+    running.clear()
+    running.update({deployed.engine: deployed for deployed in found})
+
+
 @dataclass(slots=True)
 class RedeployActions:
     """For one redeployment. `running` is what the deployer has, kept by whoever owns the fleet."""
@@ -203,12 +209,9 @@ class RedeployActions:
         for spec in (*self.redeployment.old, *self.redeployment.new):
             self.control_plane.routes.expected.pop(spec.engine, None)
 
-    async def scan(self) -> set[EngineId]:
-        """What is there now, of all that the deployer has."""
-        found = {deployed.engine: deployed for deployed in await self.deployment.deployer.list_engines()}
-        self.running.clear()
-        self.running.update(found)
-        return set(found)
+    async def scan(self) -> None:
+        """Read what the deployer has now."""
+        take_stock(self.running, await self.deployment.deployer.list_engines())
 
     # --- of the fleet
 

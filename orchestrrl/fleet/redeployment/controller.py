@@ -8,7 +8,7 @@ actions.py's, where engines go targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,14 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment import book, steps
-from orchestrrl.fleet.redeployment.actions import POLL_S, FleetControl, FleetDeployment, RedeployActions, started_with
+from orchestrrl.fleet.redeployment.actions import (
+    POLL_S,
+    FleetControl,
+    FleetDeployment,
+    RedeployActions,
+    started_with,
+    take_stock,
+)
 from orchestrrl.fleet.redeployment.book import EngineStart, RecordedFleet, RedeploymentBook, RedeploymentOutcome
 from orchestrrl.fleet.redeployment.run import RedeploymentRun
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeploymentId, RedeploymentReport, RedeployRequest
@@ -106,7 +113,7 @@ class RedeploymentController:
                 continue
             if self.busy or self._run is not run:  # a redeployment knows better by now
                 continue
-            self._take_stock(found)
+            take_stock(self._running, found)
             missing = [told for engine, told in before.items() if engine not in self._running]
             gone = [replace(told, life=EngineLife.ENDED, detail=VANISHED) for told in missing]
             ended = [told for e, told in self._running.items() if told.life is EngineLife.ENDED and e in before]
@@ -129,11 +136,7 @@ class RedeploymentController:
         self._control_plane.engines_deployed(self._running)
 
     async def _scan(self) -> None:
-        self._take_stock(await self._deployer.list_engines())
-
-    def _take_stock(self, found: Iterable[DeployedInstance]) -> None:
-        self._running.clear()
-        self._running.update({deployed.engine: deployed for deployed in found})
+        take_stock(self._running, await self._deployer.list_engines())
 
     def _ours(self) -> tuple[EngineSpec, ...] | None:
         """None where that is not known: all that is found is adopted then."""

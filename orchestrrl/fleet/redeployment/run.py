@@ -35,7 +35,6 @@ class RedeploymentRun(Description[RedeployStep]):
         self.acts = acts
         self._clock = clock
         self._stages = steps.stages_of(acts.redeployment)
-        self._present: set[EngineId] = set()  # as observed last
         self._expects = False  # gateways have been told which engines are to come
         self._has_written_reference = False
         self._operation = OperationRun(self, log, clock, changed)
@@ -129,18 +128,18 @@ class RedeploymentRun(Description[RedeployStep]):
         return await self.acts.back(step)
 
     async def observe(self) -> None:
-        self._present = await self.acts.scan()
+        await self.acts.scan()
 
     def back(self, records: Sequence[StepEntry]) -> tuple[Stage[RedeployStep], ...]:
         self.acts.going_back = True
         left = _unsettled(records)
         self.acts.loaded = left.loaded
-        running = self.acts.running
+        running, present = self.acts.running, set(self.acts.running)
         old = {spec.engine for spec in self.redeployment.leaving}
-        asleep = {engine for engine in self._present if running[engine].lent}
-        asleep |= self._present & left.dozing & old
-        there = self._present - (left.unready & old)  # starting one again is harmless, and brings it up
-        ended = {engine for engine in self._present if running[engine].life is EngineLife.ENDED}
+        asleep = {engine for engine in present if running[engine].lent}
+        asleep |= present & left.dozing & old
+        there = present - (left.unready & old)  # starting one again is harmless, and brings it up
+        ended = {engine for engine in present if running[engine].life is EngineLife.ENDED}
         stages = steps.stages_back(self.redeployment, there, asleep, left.scaled, left.stopping | ended)
         brought_up = {step.engine for step in steps_in(stages) if step.kind is StepKind.READY}
         self.acts.expect(engine for engine in brought_up if engine is not None)

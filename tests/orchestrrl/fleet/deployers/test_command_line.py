@@ -234,14 +234,14 @@ SPELLINGS = (
 def test_what_contradicts_the_layout_is_a_fault_that_names_both(words: tuple[str, ...]) -> None:
     given = ("--seed", "1", *words)
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=given))
-    assert fault.startswith("launch.arguments[2]: contradicts ")
+    assert fault.startswith("fleet.launch.arguments[2]: contradicts ")
     assert "wide" in fault
     assert fault.endswith(f"got {' '.join(words)!r}")
 
 
 def test_a_contradiction_says_what_the_layout_has() -> None:
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=("-tp", "4")))
-    assert fault == "launch.arguments[0]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'"
+    assert fault == "fleet.launch.arguments[0]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'"
     (fault,) = faults(spec(Parallelism(tp=2, ep=2)), replace(LAUNCH, arguments=("--no-enable-expert-parallel",)))
     assert "contradicts `--enable-expert-parallel` of wide" in fault
     (fault,) = faults(spec(Parallelism(tp=2)), replace(LAUNCH, arguments=("-ep",)))
@@ -292,10 +292,10 @@ def test_every_fault_comes_at_once() -> None:
     assert faults(spec(Parallelism(tp=2, ep=4), (0, 0, 1)), launch) == [
         "wide.ep: must be 1 or tp x dp (2), as vLLM spreads experts, got 4",
         "e0.gpus: must be 2 different GPUs for wide, got [0, 0, 1]",
-        "launch.arguments[0]: must begin with a flag such as --max-model-len, got 'stray'",
-        "launch.environment.CUDA_VISIBLE_DEVICES: contradicts `CUDA_VISIBLE_DEVICES=0,0,1` of e0's GPUs, got '7'",
-        "launch.environment: must have names that a shell takes, got 'not a name'",
-        "launch.arguments[1]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'",
+        "fleet.launch.arguments[0]: must begin with a flag such as --max-model-len, got 'stray'",
+        "fleet.launch.environment.CUDA_VISIBLE_DEVICES: contradicts `CUDA_VISIBLE_DEVICES=0,0,1` of e0's GPUs, got '7'",
+        "fleet.launch.environment: must have names that a shell takes, got 'not a name'",
+        "fleet.launch.arguments[1]: contradicts `--tensor-parallel-size 2` of wide, got '-tp 4'",
     ]
 
 
@@ -326,7 +326,7 @@ def test_nodes_without_an_address_are_a_fault_only_where_it_is_needed() -> None:
     launch = replace(LAUNCH, nodes=("a",))
     render(spec(Parallelism(tp=4), range(16, 20)), launch)
     (fault,) = faults(spec(Parallelism(tp=16), range(8, 24)), launch)
-    assert fault == "launch.nodes: must have the addresses of nodes 1, 2 too, got ['a']"
+    assert fault == "fleet.launch.nodes: must have the addresses of nodes 1, 2 too, got ['a']"
 
 
 def test_engines_side_by_side_have_ports_of_their_own() -> None:
@@ -351,7 +351,9 @@ def test_on_the_cpu_build_gpus_are_cores() -> None:
         assert line.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     bound = replace(launch, environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert "contradicts `VLLM_CPU_OMP_THREADS_BIND=0` of e0's GPUs" in faults(spec(Parallelism()), bound)[0]
-    assert faults(spec(Parallelism(attention_gpus=1, ffn_gpus=1)), launch)[0].startswith("launch.device: must be cuda")
+    assert faults(spec(Parallelism(attention_gpus=1, ffn_gpus=1)), launch)[0].startswith(
+        "fleet.launch.device: must be cuda"
+    )
 
 
 def test_kv_is_handed_over_among_engines_of_one_configuration() -> None:
@@ -389,6 +391,6 @@ def test_the_plugin_s_settings_join_the_user_s_own() -> None:
     mine = replace(LAUNCH, arguments=("--additional-config", '{"x": 1}'))
     assert [read(line).additional_config["x"] for line in render(spec(layout), mine)] == [1, 1]
     for words in (("--additional-config", '{"afd": {}}'), ("--additional-config.x", "1"), ("--additional-config", "{")):
-        assert "launch.arguments[0]: " in faults(spec(layout), replace(LAUNCH, arguments=words))[0]
+        assert "fleet.launch.arguments[0]: " in faults(spec(layout), replace(LAUNCH, arguments=words))[0]
     assert "--enable-dbo" in faults(spec(layout), replace(LAUNCH, arguments=("--enable-dbo",)))[0]
     render(spec(Parallelism()), replace(LAUNCH, arguments=("--enable-dbo",)))

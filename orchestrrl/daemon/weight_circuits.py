@@ -92,7 +92,7 @@ class CircuitsForSyncs:
         self._partly: set[str] = set()  # syncs that have changed circuits, and not got all of theirs
 
     def network(self) -> SyncNetwork:
-        """All lanes and fibres that are sound and free may be had; nothing is asked of the switches for it."""
+        """Return the network of all lanes and fibres that are sound and free; no switch is read for it."""
         fabric, site = self._fabric, self._fabric.site
         site_reading, word = fabric.site_reading, fabric.overrides
         state = FabricState(
@@ -165,7 +165,7 @@ class CircuitsForSyncs:
         return tuple(words)
 
     def _trainer(self, senders: Iterable[Peer]) -> str:
-        """The job that is traced on the trainer's hosts."""
+        """Return the job that is traced on the trainer's hosts."""
         hosts = {peer.host for peer in senders if peer.role is PeerRole.TRAINER}
         return next(iter(sorted(self._fabric.traced_on(hosts))), JOB)
 
@@ -223,7 +223,7 @@ def network_of(
     packet_tors: Collection[EndpointId] = (),
     packet_gbps: float = 0.0,
 ) -> SyncNetwork:
-    """What these circuits and the packet side make of it. What streams responses is kept for them."""
+    """Return the network that these circuits and the packet side make. Ports reserved for responses are left out."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
     boundary: Counter[str] = Counter()
     tors: Counter[str] = Counter()
@@ -264,7 +264,7 @@ def _by_packets(site: Site, pod: EndpointId, packet_tors: Collection[EndpointId]
 
 
 def station_of(peer: Peer, site: Site) -> NetworkStation:
-    """By its GPU's NIC; else by the names that it has for its place."""
+    """Return the station of a peer by its GPU's NIC, else by the names of its place."""
     place = peer.place
     if place.gpu is None or GpuId(place.gpu) not in site.server_of:
         if place.gpu is not None:
@@ -281,8 +281,8 @@ def named_station(peer: Peer, nic_gbps: float) -> NetworkStation:
 def intent_of(
     edges: Iterable[CarryEdge], site: Site, peers: Mapping[PeerId, Peer], job: str = JOB
 ) -> tuple[Intent, tuple[str, ...]]:
-    """What these send, GPU by GPU, and whose bytes are not in it. An edge has sent all of it once it is over, so both
-    phases have their circuits at once."""
+    """Return the traffic of edges, GPU by GPU, and notes on peers that are not in it. An edge has sent all
+    of it once it is over, so both phases have their circuits at once."""
     sent: Counter[tuple[int, int]] = Counter()
     nowhere: set[str] = set()
     for edge in edges:
@@ -322,7 +322,7 @@ def _why(report: PeriodReport) -> str:
 
 
 def _not_joined(edges: Iterable[CarryEdge], network: SyncNetwork) -> tuple[str, ...]:
-    """PoDs between which edges of one wave find less than they are to have."""
+    """Return notes on PoDs between which edges of one wave have less than was planned."""
     assert network.pairs is not None
     asked: defaultdict[tuple[tuple[str, str], int], dict[str, float]] = defaultdict(dict)
     for edge in edges:

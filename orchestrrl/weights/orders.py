@@ -1,4 +1,4 @@
-"""What the daemon orders of a peer, and what peers tell, as values.
+"""Orders of the daemon to peers, and news of peers, as values.
 
 A peer carries an order out once per id, and answers a repeated one with the same result. Orders of an older generation
 than the newest seen are refused. Each is harmless when it is done twice, so a daemon that comes back gives its orders
@@ -228,7 +228,7 @@ class EdgeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeEvent:
-    """What became of an edge, by one of its ends; the receiver's word counts for what has arrived."""
+    """An edge began, is done or broke, by one of its ends; the receiver's event counts for what has arrived."""
 
     version: Version
     edge: str
@@ -242,7 +242,7 @@ class EdgeEvent:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedBytes:
-    """How far a peer is, a few times a second while edges run."""
+    """The bytes that a peer has received, a few times a second while edges run."""
 
     version: Version
     received_bytes: ByteCount

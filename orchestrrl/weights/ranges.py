@@ -50,7 +50,7 @@ class ByteRanges:
         return at >= 0 and offset + size <= self._last[at]
 
     def gaps(self, size: int) -> tuple[Range, ...]:
-        """What is not there of so many bytes."""
+        """Return the ranges of [0, size) that are missing, ascending."""
         found, at = [], 0
         for first, last in zip(self._first, self._last, strict=True):
             if at < first:

@@ -54,7 +54,7 @@ class ClosedLease(Protocol):
 
 
 class FleetVersions(Protocol):
-    """Whether the fleet is paused, and which weights its engines have; see fleet/pause_lease.py."""
+    """The state of the pause barrier, and the versions that engines have; see fleet/pause_lease.py."""
 
     @property
     def lease(self) -> ClosedLease | None: ...
@@ -137,7 +137,7 @@ class SyncFailed(OrchestrRLError):
 
 
 async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All outcomes, in order. Where one fails the others are not waited for."""
+    """Return all outcomes, in order. Where one fails the others are cancelled."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -147,7 +147,7 @@ async def each_done(work: Iterable[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SyncActions:
-    """What versions are brought to engines with."""
+    """The parts that a weight sync acts through, and its single actions on peers and engines."""
 
     hub: PeerHub
     clock: Clock
@@ -187,8 +187,8 @@ class SyncActions:
         return sorted(away)
 
     def installed(self, engine: EngineId) -> int | None:
-        """As its attached peer says, unless it was restarted since that asked it: nobody knows then. Whoever has told
-        the pause barrier its version since then knows."""
+        """Return the version that an engine's attached peer reports; None where the engine was restarted after the peer
+        asked it last, unless the pause barrier was told its version since."""
         if engine in self.stale and engine in self.fence.state.versions:
             self.stale.dispel(engine, self.stale.of(engine))
         if engine in self.stale:
@@ -197,8 +197,8 @@ class SyncActions:
         return next((each.installed for each in peer.engines if each.engine == engine), None) if peer else None
 
     def lacking(self, version: int, engines: Iterable[EngineId]) -> list[EngineId]:
-        """Those that have not the version, by the last word that counts. Of whom there is no word the last is taken to
-        hold, while there was no restart."""
+        """Return the engines that do not have the version, by their last report that counts. Without a peer, the last
+        report holds while there was no restart."""
         return [
             engine
             for engine in engines
@@ -284,8 +284,8 @@ class SyncActions:
         return result
 
     async def refresh(self, engines: Iterable[EngineId]) -> None:
-        """Have engines asked what they have at this moment: one may have been started anew, seen by nobody. Of one that
-        does not answer nobody knows; where its peer does not, its last word is taken to hold."""
+        """Have engines asked which version they have now: one may have been restarted unseen. The version of one that
+        does not answer is unknown; where its peer does not answer, the last report holds."""
 
         async def one(engine: EngineId) -> None:
             peer, doubt = self.hub.peer_of(engine), self.stale.of(engine)
@@ -305,7 +305,7 @@ class SyncActions:
         await each_done(one(engine) for engine in sorted(engines))
 
     async def reinstall_restarted(self, engines: Iterable[EngineId]) -> None:
-        """Of those that were restarted: peers ask them, and bring them the fleet's version where they have lost it."""
+        """Install the fleet's version into engines that were restarted and have lost it."""
         committed = self.book.fleet.committed
         if committed is not None and committed.is_kept:
             doubted = [engine for engine in engines if engine in self.stale and engine in self.engines()]
@@ -329,7 +329,7 @@ class SyncActions:
     async def try_each(
         self, engines: Iterable[EngineId], act: Callable[[EngineId], Awaitable[object]]
     ) -> dict[EngineId, str]:
-        """Those for which it failed, and why; the others go on."""
+        """Act on each engine; return those for which it failed, and why."""
         failed: dict[EngineId, str] = {}
 
         async def one(engine: EngineId) -> None:
@@ -351,11 +351,11 @@ class SyncActions:
         return True
 
     async def let_go(self, version: int) -> None:
-        """All edges of the version, everywhere."""
+        """End all edges of the version at all peers."""
         await self._notify_all(lambda _: EndEdges(version))
 
     async def keep(self) -> None:
-        """The fleet's version, and what is on its way, is all that peers keep."""
+        """Have peers keep the fleet's version, and those on their way, and no other."""
         committed = self.book.fleet.version
         if committed is None:
             return
@@ -368,7 +368,7 @@ class SyncActions:
         await self._notify_all(order)
 
     async def discard(self, version: int) -> None:
-        """It came to nothing: peers have room for the next one. Not where the same number is on its way again."""
+        """Have peers discard a version that came to nothing, unless the same number is on its way again."""
         committed, wanted = self.book.fleet.version, self._on_their_way()
         if version == committed or sum(each == version for each in wanted) > 1:
             return

@@ -1,4 +1,4 @@
-"""What to do about a weight sync that takes long: a sentence for each phase that is worth one. Pure.
+"""Advise on a weight sync that takes long: a sentence for each phase that is worth one. Pure.
 
 The transfer is seldom what takes time: of 231 s of a sync that was looked at, 227 s were an offload that nobody needed.
 So whatever is not the transfer is named first, where it takes longer than that or a large part of the whole; then a
@@ -43,23 +43,25 @@ def _of_phases(profile: SyncProfile) -> tuple[Advice, ...]:
     found = [
         Advice(row.phase, _sentence(row.phase, profile, row.waited_s, row.share), row.waited_s, row.share)
         for row in profile.rows
-        if row.phase in SENTENCES
-        and row.waited_s >= LEAST_S
-        and row.share >= LEAST_SHARE
-        and (row.waited_s > profile.transfer_s or row.share >= LARGE_SHARE)
+        if row.phase in SENTENCES and _is_worth_a_word(profile, row.waited_s, row.share)
     ]
     return tuple(sorted(found, key=lambda each: -each.seconds)[:MOST])
 
 
+def _is_worth_a_word(profile: SyncProfile, seconds: float, share: float) -> bool:
+    is_noticed = seconds >= LEAST_S and share >= LEAST_SHARE
+    return is_noticed and (seconds > profile.transfer_s or share >= LARGE_SHARE)
+
+
 def _of_gaps(profile: SyncProfile) -> tuple[Advice, ...]:
-    """Where no phase says what was waited for: the longest such time, as if it were a phase."""
+    """Report the longest time between phases as if it were a phase."""
     gaps = [place for place, stretch in enumerate(profile.path) if stretch.phase is None]
     if not gaps:
         return ()
     place = max(gaps, key=lambda each: profile.path[each].seconds)
     seconds = profile.path[place].seconds
     share = seconds / profile.whole_s
-    if seconds < LEAST_S or share < LEAST_SHARE or not (seconds > profile.transfer_s or share >= LARGE_SHARE):
+    if not _is_worth_a_word(profile, seconds, share):
         return ()
     before = phase_text(profile.path[place - 1].phase)
     following = profile.path[place + 1].phase if place + 1 < len(profile.path) else None
@@ -154,8 +156,8 @@ def _of_transfer(profile: SyncProfile) -> tuple[Advice, ...]:
 
 
 def slow_by(report: SyncReport) -> tuple[str, str]:
-    """What a transfer is slow by: one edge, one peer, everything, or none of its edges. Who is sent bytes slowly cannot
-    forward them faster, so an edge whose source has them over a slow one is not blamed."""
+    """Return the cause of a slow transfer: one edge, one peer, everything, or none of its edges. A peer that receives
+    slowly cannot forward faster, so an edge is not blamed where its source receives over a slow one."""
     slow = [
         edge
         for edge in report.slowest

@@ -202,7 +202,6 @@ class Carrying:
     ) -> None:
         """`holders` have had it before, and are not told to open it."""
         self.progress = SyncProgress(planned, holders)
-        self._holders = holders
         self._acts = acts
         self._record = record
         self._planned = planned
@@ -218,7 +217,7 @@ class Carrying:
         self._moved_s = acts.clock.now_s()  # when something has arrived last
 
     def on_news(self, peer: PeerId, news: Heard) -> None:
-        """From the hub."""
+        """Handle a report of a peer."""
         match news:
             case EdgeEvent() if news.version == self._planned.version:
                 self._edge(news)
@@ -235,7 +234,7 @@ class Carrying:
         self._woken.set()
 
     async def run(self) -> None:
-        """Raises Failed."""
+        """Raises SyncFailed."""
         record = self._record
         try:
             record.begins(SyncPhase.PHASE_A if self.progress.is_in_phase_a() else SyncPhase.PHASE_B)
@@ -273,7 +272,7 @@ class Carrying:
             await until_set(self._acts.clock, self._woken, TURN_S)
 
     async def _check(self) -> bool:
-        """Whether everything that was brought is as it was sent."""
+        """Return whether all bytes that have come agree with their sums."""
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
@@ -304,10 +303,9 @@ class Carrying:
         raise SyncFailed(code, f"nothing has come to {lack} for {now_s - self._moved_s:.0f} s{who}")
 
     async def _mend(self) -> None:
-        """Other edges for what nobody is bringing."""
+        """Add edges for bytes that no edge brings any more."""
         progress, acts = self.progress, self._acts
-        known = {*self._opens, *self._holders}
-        peers = {id: peer for id, peer in acts.hub.attached().items() if id in known}
+        peers = {id: peer for id, peer in acts.hub.attached().items() if id in progress.peers}
         feeds = [
             RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
             for edge in progress.not_done
@@ -332,7 +330,7 @@ class Carrying:
             self._give(edges)
 
     def _weight(self, peers: Mapping[PeerId, Peer], src: str, dst: str) -> float | None:
-        """Whoever brought something amiss is the last to be asked again; inside a PoD there is more room."""
+        """Return the cost of a byte: high from a peer whose bytes were wrong or whose edge broke, low inside a PoD."""
         one, other = PeerId(src), PeerId(dst)
         if common_transport(self._acts.settings, peers[one], peers[other]) is None:
             return None
@@ -355,7 +353,7 @@ class Carrying:
         )
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
-        """Both ends the same."""
+        """Order edges at both of their ends."""
         of: dict[PeerId, list[CarryEdge]] = {}
         for edge in edges:
             for end in (edge.src, edge.dst):
@@ -403,7 +401,7 @@ class Carrying:
             logger.warning("weight sync %s: peer %s: %s", self._record.id, peer, why)
 
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """It has come back, or says something new of itself: what lasts it is told again, which is harmless."""
+        """A peer has come back or reports itself anew: open the version there and order its edges again."""
         self.progress.on_held(peer, held)
         self._moved_s = self._acts.clock.now_s()
         self._start(self._again(peer, self.progress.live_of(peer)))

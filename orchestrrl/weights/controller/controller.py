@@ -126,7 +126,8 @@ class WeightSync:
         return record.id
 
     def _backend(self, publication: Publication) -> DirectBackend | None:
-        """None: the tree, or an unknown one, which is a fault among others. Raises ProblemFaults."""
+        """Return the direct backend; None for the tree, and for an unknown name, which is a fault among others. Raises
+        ProblemFaults."""
         if publication.backend == TREE or publication.backend not in BACKENDS:
             return None
         try:
@@ -216,7 +217,7 @@ class WeightSync:
     async def relayed(
         self, sync_id: str, rank: int, number: int, call: str, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Of a trainer's rank that sends by itself. Raises Permanent where nothing of the kind is asked, and as the
+        """Relay a call of a trainer's rank to the backend. Raises Permanent where no step is asked for, and as the
         backend does."""
         run = self._running
         if run is None or run.sync_record.id != sync_id or run.direct is None:
@@ -339,7 +340,7 @@ class WeightSync:
 
     @property
     def left_for_moves(self) -> LeftForMoves:
-        """Of engine hosts' NICs, what is left for moves of KV."""
+        """The part of engine hosts' NICs that is left for moves of KV."""
         carrying = self._carrying
         if carrying is None:
             return LeftForMoves()
@@ -426,7 +427,7 @@ class WeightSync:
         await SyncRun(self._acts, record, left=(SyncState.ABORTED, code, why)).resume(left.steps)
 
     async def _repair(self) -> bool:
-        """Whether there was something to do."""
+        """Repair one engine; return whether one was to be repaired."""
         if self._acts.pause_registry.hold(PauseScope.SYNC) is not None:
             return False
         try:

@@ -27,7 +27,7 @@ DONE, FAILED = "done", "failed"  # what ranks tell of a step
 
 
 class DirectTransfer:
-    """Of one sync. It is the backend's DirectSync."""
+    """One sync whose trainer sends. It is the backend's DirectSync."""
 
     def __init__(
         self, acts: SyncActions, record: SyncRecord, publications: Sequence[Publication], backend: DirectBackend
@@ -45,7 +45,7 @@ class DirectTransfer:
         self._until_s = 0.0
 
     async def prepare(self, engines: Sequence[EngineId]) -> VersionMap:
-        """Raises Failed."""
+        """Raises SyncFailed."""
         record, self.engines = self._record, tuple(sorted(engines))
         tensors: dict[str, TensorMeta] = {each.name: each for word in self.publications for each in word.tensors}
         map = VersionMap(
@@ -66,7 +66,7 @@ class DirectTransfer:
     async def install(
         self, until_s: float | None
     ) -> tuple[dict[EngineId, PeerResult], dict[EngineId, OrchestrRLError]]:
-        """Who has it, and who has not, and why: OutcomeUnknown where nobody knows what it has."""
+        """Return the engines that have it, and the errors of the others: OutcomeUnknown where weights are unknown."""
         self._begin(changes=True, until_s=until_s)
         became = await self._backend.install(self)
         results: dict[EngineId, PeerResult] = {}

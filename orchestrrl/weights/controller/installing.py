@@ -1,4 +1,4 @@
-"""What one version does to engines: choose those that take part, install behind a closed barrier, verify, and let
+"""Bring one version into engines: choose those that take part, install behind a closed barrier, verify, and let
 requests go on, by the new version or by the one from before.
 
 Resuming and going back are done again, from any point, by a daemon that finds them half done. What is reported of an
@@ -38,7 +38,7 @@ class BorrowedPause:
 
 @dataclass(slots=True)
 class SyncAttempt:
-    """What one attempt to bring a version has come to."""
+    """The state of one attempt to bring a version to engines."""
 
     failed: Mapping[EngineId, str] = field(default_factory=dict)  # engines left out: failed in an attempt before
     targets: Collection[EngineId] = ()  # engines that are to have it

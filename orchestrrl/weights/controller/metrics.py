@@ -1,4 +1,4 @@
-"""What Prometheus is told of weight syncs: the fleet's version, how syncs came out, and what each phase takes."""
+"""Prometheus metrics of weight syncs: the fleet's version, how syncs came out, and what each phase takes."""
 
 from collections import Counter
 from collections.abc import Iterator

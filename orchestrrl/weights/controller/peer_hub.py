@@ -73,7 +73,7 @@ class PeerStream:
             self.ahead_s = sent_s - self._hub.now_s()
 
     def on_news(self, news: PeerNews) -> None:
-        """What the peer says. Of a stream that has ended nothing counts: it will say it again."""
+        """Handle news of the peer. A stream that has ended is ignored: the peer sends its state again."""
         if not self.waiting.ended:
             self._hub.on_news(self.peer, news)
 

@@ -1,4 +1,4 @@
-"""From what peers hold and need to who sends what to whom: shards, waves, and orders for both. Pure."""
+"""Plan a version's way from the peers that have it to those that need it: shards, waves and edges. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class PlannedSync:
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:
-    """What a peer has of a version already, received or staged, by the map that it was opened with there."""
+    """The part of a version that a peer has, received or staged, by the map that it was opened with there."""
 
     map: VersionMap
     missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # by shard
@@ -66,7 +66,7 @@ def plan_sync(
     have: Mapping[PeerId, PeerHolding] | None = None,
     name: str = "0",
 ) -> PlannedSync:
-    """From the parts that trainers have staged, and what peers `have` of the version since an earlier attempt, to all
+    """Plan from the parts that trainers have staged, and what peers `have` since an earlier attempt, to all
     peers of engines. `name`: of the plan, in the ids of its edges: peers may know edges of another plan for the same
     version. Raises ProblemFaults for what does not fit together, and
     Unreachable where no way leads to somebody."""
@@ -143,7 +143,7 @@ def plan_repair(
 
 
 def _touching(fleet: VersionMap, needs: Mapping[str, tuple[Box, ...]]) -> tuple[ShardMap, ...]:
-    """Shards of which some is needed."""
+    """Return the shards of which some is needed."""
 
     def is_needed(piece: ShardSlice) -> bool:
         return any(
@@ -211,7 +211,7 @@ def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterat
 
 
 def _rows(piece: ShardSlice, start: int, end: int) -> Iterator[Box]:
-    """Of a slice, what lies between two of its bytes, as far as it is whole along its first axis of any length."""
+    """Yield the part of a slice between two of its bytes, in whole rows along its first axis longer than one."""
     box = piece.box
     axis = next((axis for axis, (first, last) in enumerate(box) if last - first > 1), None)
     if axis is None:
@@ -345,7 +345,7 @@ def _staged_alone(
 
 
 def _is_staged(shard: ShardMap, parts: Sequence[StagedPart], tensors: Mapping[str, TensorMeta]) -> bool:
-    """Whether parts have all of it."""
+    """Return whether parts have all of a shard."""
     needed: dict[str, list[Box]] = defaultdict(list)
     for piece in shard.slices:
         needed[piece.parameter].append(piece.box)

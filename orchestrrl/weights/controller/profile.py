@@ -1,4 +1,4 @@
-"""Where the time of a weight sync went: seconds of each phase, what was waited for when, and the transfer against its
+"""The time of a weight sync: seconds of each phase, what was waited for when, and the transfer against its
 plan and bound. Pure; what to do about it is advice.py."""
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ LEAST_MODELLED_S = 0.01  # transfers of less are over before what processes take
 
 @dataclass(frozen=True, slots=True)
 class PhaseStretch:
-    """What was waited for from `began_s` to `ended_s`; None: no phase says."""
+    """A stretch of the critical path; `phase` None: between phases."""
 
     phase: SyncPhase | None
     began_s: float
@@ -71,7 +71,7 @@ class SyncProfile:
     @property
     def carried_gbps(self) -> float | None:
         """Over all edges together, while bytes were carried."""
-        return _over(self.report.carried_bytes * 8e-9, self.transfer_s)
+        return self.report.carried_bytes * 8e-9 / self.transfer_s if self.transfer_s > 0 else None
 
     @property
     def over_estimate(self) -> float | None:
@@ -97,7 +97,7 @@ class SyncProfile:
         return self.report.state not in BEFORE_PREPARED
 
     def seconds(self, *phases: SyncPhase) -> float:
-        """That were waited for these."""
+        """Return the seconds that were waited for these phases."""
         return sum(row.waited_s for row in self.rows if row.phase in phases)
 
 
@@ -135,8 +135,9 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
 
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
-    """What was waited for at each moment from the first phase's beginning to `end_s`. Backwards from the end: of the
-    phases that ended last the one that began last, and from its beginning on the same again."""
+    """Return the phase that was waited for at each moment from the first phase's beginning to `end_s`.
+    Backwards from the end: of the phases that ended last the one that began last, and from its beginning on the same
+    again."""
     runs = [(took.phase, took.began_s, _until_s(took, end_s)) for took in phases]
     runs = [run for run in runs if run[2] > run[1]]
     path: list[PhaseStretch] = []
@@ -156,7 +157,7 @@ def phase_text(phase: SyncPhase | None) -> str:
 
 
 def _end_s(report: SyncReport, now_s: float | None) -> float:
-    """What lasts of a sync that is over ended with it: nobody saw when."""
+    """Return when the last phase ended: a phase that lasts ends with its sync."""
     known = [took.began_s for took in report.phases]
     known += [took.ended_s for took in report.phases if took.ended_s is not None]
     if report.ended_s is not None:
@@ -175,7 +176,3 @@ def _ran_s(phases: Sequence[PhaseTime], end_s: float) -> dict[SyncPhase, float]:
     for took in phases:
         ran[took.phase] = ran.get(took.phase, 0.0) + max(0.0, _until_s(took, end_s) - took.began_s)
     return ran
-
-
-def _over(amount: float, of: float) -> float | None:
-    return amount / of if of > 0 else None

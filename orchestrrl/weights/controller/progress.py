@@ -1,4 +1,4 @@
-"""Which bytes of a version are where, as edges end and break, and which of them nobody is bringing. Pure."""
+"""Track which bytes of a version are where, as edges end and break, and which of them no edge brings. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class _Run:
 
 
 class SyncProgress:
-    """Of one plan and what has replaced parts of it."""
+    """The progress of one plan and of the edges that have replaced some of its own."""
 
     def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, HeldVersion] = MappingProxyType({})) -> None:
         self.version = planned.version
@@ -36,6 +36,7 @@ class SyncProgress:
         self.missing: dict[PeerId, dict[str, ByteRanges]] = {}  # by receiver and shard
         self._shards = {peer: tuple(s.id for s in opened.map.shards) for peer, opened in planned.opens.items()}
         self._holders = holders
+        self.peers = {*self._shards, *holders}  # that have some of the version or are to have it
         self._blamed: dict[PeerId, set[PeerId]] = {}
         # There are thousands of each, and news of them all the time: what is asked then is kept, not looked for.
         self._live: dict[str, CarryEdge] = {}
@@ -75,7 +76,7 @@ class SyncProgress:
                 self._rates_gbps.setdefault((edge.dst, edge.shard), edge.rate_gbps)
 
     def rate_gbps(self, peer: PeerId, shard: str) -> float:
-        """That its first edge was held to, and those that replace it are; 0: all there is."""
+        """Return the rate of the first edge, which holds for those that replace it; 0: no limit."""
         return self._rates_gbps.get((peer, shard), 0.0)
 
     def live_of(self, peer: PeerId) -> tuple[CarryEdge, ...]:
@@ -85,7 +86,7 @@ class SyncProgress:
         return self._live_in_a > 0
 
     def done(self, event: EdgeEvent) -> None:
-        """By its receiver."""
+        """The receiver reports an edge as done."""
         run = self.runs.get(event.edge)
         if run is not None and run.live:
             run.bytes = run.edge.bytes
@@ -94,7 +95,7 @@ class SyncProgress:
             self._arrived(run.edge, run.edge.bytes)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
-        """What its receiver has of it stays; None: it was over already."""
+        """End an edge, of which the receiver keeps what has arrived; return it, or None where it was over already."""
         run = self.runs.get(edge_id)
         if run is None or not run.live:
             return None
@@ -106,7 +107,7 @@ class SyncProgress:
         return run.edge
 
     def on_held(self, peer: PeerId, held: HeldVersion | None) -> None:
-        """What a peer that has come back says that it has; None: nothing."""
+        """A peer that has come back reports the version; None: it has nothing of it."""
         if peer not in self.missing:
             return
         if held is None:
@@ -118,7 +119,7 @@ class SyncProgress:
                 self._lacks(peer, shard, ranges)
 
     def corrupt(self, peer: PeerId, missing: Mapping[str, Iterable[Range]]) -> None:
-        """What does not agree with its sums; whoever brought it is not asked again where there is another."""
+        """Bytes do not agree with their sums: a peer that brought them is avoided where there is another."""
         for shard, ranges in missing.items():
             ranges = list(ranges)
             self._lacks(peer, shard, ranges)
@@ -131,7 +132,7 @@ class SyncProgress:
         return not all(lacking.is_empty for lacking in self.missing.get(peer, {}).values())
 
     def uncovered(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Missing, and no edge that lasts brings it."""
+        """Return the ranges that are missing and that no running edge brings."""
         found = {}
         for shard, lacking in self.missing.get(peer, {}).items():
             left = ByteRanges(lacking.ranges)
@@ -145,7 +146,7 @@ class SyncProgress:
         return frozenset(self._blamed.get(peer, ()))
 
     def lacking(self, peer: PeerId) -> dict[str, tuple[Range, ...]]:
-        """Of each shard that it has or is to have."""
+        """Return the ranges that a peer lacks of each shard that it has or is to have."""
         if peer in self._shards:
             own = self.missing.get(peer, {})
             return {shard: own[shard].ranges if shard in own else () for shard in self._shards[peer]}

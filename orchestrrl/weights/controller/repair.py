@@ -116,7 +116,7 @@ class EngineRepairs:
     # --- inside
 
     def _leave(self) -> None:
-        """Who has left the fleet is nobody's concern."""
+        """Forget engines that have left the fleet."""
         book = self._acts.book
         told = {*book.fleet.quarantined, *(book.fleet.committed.has if book.fleet.committed is not None else ())}
         if gone := [engine for engine in told if self._acts.gone(engine)]:
@@ -125,7 +125,7 @@ class EngineRepairs:
                 self._tried.pop(engine, None)
 
     def _lost(self, engine: EngineId, why: str) -> None:
-        """It was thought to have the version."""
+        """Write down that an engine does not have the version."""
         acts, committed = self._acts, self._acts.book.fleet.committed
         assert committed is not None
         if engine in acts.fence.state.versions:
@@ -162,7 +162,7 @@ class EngineRepairs:
                 logger.error("%s", error)
 
     async def _bytes(self, peer: Peer, committed: CommittedVersion) -> None:
-        """All that the peer needs of the version."""
+        """Bring a peer all bytes that it needs of the version."""
         acts = self._acts
         held = next((each for each in peer.held if each.version == committed.version), None)
         if held is not None and held.complete and held.shards:

@@ -24,7 +24,7 @@ OVER = frozenset({SyncState.DONE, SyncState.ABORTED, SyncState.SUPERSEDED})
 
 
 class SyncPhase(StrEnum):
-    """What takes time, in order. The first two are the trainer's; A and B overlap, so B is what is left of it."""
+    """The phases of a sync, in order. The first two are the trainer's. A and B overlap: B is counted after A."""
 
     OFFLOAD = "offload"  # from the trainer's devices
     GATHER = "gather"  # shards of its parallelism put together, and in the engines' order
@@ -144,7 +144,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """What the fleet has. `peers` are those that are attached, by id, as words."""
+    """The fleet's version, the sync under way, quarantined engines, and all known peers by id."""
 
     committed: int | None
     sync: SyncReport | None  # under way, or the last

@@ -140,7 +140,7 @@ class SyncRun(Description[SyncStep]):
 
     @property
     def takes_closed_barrier(self) -> bool:
-        """All bytes are there and a closed barrier would do, or another holder's is in use."""
+        """Return whether a barrier that another holder has closed would be used, or is in use."""
         return self._borrowed is not None or (self._waits_for_barrier and self._stop is None)
 
     async def borrow(self, until_s: float, may_probe: bool) -> tuple[int | None, tuple[EngineId, ...]]:

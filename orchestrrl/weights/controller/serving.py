@@ -42,7 +42,8 @@ def served(
     *,
     keep_unknown: bool = False,
 ) -> AssignedEngines:
-    """Who is to serve which engines. A peer that has gone for less than `patience_s` keeps its own. Pure."""
+    """Assign engines to the peers that serve them. A peer that has gone for less than `patience_s` keeps its
+    own. Pure."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
     }
@@ -130,7 +131,7 @@ class PeerAssignments:
                 self._sending[id] = asyncio.ensure_future(self._send(id, engines))
 
     def why_not(self, engine: EngineId) -> str:
-        """Why no peer installs into it, and what to do about that."""
+        """Return why no peer installs into an engine, and what to do about that."""
         return self._now.unserved.get(engine, "no peer that installs into it is attached")
 
     def engines(self) -> Mapping[EngineId, EngineNow]:

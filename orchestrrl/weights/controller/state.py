@@ -1,4 +1,4 @@
-"""What is known of the fleet's weights and of one version's way to it, and how both are written down.
+"""The state of the fleet's weights and of each version on its way, and how both are written down.
 
 The journal's entry `weights` is the point of no return: before it the fleet has the version from before, after it the
 new one, whatever happens to whom.
@@ -67,7 +67,7 @@ class CommittedVersion:
 
     @property
     def is_kept(self) -> bool:
-        """Whether peers have it, for engines that lose it, or take another one that is not committed then."""
+        """Return whether peers keep it, for engines that lose it or took a version that was not committed."""
         return self.backend == TREE
 
     def repaired(self, engine: EngineId) -> "CommittedVersion":
@@ -112,7 +112,7 @@ _MAP = TypeAdapter(VersionMap)
 
 
 class SyncRecord:
-    """One version's report, as it comes about. Whoever follows it sees each change."""
+    """One version's report, as it comes about. A follower receives each change."""
 
     def __init__(self, report: SyncReport, clock: Clock) -> None:
         self.report = report
@@ -134,7 +134,7 @@ class SyncRecord:
         self.put(state=state, detail="")
 
     def note(self, *words: str) -> None:
-        """Each once, and no more than anybody reads."""
+        """Add notes, each once and at most NOTES of them."""
         notes = tuple(dict.fromkeys([*self.report.notes, *(cut(word, NOTE) for word in words if word)]))
         self.put(notes=notes[:NOTES])
 
@@ -177,7 +177,7 @@ class SyncRecord:
         self.put(engines=tuple(stands[each] for each in sorted(stands)))
 
     def without_engines(self, gone: Collection[EngineId]) -> None:
-        """They have left the fleet."""
+        """Remove engines that have left the fleet."""
         if any(each.engine in gone for each in self.report.engines):
             self.put(engines=tuple(each for each in self.report.engines if each.engine not in gone))
 
@@ -191,7 +191,7 @@ class SyncRecord:
         logger.log(level, "weight sync %s of version %d: %s (%s) %s", self.id, self.report.version, state, code, detail)
 
     async def follow(self) -> AsyncIterator[SyncReport]:
-        """As it is and whenever it changes; ends after the last."""
+        """Yield the report as it is and whenever it changes, until the sync is over."""
         seen: SyncReport | None = None
         while seen is None or not seen.over:
             if self.report is seen:

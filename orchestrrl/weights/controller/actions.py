@@ -354,33 +354,21 @@ class SyncActions:
         """End all edges of the version at all peers."""
         await self._notify_all(lambda _: EndEdges(version))
 
-    async def keep(self) -> None:
-        """Have peers keep the fleet's version, and those on their way, and no other."""
+    async def keep(self, *, but: int | None = None) -> None:
+        """Have peers keep the fleet's version, those on their way, and newer ones that trainers have staged. Where one
+        came to nothing, have them keep all `but` that, unless the same number is on its way again."""
         committed = self.book.fleet.version
-        if committed is None:
-            return
-        wanted = {committed, *self._on_their_way()}
-
-        def order(peer: Peer) -> KeepVersions:
-            staged = {held.version for held in peer.held if held.staged_by and held.version > committed}
-            return KeepVersions(tuple(sorted(wanted | staged)))
-
-        await self._notify_all(order)
-
-    async def discard(self, version: int) -> None:
-        """Have peers discard a version that came to nothing, unless the same number is on its way again."""
-        committed, wanted = self.book.fleet.version, self._on_their_way()
-        if version == committed or sum(each == version for each in wanted) > 1:
+        wanted = [record.report.version for record in self.book.open.values()]
+        if committed == but or sum(version == but for version in wanted) > 1:
             return
 
         def order(peer: Peer) -> KeepVersions:
-            others = {*wanted, *(held.version for held in peer.held)} - {version}
-            return KeepVersions(tuple(sorted(others if committed is None else others | {committed})))
+            newer = {held.version for held in peer.held if held.staged_by and held.version > (committed or 0)}
+            others = newer if but is None else {held.version for held in peer.held}
+            versions = {*wanted, *others, *([] if committed is None else [committed])}
+            return KeepVersions(tuple(sorted(versions - {but})))
 
         await self._notify_all(order)
-
-    def _on_their_way(self) -> list[int]:
-        return [record.report.version for record in self.book.open.values()]
 
     async def _notify_all(self, order: Callable[[Peer], Order]) -> None:
         async def one(peer: Peer) -> None:

@@ -472,7 +472,7 @@ class SyncRun(Description[SyncStep]):
         else:
             assert self._failed is not None
             if not self._is_left:  # before a trainer hears of it, and stages anew
-                await self._acts.discard(record.report.version)
+                await self._acts.keep(but=record.report.version)
             state, code, detail = self._stop or (SyncState.ABORTED, self._failed.code, self._failed.detail)
             record.over(state, code, detail)
         book.ended(record)

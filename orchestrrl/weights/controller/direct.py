@@ -39,8 +39,7 @@ class DirectTransfer:
         self._record = record
         self._backend = backend
         self._numbers = itertools.count(1)
-        self._trainer_step: TrainerStep | None = None
-        self._ended: asyncio.Future[None] | None = None  # what is asked
+        self._asked: tuple[TrainerStep, asyncio.Future[None]] | None = None  # of the trainer, and its end
         self._changes = False
         self._until_s = 0.0
 
@@ -88,20 +87,15 @@ class DirectTransfer:
 
     async def relayed(self, rank: int, number: int, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raises Permanent where nothing of the kind is asked, and as the backend does."""
-        if (
-            self._trainer_step is None
-            or self._trainer_step.number != number
-            or self._ended is None
-            or self._ended.done()
-        ):
+        if self._asked is None or self._asked[0].number != number or self._asked[1].done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
         if call == FAILED:
-            self._ended.set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
+            self._asked[1].set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
             return {}
         if rank != 0:
             return {}  # they take part in gathering; the first one's word is for all
         if call == DONE:
-            self._ended.set_result(None)
+            self._asked[1].set_result(None)
             return {}
         return await self._backend.relayed(self, call, body)
 
@@ -126,9 +120,10 @@ class DirectTransfer:
         raise OutcomeUnknown(words) if result.outcome is OrderOutcome.UNKNOWN else Permanent(words)
 
     async def request_trainer(self, step: str, body: Mapping[str, Any]) -> None:
-        self._trainer_step = TrainerStep(next(self._numbers), step, body)
-        ended = self._ended = asyncio.get_running_loop().create_future()
-        self._record.put(trainer_step_json=trainer_step_json(self._trainer_step))
+        asked = TrainerStep(next(self._numbers), step, body)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked = asked, ended
+        self._record.put(trainer_step_json=trainer_step_json(asked))
         within_s = max(0.0, self._until_s - self._acts.clock.now_s())
         late = asyncio.ensure_future(self._acts.clock.sleep(within_s))
         try:
@@ -148,8 +143,7 @@ class DirectTransfer:
         self._until_s = by_s if until_s is None else min(by_s, until_s)
 
     def _withdraw_request(self) -> None:
-        self._trainer_step = None
-        if self._ended is not None and not self._ended.done():
-            self._ended.cancel()
-        if self._record.report.trainer_step_json:
+        if self._asked is not None:
+            self._asked[1].cancel()
+            self._asked = None
             self._record.put(trainer_step_json="")

@@ -65,7 +65,7 @@ async def run_daemon(
         syncs.recover()
         server = await DaemonServer.start(daemon, config.listen, switches)
         stack.push_async_callback(server.stop, GRACE_S)
-        stack.push_async_callback(syncs.close)
+        stack.callback(daemon.weights.hub.close)  # peers attach to the next daemon at once
         # Undone in reverse: results come in while the server still serves.
         stack.push_async_callback(plane.close, DRAIN_S)
         if config.metrics is not None:

@@ -69,8 +69,7 @@ def weights_of(
 def source_of(version: int, hub: PeerHub) -> str:
     """The folder of a version that engines which are started later load it from: where every peer of engines has it
     under the same path. On one machine one peer is enough for that."""
-    attached = [state.peer for state in hub.peers.values() if state.attached]
-    peers = [peer for peer in attached if peer.engines or peer.serves or peer.ranks_of]
+    peers = [peer for peer in hub.attached().values() if peer.engines or peer.serves or peer.ranks_of]
     folders = {peer.folder for peer in peers}
     if len(folders) != 1 or "" in folders:
         return ""

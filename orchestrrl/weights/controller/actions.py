@@ -225,12 +225,6 @@ class SyncActions:
         lease_s, deadline_s = self.settings.lease_s, self.settings.fence_within_s
         return await self.fence.pause(HOLDER + sync_id, empty=empty, lease_s=lease_s, deadline_s=deadline_s)
 
-    @property
-    def has_others_weights(self) -> bool:
-        """A trainer has brought other weights in its own way, and told the pause barrier their version: what peers
-        report of engines holds no longer, and nothing is repaired until a version is published again."""
-        return self.fence.state.newest not in (None, self.book.fleet.version)
-
     def notice_others(self) -> bool:
         """Write down that the committed version is no longer the fleet's, and return True, where the pause barrier was
         told another one since. Where it knows none, or has not heard of ours yet, that is not so."""

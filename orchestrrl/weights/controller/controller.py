@@ -413,10 +413,6 @@ class WeightSync:
                 self._news.clear()
                 await until_set(self._clock, self._news, TICK_S)
 
-    async def close(self) -> None:
-        """After `run` was cancelled: streams end, and peers attach to the next daemon."""
-        self._hub.close()
-
     # --- inside
 
     async def _settle(self, left: OpenIntent[SyncReport]) -> None:

@@ -75,7 +75,8 @@ class EngineRepairs:
     def on_peer(self, peer: Peer) -> None:
         """No request goes to an engine that was restarted, from the moment that its peer says so."""
         fence = self._acts.fence
-        if self._acts.has_others_weights:
+        # Where a trainer has brought other weights in its own way, what peers report of engines holds no longer.
+        if fence.state.newest not in (None, self._acts.book.fleet.version):
             return
         for each in peer.engines:
             told = fence.state.versions.get(each.engine)

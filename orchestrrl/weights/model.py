@@ -21,6 +21,7 @@ from planner.sync_tree.reshard import ShardSlice
 # What processes report in JSON, bounded so that the journal and protobuf can hold it, and sums over all peers too.
 MOST_VERSION = 2**63 - 1
 MOST_BYTES = 2**50  # of one version
+MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
 MOST_SECONDS = 253402300799.0  # the end of the year 9999, which dates can show
 Version = Annotated[int, Field(ge=0, le=MOST_VERSION)]
 Rank = Annotated[int, Field(ge=0, lt=2**31)]

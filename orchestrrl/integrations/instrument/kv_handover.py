@@ -65,18 +65,18 @@ class KvHandover(KVConnectorBase_V1):  # type: ignore[misc]
         max_age_s = float(transfer.get_from_extra_config("max_age_s", DEFAULT_MAX_AGE_S))
         max_bytes = int(transfer.get_from_extra_config("max_bytes", DEFAULT_MAX_BYTES))
         groups = kv_cache_config.kv_cache_groups
-        _check(
-            {
-                f"kv_connector_extra_config.shared_storage_path: must be an absolute path, got {shared!r}": (
-                    isinstance(shared, str) and Path(shared).is_absolute()
-                ),
-                f"kv_connector_extra_config.max_age_s: must be > 0, got {max_age_s}": max_age_s > 0,
-                f"kv_connector_extra_config.max_bytes: must be > 0, got {max_bytes}": max_bytes > 0,
-                "kv_load_failure_policy: must be 'recompute', so that an entry that cannot be read costs time only, "
-                f"got {transfer.kv_load_failure_policy!r}": transfer.kv_load_failure_policy == "recompute",
-                f"the model: must keep all its KV in one group of blocks, it has {len(groups)}": len(groups) == 1,
-            }
-        )
+        claims = {
+            f"kv_connector_extra_config.shared_storage_path: must be an absolute path, got {shared!r}": (
+                isinstance(shared, str) and Path(shared).is_absolute()
+            ),
+            f"kv_connector_extra_config.max_age_s: must be > 0, got {max_age_s}": max_age_s > 0,
+            f"kv_connector_extra_config.max_bytes: must be > 0, got {max_bytes}": max_bytes > 0,
+            "kv_load_failure_policy: must be 'recompute', so that an entry that cannot be read costs time only, "
+            f"got {transfer.kv_load_failure_policy!r}": transfer.kv_load_failure_policy == "recompute",
+            f"the model: must keep all its KV in one group of blocks, it has {len(groups)}": len(groups) == 1,
+        }
+        if faults := [fault for fault, holds in claims.items() if not holds]:
+            raise ValueError("KvHandover: " + "; ".join(faults))
         parallel = vllm_config.parallel_config
         store = KvEntryStore(Path(shared), ranks=parallel.world_size)
         if role == KVConnectorRole.SCHEDULER:
@@ -302,9 +302,3 @@ def _packing(cache: torch.Tensor) -> str:
 
 def _bytes_per_block(kv_cache_config: Any) -> int:
     return sum(int(tensor.size) for tensor in kv_cache_config.kv_cache_tensors) // int(kv_cache_config.num_blocks)
-
-
-def _check(claims: dict[str, bool]) -> None:
-    faults = [fault for fault, holds in claims.items() if not holds]
-    if faults:
-        raise ValueError("KvHandover: " + "; ".join(faults))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights import wire
+from orchestrrl.weights.model import MOST_BLOCK_BYTES
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
 from orchestrrl.weights.wire import EdgeEnded, LocalVersion, WireDirection, piece_bytes
@@ -82,9 +83,9 @@ class ThreadedCarrier:
         self._closed = False
 
     def carry(self, staged: LocalVersion, order: CarryEdges) -> None:
-        """Begin, beside what runs. Of an edge that is over it is told again what became of it. Raises Permanent where
-        an edge is not this peer's, or its transport is not here; then none has begun."""
-        self._check(order)
+        """Begin, beside what runs. Of an edge that is over it is told again what became of it. Raises
+        ProblemFaults where some edge cannot be carried here; then none has begun."""
+        self._check(staged, order)
         told_again = []
         with self._lock:
             if self._closed:
@@ -125,16 +126,28 @@ class ThreadedCarrier:
         for version in versions:
             self.end(version)
 
-    def _check(self, order: CarryEdges) -> None:
+    def _check(self, staged: LocalVersion, order: CarryEdges) -> None:
+        sizes = {shard.id: shard.bytes for shard in staged.map.shards}
         faults = []
+        if not 0 < order.chunk_bytes <= MOST_BLOCK_BYTES:
+            faults.append(f"chunk_bytes: must be > 0 and <= {MOST_BLOCK_BYTES}, got {order.chunk_bytes}")
+        if not order.stall_s > 0:
+            faults.append(f"stall_s: must be > 0, got {order.stall_s}")
         for edge in order.edges:
+            path, size = f"edges.{edge.id}", sizes.get(edge.shard)
+            if size is None:
+                faults.append(f"{path}.shard: is not one of version {order.version} here, got {edge.shard!r}")
+            elif edge.offset < 0 or edge.bytes < 0 or edge.offset + edge.bytes > size:
+                faults.append(f"{path}: must be within {size} bytes, got {edge.bytes} at {edge.offset}")
+            if not edge.rate_gbps >= 0:
+                faults.append(f"{path}.rate_gbps: must be >= 0, got {edge.rate_gbps}")
             if (edge.src == self._me) == (edge.dst == self._me):
-                faults.append(f"{edge.id}: goes from {edge.src} to {edge.dst}, this is {self._me}")
+                faults.append(f"{path}: must begin or end at {self._me}, got {edge.src} to {edge.dst}")
             if edge.transport not in self._transports:
                 known = ", ".join(sorted(self._transports)) or "none"
-                faults.append(f"{edge.id}: transport {edge.transport!r} is not open here; open: {known}")
+                faults.append(f"{path}.transport: must be open here ({known}), got {edge.transport!r}")
         if faults:
-            raise Permanent("edges that cannot be carried: " + "; ".join(faults))
+            raise ProblemFaults(faults)
 
     def _begin_due(self, version: int) -> None:
         """Of the version's edges that are not over, those of the first wave. Under the lock."""

@@ -116,13 +116,8 @@ class PeerEngines:
         """What it has now. Raises as the engine does, and Retryable where it does not answer soon."""
         own = self._one(name)
         async with own.at_work:
-            try:
-                async with asyncio.timeout(ASK_S):
-                    has = await self._loaded(own)
-            except TimeoutError as error:
-                raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
-            self._has(own, has)
-        return f"{name} has {'weights that nobody named' if has is None else f'version {has.version}'}"
+            await self._ask(name, own)
+        return f"{name} has {'weights that nobody named' if own.has is None else f'version {own.has.version}'}"
 
     async def go_on(self, name: EngineId, prompt_ids: Sequence[int], tokens: int, by_s: float) -> tuple[int, ...]:
         own = self._one(name)
@@ -199,16 +194,21 @@ class PeerEngines:
             return
         async with own.at_work:
             try:
-                async with asyncio.timeout(ASK_S):
-                    has = await self._loaded(own)
-                self._has(own, has)
+                await self._ask(name, own)
                 own.logged = ""
-            except (OrchestrRLError, TimeoutError) as error:
-                if not isinstance(error, Retryable | OutcomeUnknown | TimeoutError):
+            except OrchestrRLError as error:
+                if not isinstance(error, Retryable | OutcomeUnknown):
                     self._has(own, None)
                 if str(error) != own.logged:
-                    logger.warning("%s: does not say which weights it has: %s", name, error or "no answer")
+                    logger.warning("%s: does not say which weights it has: %s", name, error)
                     own.logged = str(error)
+
+    async def _ask(self, name: EngineId, own: _Own) -> None:
+        try:
+            async with asyncio.timeout(ASK_S):
+                self._has(own, await self._loaded(own))
+        except TimeoutError as error:
+            raise Retryable(f"{name}: no answer within {ASK_S:g} s", ASK_S) from error
 
     async def take_sums(self) -> bool:
         """Whether any would have the sum of a folder taken in a load, and says so soon."""

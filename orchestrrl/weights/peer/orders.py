@@ -8,7 +8,6 @@ from typing import assert_never
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import NotDone
-from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.engines.base import LoadedWeights
 from orchestrrl.weights.orders import (
     BackendAct,
@@ -30,7 +29,7 @@ from orchestrrl.weights.orders import (
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
 from orchestrrl.weights.peer.staged import StagedVersion
-from orchestrrl.weights.peer.store import MOST_BLOCK_BYTES, VersionStore
+from orchestrrl.weights.peer.store import VersionStore
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ class PeerOrders:
                 return PeerResult(id, OrderOutcome.DONE, str(hashed), sums=found)
             case CarryEdges() as asked:
                 staged = await self._version(asked.version)
-                _check_edges(staged, asked)
                 await asyncio.to_thread(self._carrier.carry, staged, asked)
                 return PeerResult(id, OrderOutcome.DONE)
             case EndEdges(version, edges):
@@ -148,23 +146,3 @@ class PeerOrders:
     async def _version(self, version: int) -> StagedVersion:
         async with self._turn:
             return self._store.version(version)
-
-
-def _check_edges(staged: StagedVersion, order: CarryEdges) -> None:
-    """Raises ProblemFaults with all that cannot be; which peers and transports there are is the carrier's to say."""
-    sizes = {shard.id: shard.bytes for shard in staged.map.shards}
-    faults = []
-    if not 0 < order.chunk_bytes <= MOST_BLOCK_BYTES:
-        faults.append(f"chunk_bytes: must be > 0 and <= {MOST_BLOCK_BYTES}, got {order.chunk_bytes}")
-    if not order.stall_s > 0:
-        faults.append(f"stall_s: must be > 0, got {order.stall_s}")
-    for edge in order.edges:
-        size = sizes.get(edge.shard)
-        if size is None:
-            faults.append(f"edges.{edge.id}.shard: is not one of version {order.version} here, got {edge.shard!r}")
-        elif edge.offset < 0 or edge.bytes < 0 or edge.offset + edge.bytes > size:
-            faults.append(f"edges.{edge.id}: must be within {size} bytes, got {edge.bytes} at {edge.offset}")
-        if not edge.rate_gbps >= 0:
-            faults.append(f"edges.{edge.id}.rate_gbps: must be >= 0, got {edge.rate_gbps}")
-    if faults:
-        raise ProblemFaults(faults)

@@ -17,12 +17,21 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights.layout import faults_of_shard
-from orchestrrl.weights.model import MODEL_FILE, MOST_BYTES, MOST_VERSION, HeldVersion, StagedPart, VersionMap
+from orchestrrl.weights.model import (
+    MODEL_FILE,
+    MOST_BLOCK_BYTES,
+    MOST_BYTES,
+    MOST_VERSION,
+    HeldVersion,
+    StagedPart,
+    VersionMap,
+)
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
 from orchestrrl.weights.staging_hold import nobody_stages
@@ -30,16 +39,14 @@ from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
 STATE_FILE = "state.json"
 PEER_FILE = "peer.json"
 LOCK_FILE = "LOCK"
-MOST_BLOCK_BYTES = 1 << 30  # a block is held in memory where it is scattered
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    schema: int
+    schema: Literal[1]
     map: VersionMap
     parts: tuple[StagedPart, ...] = ()
     at_home: tuple[str, ...] = ()
@@ -86,7 +93,7 @@ class VersionStore:
                 self._replace_others(folder, map)
                 folder.mkdir(mode=0o700, exist_ok=True)
                 staged = StagedVersion(folder, map, parts, at_home=at_home)
-            state = _State(SCHEMA, staged.map, staged.parts, staged.at_home)
+            state = _State(1, staged.map, staged.parts, staged.at_home)
             _write(staged.folder / STATE_FILE, _STATE.dump_json(state))
             self.versions[map.version] = staged
             return staged
@@ -254,10 +261,9 @@ def _lock(folder: Path) -> int:
 def _read_state(folder: Path) -> _State | None:
     """None where there is none that this release can read."""
     try:
-        state = _STATE.validate_json((folder / STATE_FILE).read_bytes())
+        return _STATE.validate_json((folder / STATE_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
-    return state if state.schema == SCHEMA else None
 
 
 def _write(path: Path, content: bytes) -> None:

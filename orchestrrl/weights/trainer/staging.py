@@ -51,7 +51,6 @@ class ArrayCopies:
 class StagedRank:
     part: StagedPart
     tensors: tuple[TensorMeta, ...]
-    bytes: int  # that this rank has put there
     hold: StagingHold  # until the daemon's peer has opened the version: to be let go of then
 
 
@@ -78,7 +77,7 @@ def stage(
             raise Permanent(_no_room(home, size))
         _write(home, part, lay_out(tensors), pieces, copies)
         held, hold = hold, None
-        return StagedRank(part, tensors, size, held)
+        return StagedRank(part, tensors, held)
     except OSError as error:
         if is_full(error):
             raise Permanent(_no_room(home, size)) from error

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.core.errors import Permanent
+from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.weights_in_memory import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
@@ -254,9 +254,13 @@ def test_of_the_edges_of_a_version_some_can_be_let_go_of() -> None:
 
 def test_what_cannot_be_carried_is_said_all_at_once_and_nothing_begins() -> None:
     with members(3) as (one, two, three):
+        one.staged = InMemory(VERSION, {"s": pattern(10)})
         good = edge(1, one, two, 10)
         bad = [edge(2, two, three, 10), edge(3, one, two, 10, transport="pigeon")]
-        with pytest.raises(Permanent, match=r"e2: goes from p1 to p2, this is p0; e3: transport 'pigeon'.*open: tcp"):
+        with pytest.raises(
+            ProblemFaults,
+            match=r"edges.e2: must begin or end at p0, .*\nedges.e3.transport: must be open here \(tcp\), got 'pigeon'",
+        ):
             one.carrier.carry(one.staged, CarryEdges(VERSION, (good, *bad), 10, 1.0))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-to")]
 

@@ -39,7 +39,6 @@ def test_whole_tensors_are_a_safetensors_file(tmp_path: Path) -> None:
     read = safetensors.numpy.load_file(tmp_path / "v3" / staged.part.file)
     assert sorted(read) == sorted(tensors)
     assert all(np.array_equal(read[name], values) for name, values in tensors.items())
-    assert staged.bytes == sum(values.nbytes for values in tensors.values())
     assert os.listdir(tmp_path / "v3") == ["part-0.safetensors"]
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from rings import RingWriter  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
+from rings import RingWriter, group_id  # type: ignore[import-not-found]  # of the folder on PYTHONPATH
 
 ITERATION_NS = 400_000_000
 BUSY_S = 0.03
@@ -38,7 +38,7 @@ def announce(writer: RingWriter, iteration: int, ranks: int) -> None:
 def main(rings: str, rank: int, ranks: int, progress: Path, announces: bool) -> None:
     writer = RingWriter(Path(rings), job="small")
     writer.set_rank(rank)
-    group, reduce = writer.group(range(ranks), "all"), writer.op("all_reduce")
+    group, reduce = group_id(range(ranks), "all"), writer.op("all_reduce")
     for iteration in itertools.count():
         wait_for_turn()
         writer.moment("iteration", iteration)

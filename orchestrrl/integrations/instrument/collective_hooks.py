@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING or __package__:
     from orchestrrl.integrations.instrument.device_watch import DeviceWatch
-    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, RingWriter
+    from orchestrrl.integrations.instrument.rings import ASYNCHRONOUS, UNKNOWN, RingWriter, group_id
     from orchestrrl.integrations.instrument.work_watch import WorkWatch
 else:  # in the traced process, where this folder is on the path
     from device_watch import DeviceWatch
-    from rings import ASYNCHRONOUS, UNKNOWN, RingWriter
+    from rings import ASYNCHRONOUS, UNKNOWN, RingWriter, group_id
     from work_watch import WorkWatch
 
 
@@ -275,7 +275,7 @@ class CollectiveHooks:
             writer.set_rank(distributed.get_rank())
         name = str(getattr(pg, "group_name", "") or "")
         reference = weakref.ref(pg, partial(self._gone, id(pg)))
-        found = self._places[id(pg)] = KnownGroup(reference, writer.group(ranks, name), ranks)
+        found = self._places[id(pg)] = KnownGroup(reference, group_id(ranks, name), ranks)
         return found
 
     def _gone(self, address: int, _: Any) -> None:
@@ -297,7 +297,7 @@ class CollectiveHooks:
             if writer is None:
                 return original(owner, *args, **kwargs)
             try:
-                group = writer.group(owner.ranks, owner.unique_name)
+                group = group_id(owner.ranks, owner.unique_name)
                 first = args[0] if args else next(iter(kwargs.values()), ())
                 n_bytes = _sum_bytes(first)
                 on_device = self._device_of(first)

@@ -7,7 +7,7 @@ library only. Times are `time.monotonic_ns`, the same clock for all processes of
     page 0      header words (the constants below), then the name of the job
     slots       `capacity` slots of 8 words, the newest overwrite the oldest: sequence s is in s mod capacity
                 sequence + 1 | kind, flags, op, 0 | group | bytes | start_ns | end_ns, 0 while it runs | value | 0
-    dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}, {"group": 77, "ranks": [0, 2], "name": "1"}
+    dictionary  append-only lines of JSON: {"op": 3, "name": "all_reduce"}
     payloads    a few slots for what a trainer announces: sequence + 1 | length | bytes
 
 Torn readings. `struct.pack_into` first fills with zeros, in an order of its own, then stores word after word, so:
@@ -37,7 +37,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,15 +109,6 @@ class RingEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessGroup:
-    """A process group. Its id is the same in all its ranks; the ranks are global ones, none where they are unknown."""
-
-    id: int
-    ranks: tuple[int, ...]
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class RingHeader:
     """Which process writes a ring, as it was at one moment."""
 
@@ -161,7 +152,6 @@ class RingWriter:
         self._doorbell = str(directory / DOORBELL)
         self._head = self._in_flight = self._queued = self._state = self._payload_head = 0
         self._ops: dict[str, int] = {}
-        self._groups: set[int] = set()
         # For what is rare. A handler of a signal may communicate while its thread is in here.
         self._lock = threading.RLock()
         about = job[:200].encode()
@@ -205,15 +195,6 @@ class RingWriter:
                 if code == len(self._ops):
                     self._append_entry({"op": code, "name": name})
         return code
-
-    def group(self, ranks: Sequence[int], name: str) -> int:
-        """The id of a group, for `begin`."""
-        found = group_id(ranks, name)
-        with self._lock:
-            if found not in self._groups:
-                self._groups.add(found)
-                self._append_entry({"group": found, "ranks": sorted(ranks), "name": name})
-        return found
 
     def begin(self, op: int, group: int = 0, n_bytes: int = 0, flags: int = 0, value: int = UNKNOWN) -> int:
         """A collective begins. Returns its sequence, for `end`. Written out, as `end` is: tracing costs this."""
@@ -376,7 +357,6 @@ class RingReader:
         self._known_head = 0
         self._running: set[int] = set()  # given out before they had ended
         self._ops: dict[int, str] = {}
-        self._groups: dict[int, ProcessGroup] = {}
         self._dictionary_read = 0  # bytes of the dictionary that are read
 
     def header(self) -> RingHeader:
@@ -415,12 +395,6 @@ class RingReader:
     def communicates(self) -> bool:
         """Something is in flight, or issued to a device."""
         return any(self._state()[:2])
-
-    @property
-    def groups(self) -> Mapping[int, ProcessGroup]:
-        """All groups the process has communicated in, by their ids."""
-        self._learn()
-        return self._groups
 
     @property
     def changes(self) -> int:
@@ -493,10 +467,7 @@ class RingReader:
         at = self._dictionary_at
         for line in self._map[at + self._dictionary_read : at + used].splitlines():
             entry = json.loads(line)
-            if "op" in entry:
-                self._ops[entry["op"]] = entry["name"]
-            else:
-                self._groups[entry["group"]] = ProcessGroup(entry["group"], tuple(entry["ranks"]), entry["name"])
+            self._ops[entry["op"]] = entry["name"]
         self._dictionary_read = used
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
-from orchestrrl.integrations.instrument.rings import RingWriter
+from orchestrrl.integrations.instrument.rings import RingWriter, group_id
 from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
@@ -42,7 +42,7 @@ class TestbedTrainer:
         self._collective_s = collective_s
         self._pause_s = pause_s
         self._writers = [RingWriter(rings, job=job) for _ in ranks]
-        self._group = [writer.group(ranks, "all") for writer in self._writers]
+        self._group = group_id(ranks, "all")
         self._reduce = [writer.op("all_reduce") for writer in self._writers]
         for rank, writer in zip(ranks, self._writers, strict=True):
             writer.set_rank(rank)
@@ -55,8 +55,8 @@ class TestbedTrainer:
         for writer in self._writers:
             writer.moment("iteration", len(self.bursts))
         begun = [
-            writer.begin(reduce, group, 1 << 20)
-            for writer, reduce, group in zip(self._writers, self._reduce, self._group, strict=True)
+            writer.begin(reduce, self._group, 1 << 20)
+            for writer, reduce in zip(self._writers, self._reduce, strict=True)
         ]
         flows = self._flows()
         began_s = time.monotonic()

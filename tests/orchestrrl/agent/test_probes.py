@@ -14,7 +14,7 @@ from orchestrrl.agent.probes import HostQuiet, HostTraces
 from orchestrrl.agent.window_reports import AGAIN_AFTER_S, WindowReports
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.integrations.instrument.rings import _ARMED, RingDoorbell, RingReader, RingWriter, list_rings
+from orchestrrl.integrations.instrument.rings import _ARMED, RingDoorbell, RingReader, RingWriter, group_id, list_rings
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.model import Hold
 
@@ -45,7 +45,7 @@ class Host:
         self.now_ns += round(duration_s * 1e9)
 
     def begin(self) -> list[int]:
-        return [each.begin(each.op("all_reduce"), each.group((0, 1), "all"), 64) for each in self.writers]
+        return [each.begin(each.op("all_reduce"), group_id((0, 1), "all"), 64) for each in self.writers]
 
     def end(self, sequences: list[int]) -> None:
         for writer, sequence in zip(self.writers, sequences, strict=True):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 from orchestrrl.fabric.slack_traces import read_traces, study
 from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark
-from orchestrrl.integrations.instrument.rings import RingWriter
+from orchestrrl.integrations.instrument.rings import RingWriter, group_id
 
 
 class Recorded:
@@ -24,7 +24,7 @@ class Recorded:
             for writer in self.writers:
                 writer.moment("iteration", iteration)
                 writer.moment("forward")
-            flying = [each.begin(each.op("all_reduce"), each.group((0, 1), "all"), 64) for each in self.writers]
+            flying = [each.begin(each.op("all_reduce"), group_id((0, 1), "all"), 64) for each in self.writers]
             self.now_ns += 2_000_000
             for writer, sequence in zip(self.writers, flying, strict=True):
                 writer.end(sequence)

@@ -13,7 +13,7 @@ import pytest
 from orchestrrl.integrations.instrument import recorder
 from orchestrrl.integrations.instrument.collective_hooks import METHODS, CollectiveHooks
 from orchestrrl.integrations.instrument.device_watch import DeviceWatch
-from orchestrrl.integrations.instrument.rings import RingReader, RingWriter, list_rings
+from orchestrrl.integrations.instrument.rings import RingReader, RingWriter, group_id, list_rings
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_methods_of_others_are_noted_once_and_put_back(tmp_path: Path) -> None:
     with RingReader(writer.path) as reader:
         events, _ = reader.events()
         assert [event.op for event in events] == ["all_reduce", "send"]
-        assert [group.ranks for group in reader.groups.values()] == [(2, 3)]
+        assert {event.group for event in events} == {group_id((2, 3), Group.unique_name)}
         assert reader.in_flight == 0
         assert reader.header().rank == 2
     assert set(told) == {"not recorded, as it is not there: Group.gone"}

@@ -9,7 +9,7 @@ in the trainer (`sender`).
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,10 +82,8 @@ class DirectSync(Protocol):
         ...
 
 
-class ReportStep(Protocol):
-    """From the trainer to the daemon's part: `relayed` there. Blocks. Raises OrchestrRLError."""
-
-    def __call__(self, call: str, body: Mapping[str, Any]) -> Mapping[str, Any]: ...
+# From the trainer to the daemon's part, a call and its body: `relayed` there. Blocks. Raises OrchestrRLError.
+ReportStep = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 
 
 class WeightSender(Protocol):

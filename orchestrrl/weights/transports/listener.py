@@ -72,10 +72,9 @@ class LinkListener:
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, socket.socket] = OrderedDict()
         self._strangers: dict[int, _Stranger] = {}
-        self._server: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._bell: tuple[socket.socket, socket.socket] | None = None
+        self._bell: socket.socket | None = None  # closed to wake the thread
 
     def open(self) -> str:
         """Where it listens, as `host:port`; an IPv6 host in brackets. Raises OSError."""
@@ -83,8 +82,8 @@ class LinkListener:
         server = socket.create_server((str(place[0]), 0), family=family, backlog=256)
         server.setblocking(False)
         widen(server, self._buffer_bytes)
-        self._server, self._bell = server, socket.socketpair()
-        self._thread = threading.Thread(target=self._attend, name="weights-door", daemon=True)
+        self._bell, rung = socket.socketpair()
+        self._thread = threading.Thread(target=self._attend, args=(server, rung), name="weights-door", daemon=True)
         self._thread.start()
         return address_of(self._host, server.getsockname()[1])
 
@@ -94,14 +93,11 @@ class LinkListener:
         until_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                while key not in self._waiting:
-                    left_s = until_s - time.monotonic()
-                    if self._closed:
-                        raise LinkBroken("this transport is closed")
-                    if left_s <= 0 or not self._changed.wait(left_s):
-                        if key in self._waiting:
-                            break
-                        raise NotYet(f"nobody has dialled {key!r} within {timeout_s:g} s")
+                left_s = max(0.0, until_s - time.monotonic())
+                if not self._changed.wait_for(lambda: key in self._waiting or self._closed, left_s):
+                    raise NotYet(f"nobody has dialled {key!r} within {timeout_s:g} s")
+                if key not in self._waiting:
+                    raise LinkBroken("this transport is closed")
                 found = self._waiting.pop(key)
                 if _is_there(found):
                     break
@@ -121,26 +117,22 @@ class LinkListener:
                 return
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._bell is not None and self._server is not None:
-            self._bell[1].close()
+        if self._thread is not None and self._bell is not None:
+            self._bell.close()
             self._thread.join()
-            self._bell[0].close()
-            self._server.close()
         with self._changed:
             for each in self._waiting.values():
                 each.close()
             self._waiting.clear()
 
-    def _attend(self) -> None:
-        assert self._server is not None
-        assert self._bell is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._bell[0], selectors.EVENT_READ)
+    def _attend(self, server: socket.socket, rung: socket.socket) -> None:
+        with server, rung, selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            selector.register(rung, selectors.EVENT_READ)
             while not self._closed:
                 for ready, _ in selector.select(timeout=1.0 if self._strangers else None):
-                    if ready.fileobj is self._server:
-                        self._let_in(selector)
+                    if ready.fileobj is server:
+                        self._let_in(selector, server)
                     elif (stranger := self._strangers.get(ready.fd)) is not None:
                         self._read_key(selector, stranger)
                 for stranger in [each for each in self._strangers.values() if each.until_s < time.monotonic()]:
@@ -148,10 +140,9 @@ class LinkListener:
             for stranger in list(self._strangers.values()):
                 self._show_out(selector, stranger, "the door is closed")
 
-    def _let_in(self, selector: selectors.BaseSelector) -> None:
-        assert self._server is not None
+    def _let_in(self, selector: selectors.BaseSelector, server: socket.socket) -> None:
         try:
-            came, _ = self._server.accept()
+            came, _ = server.accept()
         except OSError as error:  # it has left again, or there are no descriptors for it
             log.debug("nobody came in: %s", error)
             if error.errno in (errno.EMFILE, errno.ENFILE):

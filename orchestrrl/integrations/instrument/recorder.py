@@ -120,22 +120,10 @@ def stop() -> None:
         stopped.stop()
 
 
-def start_if_enabled() -> None:
-    """Record where ORCHESTRRL_RECORDER says so."""
-    if os.environ.get(SWITCH, "0") not in ("", "0"):
-        start()
-
-
 def current() -> Recorder | None:
     """What records in this process."""
     found: Recorder | None = _process.recorder
     return found
-
-
-def path() -> Path | None:
-    """The ring of this process; None where nothing is recorded yet."""
-    recorder = current()
-    return None if recorder is None else recorder.path
 
 
 @contextlib.contextmanager

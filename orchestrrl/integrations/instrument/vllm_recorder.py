@@ -52,11 +52,6 @@ class RecorderExtension:
     def stop_recorder(self) -> None:
         recorder.stop()
 
-    def recorder_path(self) -> str | None:
-        """The ring of this worker."""
-        path = recorder.path()
-        return None if path is None else str(path)
-
 
 if os.environ.get(recorder.SWITCH, "0") not in ("", "0"):
     record()

@@ -29,7 +29,7 @@ def _switch_on() -> None:
     folder = str(_HERE.parent)
     sys.path.insert(0, folder)  # a program may have a module of the same name
     try:
-        importlib.import_module("recorder").start_if_enabled()
+        importlib.import_module("recorder").start()
     except (ImportError, OSError, ValueError) as fault:
         logging.getLogger("orchestrrl.recorder").warning("nothing is recorded: %r", fault)
     finally:

@@ -29,8 +29,9 @@ from orchestrrl.core.operations import (
     status_of,
 )
 from orchestrrl.gateway.core import Gateway
+from orchestrrl.gateway.http.bodies import RequestBody
 from orchestrrl.gateway.http.field_types import HttpRefusal
-from orchestrrl.gateway.http.pause import CancelBody, PauseBody, RenewBody, RequestBody, ResumeBody, SetVersionBody
+from orchestrrl.gateway.http.pause import CancelBody, PauseBody, RenewBody, ResumeBody, SetVersionBody
 from orchestrrl.gateway.routing.backend import ExpectedEngines
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs.node import FROZEN, HELLO, PAUSE_MODE

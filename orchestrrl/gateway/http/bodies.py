@@ -1,13 +1,34 @@
-"""Read the body of a request without its coding. Pure."""
+"""Read the body of a request: without its coding, and as the operator API has it. Pure."""
 
 import zlib
+from typing import TypeVar
 
-from orchestrrl.core.errors import cut
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from orchestrrl.core.errors import cut, faults_of
 from orchestrrl.gateway.http.connections import MOST_BODY_BYTES, HttpRequest
-from orchestrrl.gateway.http.field_types import HttpRefusal
+from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 
 MOST_MEMBERS = 16  # of a gzip body: each costs a copy of what follows it
 _CODINGS = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+class RequestBody(BaseModel):
+    """The body of a POST. Fields have the names of the daemon's messages; an alias is the name in the body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def read_as(kind: type[B], request: HttpRequest) -> B:
+    """Return the body as this; one that is left out is empty. Raises HttpRefusal with all faults."""
+    try:
+        return kind.model_validate(read_json(read_body(request, empty=b"{}")))
+    except ValidationError as error:
+        faults = faults_of(error)
+        raise HttpRefusal("; ".join(faults), faults[0].partition(":")[0]) from error
 
 
 def read_body(request: HttpRequest, *, empty: bytes | None = None) -> bytes:

@@ -7,14 +7,14 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from orchestrrl.core.errors import OrchestrRLError, faults_of
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
-from orchestrrl.gateway.http.bodies import read_body
+from orchestrrl.gateway.http.bodies import RequestBody, read_as
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, json_answer
-from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
+from orchestrrl.gateway.http.field_types import HttpRefusal
 from planner.model import EngineId, RequestId
 
 DEFAULT_LEASE_S = 60.0
@@ -22,12 +22,6 @@ MAX_LEASE_S = 24 * 3600.0
 
 _Seconds = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 _Version = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class RequestBody(BaseModel):
-    """The body of a POST. Fields have the names of the daemon's messages; an alias is the name in the body."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class PauseBody(RequestBody):
@@ -107,7 +101,7 @@ class PauseEndpoints:
 
     def _handler(self, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]) -> _Handler:
         async def handle(request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-            body = None if kind is None else _read(kind, request)
+            body = None if kind is None else read_as(kind, request)
             if self._daemon is not None:
                 return json_answer(self._with_urls(await self._daemon(body)))
             if not self._alone:
@@ -195,11 +189,3 @@ class PauseEndpoints:
             ],
             "detail": barrier.opened_because if closed is None else "",
         }
-
-
-def _read(kind: type[RequestBody], request: HttpRequest) -> RequestBody:
-    try:
-        return kind.model_validate(read_json(read_body(request, empty=b"{}")))
-    except ValidationError as error:
-        faults = faults_of(error)
-        raise HttpRefusal("; ".join(faults), faults[0].partition(":")[0]) from error

@@ -10,17 +10,18 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
+from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrrl import __version__
-from orchestrrl.core.errors import cut, shorten
+from orchestrrl.core.errors import cut
 from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
-from orchestrrl.gateway.http.bodies import read_body
+from orchestrrl.gateway.http.bodies import read_as, read_body
 from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.http.connections import (
     HttpAnswer,
@@ -54,6 +55,23 @@ Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
 # None: the handler has written the answer itself.
 Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer | None]]
 Routes = Mapping[tuple[str, str], Handler]  # by path and method
+
+
+class MoveBody(BaseModel):
+    """One move. Without `from_engine_id`, the request moves from the engine that it is on."""
+
+    model_config = ConfigDict(strict=True)
+
+    request_id: str
+    to_engine_id: str
+    from_engine_id: str | None = None
+    method: Annotated[MoveMethod, Field(strict=False)] = MoveMethod.RECOMPUTE
+
+
+class MovesBody(BaseModel):
+    """The body of POST /orchestrrl/move."""
+
+    moves: list[MoveBody]
 
 
 def url_of(host: str, port: int) -> str:
@@ -256,8 +274,7 @@ class GatewayServer:
         return json_answer({"in_flight": in_flight, "finished": finished})
 
     async def _move(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
-        """Body: `{"moves": [{"request_id", "to_engine_id", "from_engine_id", "method" (optional)}]}`."""
-        moves = self._read_moves(read_json(read_body(request)))
+        moves = [self._move_of(item) for item in read_as(MovesBody, request).moves]
         results = await asyncio.gather(*(self._carry_out(move) for move in moves))
         return json_answer({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
 
@@ -267,29 +284,11 @@ class GatewayServer:
         (result,) = await self._gateway.move((move,))
         return result
 
-    def _read_moves(self, body: Any) -> list[RequestMove]:
-        """Raises HttpRefusal. Without `from_engine_id`, a request moves from the engine that it is on."""
-        items = body.get("moves") if isinstance(body, dict) else None
-        if not isinstance(items, list):
-            raise HttpRefusal("moves: must be a list of moves")
-        moves = []
-        for index, item in enumerate(items):
-            for name in ("request_id", "to_engine_id"):
-                if not isinstance(item, dict) or not isinstance(item.get(name), str):
-                    got = shorten(item.get(name) if isinstance(item, dict) else item)
-                    raise HttpRefusal(f"moves[{index}].{name}: must be text, got {got}")
-            if not isinstance(item.get("from_engine_id"), str | None):
-                got = shorten(item["from_engine_id"])
-                raise HttpRefusal(f"moves[{index}].from_engine_id: must be text, got {got}")
-            record = self._gateway.ledger.get(RequestId(item["request_id"]))
-            source = item.get("from_engine_id") or (record.engine if record is not None else None) or ""
-            method = item.get("method", MoveMethod.RECOMPUTE)
-            if method not in list(MoveMethod):
-                methods = ", ".join(MoveMethod)
-                raise HttpRefusal(f"moves[{index}].method: must be one of {methods}, got {method!r}")
-            ids = RequestId(item["request_id"]), EngineId(source), EngineId(item["to_engine_id"])
-            moves.append(RequestMove(*ids, method=MoveMethod(method)))
-        return moves
+    def _move_of(self, item: MoveBody) -> RequestMove:
+        record = self._gateway.ledger.get(RequestId(item.request_id))
+        source = item.from_engine_id or (record.engine if record is not None else None) or ""
+        ids = RequestId(item.request_id), EngineId(source), EngineId(item.to_engine_id)
+        return RequestMove(*ids, method=item.method)
 
 
 def _parts(request: HttpRequest) -> SplitResult:

@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[bytes, int, str]] = {
     "messages": (chatting([1]), 400, "messages: must be a list of objects with a role and a content, got [1]"),
     "label": (request(BODY, headers=b"X-Tag: \xff\r\n"), 400, "X-Tag: must be at most 256 printable characters"),
     "moves": (request(b"[" * 100_000, path=b"/orchestrrl/move"), 400, "128 deep"),
-    "a move": (request(b'{"moves": [7]}', path=b"/orchestrrl/move"), 400, "moves[0].request_id: must be text, got 7"),
+    "a move": (request(b'{"moves": [7]}', path=b"/orchestrrl/move"), 400, "moves[0]: should be an object, got 7"),
     "barrier": (request(b'{"holder": "\\ud800"}', path=b"/orchestrrl/pause"), 400, "holder: must be text without"),
 }
 

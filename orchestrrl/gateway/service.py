@@ -111,7 +111,7 @@ async def serve(
         link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
         tasks.append(asyncio.create_task(link.run()))
     if place is not None:
-        await server.listen(options.host, place.shared_port, shared=True)
+        await server.trainers.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

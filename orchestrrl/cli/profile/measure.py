@@ -117,11 +117,11 @@ def import_(
         _switch_detail(switch_s),
     )
     vendor = Aiconfigurator(model, system, backend, precision=precision)
-    imported = import_profile(
+    profile, left_out = import_profile(
         vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
     )
-    _write(out, imported.profile)
-    return _output(imported.profile, imported.left_out)
+    _write(out, profile)
+    return _output(profile, left_out)
 
 
 @command

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
@@ -52,22 +51,6 @@ class KvCacheSize(NamedTuple):
     bytes_per_token: float  # on one GPU
 
 
-class KernelData(Protocol):
-    """The package, for one model, system and backend. `compile` and `room` raise ValueError in its words."""
-
-    detail: str
-
-    def compile(self, layout: Parallelism) -> ImportHandle: ...
-
-    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize: ...
-
-    def kv_bytes_per_token(self) -> float: ...
-
-    def link(self) -> tuple[float, float] | None:
-        """Bytes/s of one GPU between nodes, and seconds of latency."""
-        ...
-
-
 class ImportInputs(NamedTuple):
     """What kernel data cannot tell, and where the figures come from."""
 
@@ -75,12 +58,6 @@ class ImportInputs(NamedTuple):
     switch_s: float
     sequences_detail: str
     switch_detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ImportedProfile:
-    profile: Profile
-    left_out: tuple[str, ...]  # layouts without a place in it, and why
 
 
 _LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
@@ -105,7 +82,7 @@ def layout_id(layout: Parallelism) -> ConfigurationId:
 
 
 def import_profile(
-    vendor: KernelData,
+    vendor: "Aiconfigurator",
     model: str,
     system: str,
     backend: str,
@@ -113,8 +90,8 @@ def import_profile(
     given: ImportInputs,
     date: str,
     on_layout: Callable[[str], None] = lambda name: None,
-) -> ImportedProfile:
-    """A profile of all layouts that fit. Raises Permanent where none does."""
+) -> tuple[Profile, list[str]]:
+    """A profile of all layouts that fit, and the others with their reasons. Raises Permanent where none fits."""
     engines, left_out, moves = [], [], None
     for layout in layouts:
         on_layout(layout_id(layout))
@@ -129,8 +106,7 @@ def import_profile(
             left_out.append(f"{layout_id(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
-    profile = Profile(model, system, backend, tuple(map(tidy, engines)), tidy_moves(moves) if moves else None)
-    return ImportedProfile(profile, tuple(left_out))
+    return Profile(model, system, backend, tuple(map(tidy, engines)), tidy_moves(moves) if moves else None), left_out
 
 
 def engine_profile(
@@ -181,7 +157,7 @@ def _prefill_table(handle: ImportHandle) -> list[TimedSample]:
     return [TimedSample(tokens, handle.predict_prefill_latency(1, tokens) / 1e3) for tokens in PREFILL_TOKENS]
 
 
-def _moves(vendor: KernelData, handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
+def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenance) -> MoveCosts | None:
     """The first layout's prefill, and one GPU's rate between nodes; None where the package does not know the link."""
     link = vendor.link()
     if link is None:
@@ -217,6 +193,7 @@ class Aiconfigurator:
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
 
     def compile(self, layout: Parallelism) -> ImportHandle:
+        """Raises ValueError in the package's words, as `room` does."""
         with self._in_our_terms():
             handle: ImportHandle = self._engine.EngineHandle.compile(
                 self._model, self._system, self._backend, backend_version=self._version, **self._sizes(layout)
@@ -232,6 +209,7 @@ class Aiconfigurator:
         return float(self._kv(Parallelism(), 1, gpu_memory_capacity_bytes_override=1 << 50)["kv_size_per_token_bytes"])
 
     def link(self) -> tuple[float, float] | None:
+        """Bytes/s of one GPU between nodes, and seconds of latency."""
         node = self._database.load_system_spec(self._system).get("node", {})
         if not {"inter_node_bw", "p2p_latency"} <= node.keys():
             return None

@@ -69,6 +69,11 @@ def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None
     return HttpAnswer(json.dumps(value).encode(), status, headers=headers or {})
 
 
+def refusal_answer(refusal: HttpRefusal) -> HttpAnswer:
+    body = error_body(str(refusal), refusal.status, refusal.param)
+    return json_answer(body, refusal.status, refusal.headers)
+
+
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
     """Log a client's fault in one line, whatever characters its input has; other failures are logged where they
     happen."""
@@ -181,7 +186,7 @@ class HttpConnection(asyncio.Protocol):
         self._refusing, self._keep = True, False
         self._stop_timer()
         self._requests.clear()
-        self.whole(json_answer(error_body(str(refusal), refusal.status, refusal.param), refusal.status))
+        self.whole(refusal_answer(refusal))
         if self._transport.can_write_eof():
             # A connection that is closed with data unread is reset, and its client may lose the answer.
             self._transport.write_eof()
@@ -394,13 +399,23 @@ class HttpServer:
     def __init__(self, answer: Callable[[HttpRequest, HttpConnection], Coroutine[Any, Any, None]]) -> None:
         self.answer = answer
         self.connections: set[HttpConnection] = set()
+        self._listeners: list[asyncio.Server] = []
 
-    def connection(self) -> HttpConnection:
-        return HttpConnection(self)
+    async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Listen on a port and return it: a free one for 0. `shared`: other processes may listen on it, too."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: HttpConnection(self), host, port, backlog=4096, reuse_port=shared or None
+        )
+        self._listeners.append(server)
+        bound_port: int = server.sockets[0].getsockname()[1]
+        return bound_port
 
     @property
     def busy(self) -> bool:
         return any(connection.busy for connection in self.connections)
 
     async def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
         await asyncio.gather(*(connection.close() for connection in self.connections))

@@ -30,11 +30,12 @@ from orchestrrl.gateway.http.connections import (
     HttpServer,
     json_answer,
     log_refusal,
+    refusal_answer,
 )
 from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
 from orchestrrl.gateway.http.headers import end_to_end
 from orchestrrl.gateway.http.pause import PauseEndpoints
-from orchestrrl.gateway.http.responses import DONE, ChunkWriter, error_body, event, response, usage_chunk
+from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
@@ -89,7 +90,6 @@ class GatewayServer:
         self._draining = False
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(GatewayCollector(gateway))
-        self._servers: list[asyncio.Server] = []
         self._operator_at: tuple[str, int] | None = None  # host and port; None: the operator API is not served
         self._elsewhere = elsewhere
         # Nothing of a single request is in these: both listeners have them.
@@ -109,45 +109,29 @@ class GatewayServer:
             **(barrier or PauseEndpoints(gateway)).routes(),
             **common,
         }
-        self._trainers = HttpServer(partial(self._answer, self.routes))
+        self.trainers = HttpServer(partial(self._answer, self.routes))
         self._operators = HttpServer(partial(self._answer, self.operator_routes))
 
     async def start(self, host: str, port: int) -> str:
         """Listen for trainers; returns the URL, with the port that was chosen where 0 was asked for."""
-        return url_of(host, await self.listen(host, port))
+        return url_of(host, await self.trainers.listen(host, port))
 
     async def start_operator(self, host: str, port: int) -> str:
         """Serve the operator API; returns its URL, as `start` does."""
-        self._operator_at = host, await self._serve(self._operators, host, port)
+        self._operator_at = host, await self._operators.listen(host, port)
         return url_of(*self._operator_at)
-
-    async def listen(self, host: str, port: int, *, shared: bool = False) -> int:
-        """Listen on one more port for trainers. `shared`: other processes may listen on it, too."""
-        return await self._serve(self._trainers, host, port, shared=shared)
-
-    async def _serve(self, served: HttpServer, host: str, port: int, *, shared: bool = False) -> int:
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(served.connection, host, port, backlog=4096, reuse_port=shared or None)
-        self._servers.append(server)
-        bound_port: int = server.sockets[0].getsockname()[1]
-        return bound_port
 
     async def drain(self, limit_s: float) -> int:
         """Take nothing new and wait for what runs, up to `limit_s`. Returns how many requests are left."""
         self._draining = True
         deadline_s = self._gateway.clock.now_s() + limit_s
-        while self._busy() and self._gateway.clock.now_s() < deadline_s:
+        # A request runs, or its answer is still being written.
+        while (len(self._gateway.ledger) or self.trainers.busy) and self._gateway.clock.now_s() < deadline_s:
             await self._gateway.clock.sleep(DRAIN_POLL_S)
         return len(self._gateway.ledger)
 
-    def _busy(self) -> bool:
-        """A request runs, or its answer is still being written."""
-        return len(self._gateway.ledger) > 0 or self._trainers.busy
-
     async def close(self) -> None:
-        for server in self._servers:
-            server.close()
-        await self._trainers.close()
+        await self.trainers.close()
         await self._operators.close()
 
     async def _answer(self, routes: Routes, request: HttpRequest, connection: HttpConnection) -> None:
@@ -156,8 +140,7 @@ class GatewayServer:
             answer = await self._handler(routes, request)(request, connection)
         except HttpRefusal as refusal:
             log_refusal(asked, connection.peer, refusal.status, str(refusal))
-            body = error_body(str(refusal), refusal.status, refusal.param)
-            answer = json_answer(body, refusal.status, refusal.headers)
+            answer = refusal_answer(refusal)
         if answer is not None:
             connection.whole(answer)
 

@@ -71,10 +71,8 @@ async def served() -> AsyncIterator[Served]:
         connection.whole(HttpAnswer(b"~" * 1_000_000 if body == b"large" else b"<" + body + b">"))
 
     harness = HttpServer(answer)
-    server = await asyncio.get_running_loop().create_server(harness.connection, "127.0.0.1", 0)
-    fixture = Served(harness, server.sockets[0].getsockname()[1])
+    fixture = Served(harness, await harness.listen("127.0.0.1", 0))
     yield fixture
-    server.close()
     await harness.close()
 
 

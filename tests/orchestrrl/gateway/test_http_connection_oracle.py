@@ -30,11 +30,10 @@ class Both:
     plain_port: int
     harness: HttpServer
     runner: web.AppRunner
-    servers: tuple[asyncio.Server, ...]
+    plain: asyncio.Server
 
     async def close(self) -> None:
-        for server in self.servers:
-            server.close()
+        self.plain.close()
         await self.harness.close()
         await self.runner.cleanup()
 
@@ -64,10 +63,9 @@ async def both() -> Both:
     await runner.setup()
     assert runner.server is not None
     harness = HttpServer(usual)
-    loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(factory, "127.0.0.1", 0) for factory in (harness.connection, runner.server)]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    return Both(ports[0], ports[1], harness, runner, tuple(servers))
+    plain = await asyncio.get_running_loop().create_server(runner.server, "127.0.0.1", 0)
+    plain_port = plain.sockets[0].getsockname()[1]
+    return Both(await harness.listen("127.0.0.1", 0), plain_port, harness, runner, plain)
 
 
 async def answers(port: int, pieces: list[bytes], *, one_by_one: bool = False) -> list[tuple[int, bytes]]:

@@ -62,10 +62,8 @@ async def served() -> AsyncIterator[Fixture]:
         connection.last_piece(b"end")
 
     harness = HttpServer(answer)
-    server = await asyncio.get_running_loop().create_server(harness.connection, "127.0.0.1", 0)
-    fixture = Fixture(*server.sockets[0].getsockname(), harness)
+    fixture = Fixture("127.0.0.1", await harness.listen("127.0.0.1", 0), harness)
     yield fixture
-    server.close()
     await harness.close()
 
 

@@ -12,7 +12,6 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.profiles.importer import (
     INSTALL,
     Aiconfigurator,
-    ImportedProfile,
     ImportHandle,
     ImportInputs,
     KvCacheSize,
@@ -22,7 +21,7 @@ from orchestrrl.engines.profiles.importer import (
     step_table,
 )
 from orchestrrl.engines.profiles.store import as_text, parse_profile, read_profile
-from planner.cost.profile import Parallelism, ProfileSource
+from planner.cost.profile import Parallelism, Profile, ProfileSource
 
 GIVEN = ImportInputs(256, 45.0, "default", "command line")
 
@@ -45,7 +44,7 @@ class Table:
         return 10.0 + isl / 20.0
 
 
-class FakeVendor:
+class FakeVendor(Aiconfigurator):
     detail = "tables 1.0"
 
     def __init__(self, bend: float = 0.0) -> None:
@@ -66,13 +65,13 @@ class FakeVendor:
         return 5e10, 1e-5
 
 
-def imported(*names: str, bend: float = 0.0) -> ImportedProfile:
+def imported(*names: str, bend: float = 0.0) -> tuple[Profile, list[str]]:
     layouts = [layout_named(name) for name in names]
     return import_profile(FakeVendor(bend), "m", "h100_sxm", "vllm", layouts, GIVEN, "2026-01-31")
 
 
 def test_a_line_comes_out_as_a_line() -> None:
-    (engine,) = imported("tp2").profile.configurations
+    (engine,) = imported("tp2")[0].configurations
     affine = engine.configuration()
     assert (affine.alpha_s, affine.beta_s, affine.gamma_s) == pytest.approx((0.013, 3e-5, 1e-7), rel=1e-3)
     assert engine.prefill_tokens_per_s == pytest.approx(20_000, rel=1e-3)
@@ -85,7 +84,7 @@ def test_a_line_comes_out_as_a_line() -> None:
 
 
 def test_a_mixture_of_experts_gets_a_curve() -> None:
-    (engine,) = imported("tp8ep8", bend=0.5).profile.configurations
+    (engine,) = imported("tp8ep8", bend=0.5)[0].configurations
     assert len(engine.step.base_s.xs) > 2
     assert engine.provenance.fit_error_mean is not None
     assert engine.provenance.fit_error_mean < 0.02
@@ -96,7 +95,7 @@ def test_a_mixture_of_experts_gets_a_curve() -> None:
 
 
 def test_ranks_are_counted_together() -> None:
-    (engine,) = imported("dp8ep8").profile.configurations
+    (engine,) = imported("dp8ep8")[0].configurations
     assert engine.id == "tp1dp8ep8"
     assert engine.parallelism.gpus == 8
     assert engine.kv_capacity_tokens == 800_000
@@ -115,7 +114,7 @@ def test_only_what_fits_is_asked() -> None:
 
 
 def test_moves_know_the_link_and_the_prefill() -> None:
-    moves = imported("tp4").profile.moves
+    moves = imported("tp4")[0].moves
     assert moves is not None
     assert moves.kv_bytes_per_token == 131_072
     assert moves.transfer_s.at(5e10) == pytest.approx(1.0, rel=1e-3)
@@ -124,14 +123,14 @@ def test_moves_know_the_link_and_the_prefill() -> None:
 
 def test_what_does_not_fit_is_left_out_with_its_reason() -> None:
     found = imported("tp1", "tp2")
-    assert [engine.id for engine in found.profile.configurations] == ["tp2"]
-    assert found.left_out == ("tp1: no KV budget",)
+    assert [engine.id for engine in found[0].configurations] == ["tp2"]
+    assert found[1] == ["tp1: no KV budget"]
     with pytest.raises(Permanent, match="no layout can be imported: tp1: no KV budget"):
         imported("tp1")
 
 
 def test_its_file_says_the_same() -> None:
-    profile = imported("tp2", "tp8").profile
+    profile = imported("tp2", "tp8")[0]
     assert parse_profile(as_text(profile)) == profile
 
 
@@ -191,19 +190,19 @@ class TestPackage:
         vendor = Aiconfigurator("Qwen/Qwen3-32B", "h100_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp2", "tp4", "tp8")]
         found = import_profile(vendor, "Qwen/Qwen3-32B", "h100_sxm", "vllm", layouts, GIVEN, "2026-01-31")
-        steps_s = [engine.step.at(16, 32_000) for engine in found.profile.configurations]
+        steps_s = [engine.step.at(16, 32_000) for engine in found[0].configurations]
         assert steps_s == sorted(steps_s, reverse=True)
-        for engine in found.profile.configurations:
+        for engine in found[0].configurations:
             assert engine.provenance.fit_error_mean is not None
             assert engine.provenance.fit_error_mean < 0.03
-        assert found.profile.moves is not None
-        assert found.profile.moves.kv_bytes_per_token == 2 * 2 * 64 * 8 * 128  # bf16, layers, KV heads, head size
+        assert found[0].moves is not None
+        assert found[0].moves.kv_bytes_per_token == 2 * 2 * 64 * 8 * 128  # bf16, layers, KV heads, head size
 
     def test_a_mixture_of_experts_is_not(self) -> None:
         vendor = Aiconfigurator("Qwen/Qwen3-235B-A22B", "h200_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp8", "tp8ep8")]
         found = import_profile(vendor, "Qwen/Qwen3-235B-A22B", "h200_sxm", "vllm", layouts, GIVEN, "2026-01-31")
-        for engine in found.profile.configurations:
+        for engine in found[0].configurations:
             assert len(engine.step.base_s.xs) > 2
             assert engine.provenance.fit_error_mean is not None
             assert engine.provenance.fit_error_mean < 0.03

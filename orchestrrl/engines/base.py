@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
@@ -200,19 +200,12 @@ class WeightsEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class TakesWeights(Protocol):
-    """An engine's client that can have weights loaded."""
-
-    @property
-    def weights(self) -> WeightsEngine: ...
-
-
 def weights_engine(engine: Engine) -> WeightsEngine:
-    """Raises Permanent for a product that cannot load weights while it runs."""
-    if not isinstance(engine, TakesWeights):
+    """Return the client's `weights`. Raises Permanent for a product that cannot load weights while it runs."""
+    weights: WeightsEngine | None = getattr(engine, "weights", None)
+    if weights is None:
         raise Permanent(f"{engine.url}: engines of {type(engine).__name__} cannot load weights while they run")
-    return engine.weights
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,19 +247,12 @@ class TransferEngine(Protocol):
     async def end(self, version: int) -> None: ...
 
 
-@runtime_checkable
-class TakesTransfers(Protocol):
-    """An engine's client that can have a trainer send weights into it."""
-
-    @property
-    def transfers(self) -> TransferEngine: ...
-
-
 def transfer_engine(engine: Engine) -> TransferEngine:
-    """Raises Permanent for a product that has nothing of the kind."""
-    if not isinstance(engine, TakesTransfers):
+    """Return the client's `transfers`. Raises Permanent for a product that has nothing of the kind."""
+    transfers: TransferEngine | None = getattr(engine, "transfers", None)
+    if transfers is None:
         raise Permanent(f"{engine.url}: engines of {type(engine).__name__} take no weights from a trainer's process")
-    return engine.transfers
+    return transfers
 
 
 ENGINES = PlugPoint(

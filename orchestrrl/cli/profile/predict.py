@@ -33,63 +33,58 @@ def predict(
 
     Example: `orchestrrl profile predict Qwen/Qwen3-32B --gpu h100 --gpus 16 --out profile.yaml`
     """
-    from orchestrrl.engines.profiles.store import as_document
-    from planner.cost.paper import PROFILES, named_profile
-
-    if model in PROFILES:
-        made = named_profile(model)
-    else:
-        made = _predicted(model, gpu, engine, gpus, per_node, weight_bits, kv_bits, phase)
-    if out is not None:
-        _write(out, made)
-    details = sorted({configuration.provenance.detail for configuration in made.configurations})
-    wrote = [] if out is None else [f"wrote {out}"]
-    costs = table(f"{made.model} on {made.gpu}, {made.engine}", COST_COLUMNS, made.configurations)
-    return Output(as_document(made), [costs, *details, *wrote])
-
-
-def _predicted(
-    model_name: str,
-    gpu_name: str,
-    engine_name: str,
-    gpus: int,
-    per_node: int,
-    weight_bits: int | None,
-    kv_bits: int,
-    phase_name: str,
-) -> "Profile":
     from orchestrrl.core.errors import Permanent
     from planner.cost.engines import ENGINES
     from planner.cost.hardware import GPUS, UnknownGpu, gpu_named
     from planner.cost.models import MODELS, UnknownModel, model_named
+    from planner.cost.paper import PROFILES, named_profile
     from planner.cost.predict import move_costs
     from planner.cost.profile import Profile
     from planner.solver.layouts import StepPhase, candidates
 
+    if model in PROFILES:
+        return _output(named_profile(model), out)
     faults = []
     try:
-        model = model_named(model_name)
+        served = model_named(model)
     except UnknownModel:
-        faults.append(f"MODEL: must be one of {', '.join(sorted(MODELS))}, got {model_name!r}")
+        faults.append(f"MODEL: must be one of {', '.join(sorted(MODELS))}, got {model!r}")
     try:
-        gpu = gpu_named(gpu_name)
+        hardware = gpu_named(gpu)
     except UnknownGpu:
-        faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu_name!r}")
-    faults += choice_faults("--engine", engine_name, sorted(ENGINES))
+        faults.append(f"--gpu: must be one of {', '.join(sorted(GPUS))}, got {gpu!r}")
+    faults += choice_faults("--engine", engine, sorted(ENGINES))
     if weight_bits not in (None, 4, 8, 16):
         faults.append(f"--weight-bits: must be 4, 8 or 16, got {weight_bits}")
     if kv_bits not in (8, 16):
         faults.append(f"--kv-bits: must be 8 or 16, got {kv_bits}")
-    if phase_name:
-        faults += choice_faults("--phase", phase_name, StepPhase)
+    if phase:
+        faults += choice_faults("--phase", phase, StepPhase)
     raise_faults(faults)
-    engine, phase = ENGINES[engine_name], StepPhase(phase_name) if phase_name else None
-    precision = _precision(model, weight_bits, kv_bits)
-    configurations = candidates(model, gpu, gpus, per_node, engine, phase, precision)
+    product, precision = ENGINES[engine], _precision(served, weight_bits, kv_bits)
+    good_in = StepPhase(phase) if phase else None
+    configurations = candidates(served, hardware, gpus, per_node, product, good_in, precision)
     if not configurations:
-        raise Permanent(f"{model.name} fits on no layout of up to {gpus} {gpu.name}: allow more GPUs or fewer bits")
-    moves = move_costs(model, gpu, engine, precision, recompute_tp=min(per_node, gpus))
-    return Profile(model.name, gpu.name, engine.name, tuple(configurations), moves)
+        raise Permanent(
+            f"{served.name} fits on no layout of up to {gpus} {hardware.name}: allow more GPUs or fewer bits"
+        )
+    moves = move_costs(served, hardware, product, precision, recompute_tp=min(per_node, gpus))
+    return _output(Profile(served.name, hardware.name, product.name, tuple(configurations), moves), out)
+
+
+def _output(made: "Profile", out: Path | None) -> Output:
+    from orchestrrl.core.errors import ProblemFaults
+    from orchestrrl.engines.profiles.store import as_document, write_profile
+
+    if out is not None:
+        try:
+            write_profile(out, made)
+        except OSError as error:
+            raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {str(out)!r}"]) from error
+    details = sorted({configuration.provenance.detail for configuration in made.configurations})
+    wrote = [] if out is None else [f"wrote {out}"]
+    costs = table(f"{made.model} on {made.gpu}, {made.engine}", COST_COLUMNS, made.configurations)
+    return Output(as_document(made), [costs, *details, *wrote])
 
 
 def _precision(model: "Model", weight_bits: int | None, kv_bits: int) -> "Precision":
@@ -100,13 +95,3 @@ def _precision(model: "Model", weight_bits: int | None, kv_bits: int) -> "Precis
     # Four bits come with a scale for every few weights.
     bits = 4.5 if weight_bits == 4 else float(weight_bits)
     return Precision(bits, min(bits, model.expert_bits), float(kv_bits))
-
-
-def _write(out: Path, made: "Profile") -> None:
-    from orchestrrl.core.errors import ProblemFaults
-    from orchestrrl.engines.profiles.store import write_profile
-
-    try:
-        write_profile(out, made)
-    except OSError as error:
-        raise ProblemFaults([f"--out: cannot be written: {error.strerror}, got {str(out)!r}"]) from error

@@ -48,6 +48,8 @@ class HttpRequest:
     url: str
     headers: tuple[tuple[str, str], ...] = field(repr=False)  # credentials among them
     body: bytes = field(repr=False)  # as it was sent: perhaps compressed
+    version: str = "1.1"  # of HTTP
+    keep_alive: bool = True  # the connection is to serve further requests after it
 
     @cached_property
     def fields(self) -> Mapping[str, str]:
@@ -94,7 +96,7 @@ class HttpConnection(asyncio.Protocol):
         self._begun = False  # a request is there in part
         self._timer: asyncio.TimerHandle | None = None  # refuses it where the rest does not come
         self._begin_request()
-        self._requests: deque[tuple[HttpRequest | HttpRefusal, bool, str]] = deque()  # with keep-alive and version
+        self._requests: deque[HttpRequest | HttpRefusal] = deque()
         self._ahead_bytes = 0  # received while a request is answered
         self._refusing = False  # what comes is not read any more
         self._task: asyncio.Task[None] | None = None
@@ -112,8 +114,6 @@ class HttpConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
-        self._next_keep = True  # `_keep` and `_version` of this request, once it is answered
-        self._next_version = "1.1"
 
     @property
     def peer(self) -> object:
@@ -259,7 +259,7 @@ class HttpConnection(asyncio.Protocol):
             refusal = cause if isinstance(cause, HttpRefusal) else _parser_refusal(error, data)
             self._refusing = True
             self._ended()
-            self._requests.append((refusal, False, "1.1"))
+            self._requests.append(refusal)
 
     def _without_upgrade(self) -> bytes:
         """Return the head of a request that asks for another protocol without that: the parser leaves out its body."""
@@ -288,11 +288,10 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
-        self._next_keep, self._next_version = self._parser.should_keep_alive(), self._parser.get_http_version()
         names = [name.lower() for name, _ in self._headers]
         if self._parser.get_method() == b"CONNECT":
             raise HttpRefusal("CONNECT: Method Not Allowed", status=405)
-        if self._next_version == "1.1" and names.count(b"host") != 1:
+        if self._parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise HttpRefusal(f"Host: must be given once, got {names.count(b'host')} of them", "Host")
         if b"content-length" in names and int(self._headers[names.index(b"content-length")][1]) > MOST_BODY_BYTES:
             raise _too_large()
@@ -318,8 +317,8 @@ class HttpConnection(asyncio.Protocol):
             for name, value in self._headers
         )
         method, url = self._parser.get_method().decode(), self._url.decode("utf-8", "surrogateescape")
-        request = HttpRequest(method, url, headers, b"".join(self._body))
-        self._requests.append((request, self._next_keep, self._next_version))
+        version, keep_alive = self._parser.get_http_version(), self._parser.should_keep_alive()
+        self._requests.append(HttpRequest(method, url, headers, b"".join(self._body), version, keep_alive))
         self._ended()
 
     def _ended(self) -> None:
@@ -339,13 +338,13 @@ class HttpConnection(asyncio.Protocol):
         if self._task is not None or not self.writable or self._transport is None or self._transport.is_closing():
             return
         if self._requests:
-            request, self._keep, self._version = self._requests.popleft()
+            request = self._requests.popleft()
             self.answered = False
             if isinstance(request, HttpRefusal):
                 log_refusal("HTTP", self.peer, request.status, str(request))
                 self.refuse(request)
                 return
-            self._bodiless = request.method == "HEAD"
+            self._keep, self._version, self._bodiless = request.keep_alive, request.version, request.method == "HEAD"
             self._task = asyncio.get_running_loop().create_task(self._server.answer(request, self))
             self._task.add_done_callback(self._over)
             return

@@ -1,4 +1,4 @@
-"""Read the body of a request: without its coding, and as the operator API has it. Pure."""
+"""Read the body of a request: decompress it, and validate it for the operator API. Pure."""
 
 import zlib
 from typing import TypeVar
@@ -23,7 +23,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def read_as(kind: type[B], request: HttpRequest) -> B:
-    """Return the body as this; one that is left out is empty. Raises HttpRefusal with all faults."""
+    """Return the validated body; one that is left out is an empty object. Raises HttpRefusal with all faults."""
     try:
         return kind.model_validate(read_json(read_body(request, empty=b"{}")))
     except ValidationError as error:

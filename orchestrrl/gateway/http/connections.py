@@ -1,7 +1,7 @@
 """The gateway's HTTP server: reads requests by httptools and writes their answers, one connection at a time.
 
 A general HTTP server costs more for each request and each piece of an answer than all that the gateway does for them.
-What a client sends is judged as aiohttp's server judges it (tests/orchestrrl/gateway/test_http_connection_oracle.py
+It accepts and refuses the same requests as aiohttp's server (tests/orchestrrl/gateway/test_http_connection_oracle.py
 sends the same bytes to both). As there, a client that closes its side of the connection, or only half of it, has left.
 """
 

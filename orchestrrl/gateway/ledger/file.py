@@ -5,9 +5,9 @@ its way to the disk (`synchronous = NORMAL`: SQLite calls fsync when it moves it
 transaction): what a power cut takes was delivered or is generated again, and the file stays sound. A killed process
 takes nothing that it had committed.
 
-Which process has a request in hand is told by claims: a claim is a lock on one byte of a file, taken and freed by a
-system call each, without a disk, and gone with the process that holds it, however it ends. (Locks of open file
-descriptions, fcntl(2): another RequestClaims of the same process is kept out as well.)
+Claims show which process has a request in hand. A claim is a lock on one byte of a file, taken and freed by a system
+call each, without a disk, and gone with the process that holds it, however it ends. (Locks of open file descriptions,
+fcntl(2): another RequestClaims of the same process is kept out as well.)
 """
 
 import errno

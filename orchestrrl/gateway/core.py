@@ -23,7 +23,7 @@ from orchestrrl.gateway.pause import GatewayPause
 from orchestrrl.gateway.relay import RelayLimits, RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.backends import EngineBackends
-from planner.model import EngineId, NodeId, RequestId, RequestMove
+from planner.model import NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +353,3 @@ class Gateway:
         """What to call the model when the client did not: as an engine does that has been asked."""
         known = (backend.capabilities.models for backend in self.fleet if backend.capabilities is not None)
         return next((models[0] for models in known if models), "")
-
-    def usable_engines(self) -> list[EngineId]:
-        return [backend.id for backend in self.fleet if backend.usable]

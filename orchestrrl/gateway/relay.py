@@ -116,7 +116,7 @@ class RequestRelay:
     def withdraw(self) -> bool:
         """Stop the request where it runs; it goes on from its tokens once there is an engine for it. False: it is on
         none, or can only go on where it is."""
-        if self._pump_task is None or self._pump_task.done() or self.backend is None or not self.record.movable_now:
+        if self._pump_task is None or self._pump_task.done() or self.backend is None or self.record.fixed_because:
             return False
         self._answer_move(done=False, detail="it was taken back from the engines")
         self._pump_task.cancel()
@@ -238,7 +238,7 @@ class RequestRelay:
             raise MoveRefused(f"is being moved to {self._move.target.id} already")
         if self.backend is None or self._pump_task is None or self._pump_task.done():
             raise MoveRefused("is between two engines")
-        if not record.movable_now:
+        if record.fixed_because:
             raise MoveRefused(f"cannot be continued elsewhere: {record.fixed_because}")
 
     def _answer_move(self, done: bool, detail: str = "") -> None:

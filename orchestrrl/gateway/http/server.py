@@ -214,7 +214,8 @@ class GatewayServer:
 
     async def _health(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         """200 while a request would find an engine, or waits for one that is being started."""
-        engines, expected = self._gateway.usable_engines(), sorted(self._gateway.fleet.expected)
+        fleet = self._gateway.fleet
+        engines, expected = [backend.id for backend in fleet if backend.usable], sorted(fleet.expected)
         status = 200 if (engines or expected) and not self._draining else 503
         told: dict[str, Any] = {"engines": engines, "draining": self._draining}
         if expected:

@@ -127,10 +127,6 @@ class RequestRecord:
             return self.pinned_because
         return self.immovable_because if self.generated_ids or (self.relayed and self.engine is not None) else ""
 
-    @property
-    def movable_now(self) -> bool:
-        return not self.fixed_because
-
     def begin_attempt(self, engine: EngineId, now_s: float) -> None:
         self.engine = engine
         self.relayed = False
@@ -237,7 +233,7 @@ class RequestRecord:
             max_tokens=self.max_tokens,
             group=self.group,
             tag=self.tag,
-            movable=self.movable_now,
+            movable=not self.fixed_because,
             moves=self.moves,
             age_s=max(0.0, now_s - self.arrived_s),
             movable_detail=self.fixed_because,

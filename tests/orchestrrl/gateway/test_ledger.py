@@ -38,9 +38,9 @@ def test_prompt_ids_are_those_of_the_first_attempt() -> None:
 def test_what_was_delivered_cannot_be_forgotten() -> None:
     r = record(immovable_because="stop: x")
     r.append(Chunk((5,), "a"), "a", None, 1.0)
-    assert not r.movable_now
+    assert r.fixed_because
     r.forget_answer()
-    assert (list(r.generated_ids), r.text, r.take_undelivered(), r.movable_now) == ([], "", [], True)
+    assert (list(r.generated_ids), r.text, r.take_undelivered(), r.fixed_because) == ([], "", [], "")
     r.append(Chunk((5,), "a"), "a", None, 1.0)
     r.take_undelivered()
     with pytest.raises(ValueError, match="in part"):

@@ -141,7 +141,7 @@ async def test_orders_are_carried_out_and_requests_reported(harness: Harness) ->
     daemon.order("routes", routes(e0=False, e1=True))
     await eventually(lambda: "routes" in daemon.results)
     assert daemon.results["routes"].status is OperationStatus.DONE
-    assert harness.gateway.usable_engines() == ["e0"]
+    assert [backend.id for backend in harness.gateway.fleet if backend.usable] == ["e0"]
 
     async with harness.gateway.request_group(ask(harness, "r")) as job:
         await eventually(lambda: bool(harness.engines["e0"].attempts))

@@ -181,7 +181,7 @@ async def test_chat_without_max_tokens_stays_where_the_context_length_is_unknown
         result = await move(w, "e1")
         assert not result.done
         assert "context length" in result.detail
-        assert not job.records[0].movable_now
+        assert job.records[0].fixed_because
 
 
 async def test_a_waiting_request_is_asked_again_as_it_was() -> None:

@@ -35,7 +35,6 @@ def measure(
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel attention replicas.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.")] = 1,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the engine, to check the layout.")] = None,
     gpu: Annotated[str, typer.Option(help="Kind of GPU, for the file; the file's own if left out.")] = "",
     switch_s: SwitchOption = None,
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Where the engine does not tell.")] = None,
@@ -61,8 +60,6 @@ def measure(
     from planner.model import ConfigurationId
 
     layout = Parallelism(tp=tp, dp=dp, ep=ep)
-    if gpus is not None and gpus != layout.gpus:
-        raise ProblemFaults([f"--gpus: must be tp x dp, which is {layout.gpus}, got {gpus}"])
     link = _link(kv_bytes_per_token, transfer_gbps)
     existing = _existing(out, gpu)
     wanted = MeasurementInputs(

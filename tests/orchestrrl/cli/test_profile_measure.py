@@ -58,7 +58,6 @@ def test_show_names_every_fault(file: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--gpus", "3"], "--gpus: must be tp x dp, which is 1, got 3"),
         (["--gpu", "H20"], "--gpu: "),
         (
             ["--transfer-gbps", "0"],

@@ -5,13 +5,13 @@ from pathlib import Path
 from orchestrrl.lab.sim.rl.results import read
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import scenario_of
-from orchestrrl.lab.sim.rl.sweep import Processes, load_sweep
+from orchestrrl.lab.sim.rl.sweep import in_processes, load_sweep
 from tests.orchestrrl.lab.sim.rl.test_rl_sweep import written
 
 
 def test_processes_give_what_this_one_gives(tmp_path: Path) -> None:
     points = [point for point in load_sweep(written(tmp_path)) if not point.fault][:2]
-    assert [outcome.fault for outcome in Processes(2)(points, tmp_path / "there")] == ["", ""]
+    assert [outcome.fault for outcome in in_processes(points, tmp_path / "there", 2)] == ["", ""]
     for point in points:
         assert point.document is not None
         results = run_cluster(scenario_of(dict(point.document)))

@@ -1,6 +1,7 @@
 """`orchestrrl sim sweep`: many cluster scenarios, on all cores of this machine or on a Ray cluster."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,6 @@ def sweep(
     """
     from orchestrrl.lab.sim.rl import sweep as sweeps
     from orchestrrl.lab.sim.rl.results import SUFFIX, parse, rows
-    from orchestrrl.lab.sim.rl.sweep import OnRay, Processes
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     if ray is not None and workers is not None:
@@ -47,7 +47,7 @@ def sweep(
     if points is None or faults:
         raise ProblemFaults(faults)
     make_folder(out, "--out")
-    runner = OnRay(ray) if ray is not None else Processes(workers)
+    runner = partial(sweeps.on_ray, address=ray) if ray is not None else partial(sweeps.in_processes, at_once=workers)
     try:
         swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
     except KeyboardInterrupt:

@@ -194,7 +194,7 @@ def _samples_per_s(
 
 
 def network_usd(stages: FabricStages) -> float:
-    return network_cost_usd(stages.fabric.inventory(), stages.scenario.servers.nic_gbps).total_usd
+    return sum(network_cost_usd(stages.fabric.inventory(), stages.scenario.servers.nic_gbps).values())
 
 
 def at_scale(model: str, train_gpus: int, gpus: int, layouts: tuple[str, ...]) -> Case:

@@ -4,7 +4,7 @@ and the reason where that is far off.
 Each claim has a name of its own; a test holds them to the figures as they were read from the paper.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Generic, TypeVar
@@ -86,7 +86,7 @@ class ScoreboardPart:
 
     id: str
     title: str
-    make: Callable[[bool], list[ScoreboardRow]]
+    make: Callable[[bool], Iterable[ScoreboardRow]]
     quick: str = ""
 
 

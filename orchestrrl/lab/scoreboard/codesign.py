@@ -1,6 +1,6 @@
 """Figures 17 and 18: scheduler and fabric together on 2,048 GPUs, and what the fabric does to a change of engines."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from orchestrrl.lab.scoreboard import constants as given
@@ -56,17 +56,16 @@ def _fewer_train(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Cas
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
 
 
-def _rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
-    base, rows = found[BASE, "verl_to"], []
+def _rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Iterator[ScoreboardRow]:
+    base = found[BASE, "verl_to"]
     for name, key in (("scheduler_only", (BASE, "both")), ("fabric_only", (OURS, "verl_to")), ("both", (OURS, "both"))):
         here, words = found[key], name.replace("_", " ")
         rate = here.samples_per_s / base.samples_per_s
         why, of = f"{_why(base, here)}; {NEAR}", f"{words}, {case.gpus:,} GPUs"
-        rows.append(compared("Figure 17", f"throughput, {of}", f"codesign.throughput.{name}", rate, why))
+        yield compared("Figure 17", f"throughput, {of}", f"codesign.throughput.{name}", rate, why)
         worth = rate * base.network_usd / here.network_usd
         cost = f"{why}; the network costs {here.network_usd / base.network_usd:.2f} of the baseline's"
-        rows.append(compared("Figure 17", f"throughput per dollar, {of}", f"codesign.per_dollar.{name}", worth, cost))
-    return rows
+        yield compared("Figure 17", f"throughput per dollar, {of}", f"codesign.per_dollar.{name}", worth, cost)
 
 
 def _why(base: SteadyStep, here: SteadyStep) -> str:
@@ -79,20 +78,18 @@ def _why(base: SteadyStep, here: SteadyStep) -> str:
     )
 
 
-def _lone_rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
+def _lone_rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Iterator[ScoreboardRow]:
     """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
     the case's count of GPUs that train."""
     there = stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX)
     lone = retrained(found["lone", "verl_to"], there)
     ours = stages_of(case.scenario([OURS]), OURS)
-    rows = []
     for name, arm in (("fabric_only", "verl_to"), ("both", "both")):
         here = retrained(found[OURS, arm], ours)
         of = f"{name.replace('_', ' ')}, {case.train_gpus:,} GPUs train and {case.gen_gpus:,} generate"
         what = f"throughput, {of}, each server alone behind three uplinks"
         rate = here.samples_per_s / lone.samples_per_s
-        rows.append(compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here)))
-    return rows
+        yield compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here))
 
 
 def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
@@ -105,7 +102,7 @@ def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRo
 # --- figure 18
 
 
-def change_of_engines(quick: bool) -> list[ScoreboardRow]:
+def change_of_engines(quick: bool) -> Iterator[ScoreboardRow]:
     fewer = QUICK if quick else 1
     train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
     afd = layout_named(given.AFD.value)
@@ -129,11 +126,10 @@ def change_of_engines(quick: bool) -> list[ScoreboardRow]:
     shares = given.LEFT_SHARES.value[1:4] if quick else given.LEFT_SHARES.value
     tried = {share: run(fabrics[BASE], share) for share in shares}
     best = min(tried, key=lambda share: tried[share].seconds)
-    return _redeployment_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
+    yield from _redeployment_rows(tried[best], run(fabrics[OURS], best), run(fabrics["lone"], best), best)
 
 
-def _redeployment_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> list[ScoreboardRow]:
-    rows = []
+def _redeployment_rows(base: GenStage, ours: GenStage, lone: GenStage, left_share: float) -> Iterator[ScoreboardRow]:
     parts = (
         ("AFD phase", "afd_phase", given.AFD.value),
         ("KV migration", "kv_migration", "moving KV"),
@@ -147,7 +143,6 @@ def _redeployment_rows(base: GenStage, ours: GenStage, lone: GenStage, left_shar
             f" With each server alone behind three uplinks it would be {now_s / alone_s - 1:+.1%}"
         )
         what = f"{words} on RFabric over the 3:1 fat tree, less 1"
-        rows.append(compared("Figure 18", what, f"fabric_effect.{claim}", now_s / then_s - 1, why, "share"))
+        yield compared("Figure 18", what, f"fabric_effect.{claim}", now_s / then_s - 1, why, "share")
         lone_what = f"{what}, each server alone behind three uplinks"
-        rows.append(compared("Figure 18", lone_what, f"fabric_effect.{claim}", now_s / alone_s - 1, LONE, "share"))
-    return rows
+        yield compared("Figure 18", lone_what, f"fabric_effect.{claim}", now_s / alone_s - 1, LONE, "share")

@@ -10,6 +10,7 @@ import csv
 import gzip
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -103,10 +104,9 @@ GPUS, SEED = 1024, 1
 FORECAST_SEEDS, QUICK_SEEDS = 20, 4
 
 
-def solver(quick: bool) -> list[ScoreboardRow]:
+def solver(quick: bool) -> Iterator[ScoreboardRow]:
     """In this process, on this machine: the only figure here that depends on where it is made."""
     solve(step(GPUS // 16, SEED))  # compiled code is loaded
-    rows = []
     for gpus in (GPUS,) if quick else (GPUS, 4 * GPUS, 16 * GPUS):
         problem = step(gpus, SEED)
         started_s = time.perf_counter()
@@ -114,18 +114,17 @@ def solver(quick: bool) -> list[ScoreboardRow]:
         elapsed_s = time.perf_counter() - started_s
         what = f"solving, {gpus:,} GPUs, {len(problem.requests.ids):,} requests, on this machine"
         if gpus == GPUS:
-            rows.append(compared("Figure 20", what, "headline.solve_s", elapsed_s, "a slow machine", "s"))
+            yield compared("Figure 20", what, "headline.solve_s", elapsed_s, "a slow machine", "s")
             gap = "of the makespan, to a proven lower bound; the paper has none"
-            rows.append(beyond(f"gap to the bound, {gpus:,} GPUs", solution.gap or 0.0, "share", gap, "Figure 20"))
+            yield beyond(f"gap to the bound, {gpus:,} GPUs", solution.gap or 0.0, "share", gap, "Figure 20")
         else:
-            rows.append(beyond(what, elapsed_s, "s", "beyond the paper's largest", "Figure 20"))
-    return rows
+            yield beyond(what, elapsed_s, "s", "beyond the paper's largest", "Figure 20")
 
 
-def forecast(quick: bool) -> list[ScoreboardRow]:
+def forecast(quick: bool) -> Iterator[ScoreboardRow]:
     """With both readings of section 2.1's batch: so many answers, or so many prompts."""
     clients, source = client_shares()
-    batch, rows = given.BATCH.value, []
+    batch = given.BATCH.value
     answers = {batch: QUICK_SEEDS if quick else FORECAST_SEEDS, batch * given.SAMPLES.value: QUICK_SEEDS}
     for requests, seeds in answers.items():
         errors = mean_errors(clients, requests, seeds)
@@ -134,7 +133,6 @@ def forecast(quick: bool) -> list[ScoreboardRow]:
             f" {BIN_TOKENS} tokens, so that no forecast can be nearer; the paper does not say what its error is of"
         )
         what = f"forecast's error, bins of {BIN_TOKENS} tokens, {requests:,} requests a step, {source}"
-        rows.append(compared("Section 4.1", what, "headline.forecast_error", errors["chosen"], why, "share"))
+        yield compared("Section 4.1", what, "headline.forecast_error", errors["chosen"], why, "share")
         over = errors["chosen"] / errors["two_samples"]
-        rows.append(beyond("the same over what two samples differ by", over, figure="Section 4.1"))
-    return rows
+        yield beyond("the same over what two samples differ by", over, figure="Section 4.1")

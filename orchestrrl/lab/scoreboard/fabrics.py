@@ -1,7 +1,7 @@
 """Figures 13 to 16: throughput of fabrics at several scales, where the time goes, what networks cost, and what they
 bring for it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.lab.scoreboard import constants as given
@@ -30,14 +30,13 @@ ONCE = "gradients are exchanged once for all samples here, further below after e
 CLAIMED = ("topoopt", "mixnet", "rfabric")
 
 
-def throughput(model: str, quick: bool) -> list[ScoreboardRow]:
+def throughput(model: str, quick: bool) -> Iterator[ScoreboardRow]:
     scales = given.SCALES.value[:1] if quick else given.SCALES.value
-    rows = []
     for gpus in scales:
         case = balanced(model, gpus, MODELS[model])
         found = on_fabrics(case)
-        rows += [*_throughput_rows(case, found), *_divided_rows(case, found)]
-    return rows
+        yield from _throughput_rows(case, found)
+        yield from _divided_rows(case, found)
 
 
 def on_fabrics(case: Case) -> dict[str, SteadyStep]:
@@ -47,32 +46,29 @@ def on_fabrics(case: Case) -> dict[str, SteadyStep]:
     return found
 
 
-def _throughput_rows(case: Case, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
+def _throughput_rows(case: Case, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
     first = found["fat_tree"]
-    rows = []
     for kind in (*FABRICS[1:], "lone"):
         what = f"throughput of {NAMES[kind]} over fat tree, {TITLES[case.model]} on {case.gpus:,} GPUs"
         ours = found[kind].samples_per_s / first.samples_per_s
         if kind in CLAIMED:
             why = f"{_why(case, first, found[kind])}; {ONCE}"
-            rows.append(compared("Figure 13", what, f"fabric.throughput.{kind}", ours, why))
+            yield compared("Figure 13", what, f"fabric.throughput.{kind}", ours, why)
         else:
-            rows.append(beyond(what, ours, figure="Figure 13", why=_parts(first, found[kind])))
-    return rows
+            yield beyond(what, ours, figure="Figure 13", why=_parts(first, found[kind]))
 
 
-def _divided_rows(case: Case, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
+def _divided_rows(case: Case, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
     """With a step's samples divided among optimiser steps, each with its own exchange of gradients: the paper does not
     say how many there are, and of one for all samples gradients take little."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
     scenario = replace(case, updates=updates).scenario()
     here = {kind: retrained(found[kind], stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
-    first, rows = here["fat_tree"], []
+    first = here["fat_tree"]
     for kind in CLAIMED:
         of = f"{TITLES[case.model]} on {case.gpus:,} GPUs, {updates} optimiser steps"
         what, ours = f"throughput of {NAMES[kind]} over fat tree, {of}", here[kind].samples_per_s / first.samples_per_s
-        rows.append(compared("Figure 13", what, f"fabric.throughput.{kind}", ours, _why(case, first, here[kind])))
-    return rows
+        yield compared("Figure 13", what, f"fabric.throughput.{kind}", ours, _why(case, first, here[kind]))
 
 
 def _why(case: Case, first: SteadyStep, other: SteadyStep) -> str:
@@ -96,10 +92,10 @@ def _parts(first: SteadyStep, other: SteadyStep) -> str:
     return ", ".join(told)
 
 
-def stage_times(quick: bool) -> list[ScoreboardRow]:
+def stage_times(quick: bool) -> Iterator[ScoreboardRow]:
     case = balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
     found = on_fabrics(case)
-    first, rows = found["fat_tree"], []
+    first = found["fat_tree"]
     for kind in (*FABRICS[1:], "lone"):
         other = found[kind]
         stages = (
@@ -110,8 +106,7 @@ def stage_times(quick: bool) -> list[ScoreboardRow]:
         for stage, then_s, now_s in stages:
             what = f"{stage} on {NAMES[kind]} over fat tree, {TITLES[case.model]} on {case.gpus:,} GPUs"
             why = f"{then_s:.3g} s on the fat tree"
-            rows.append(beyond(what, now_s / then_s, figure="Figure 14", why=why))
-    return rows
+            yield beyond(what, now_s / then_s, figure="Figure 14", why=why)
 
 
 GPUS = 2048
@@ -126,38 +121,35 @@ MIXNET = (
 GPU_PRICE = "an H800 is taken at an H100's 27,500 USD; the paper's figures come to one of 23,500"
 
 
-def costs(quick: bool) -> list[ScoreboardRow]:
-    rows = []
+def costs(quick: bool) -> Iterator[ScoreboardRow]:
     for gbps in given.COST_RATES_GBPS.value:
         servers = Servers(count=GPUS // 8, nic_gbps=float(gbps))
-        usd = {kind: network_cost_usd(build(kind, servers).inventory(), gbps).total_usd for kind in FABRICS}
+        usd = {kind: sum(network_cost_usd(build(kind, servers).inventory(), gbps).values()) for kind in FABRICS}
         alone = build("rfabric", servers).inventory()
         without_lanes = replace(
             alone, ocs_ports=alone.ocs_ports - 2 * _lanes(servers), fibers=alone.fibers - _lanes(servers)
         )
-        bare = network_cost_usd(without_lanes, gbps).total_usd / usd["fat_tree"]
+        bare = sum(network_cost_usd(without_lanes, gbps).values()) / usd["fat_tree"]
         for kind in FABRICS[1:]:
             what, ours = f"cost of {NAMES[kind]} over fat tree, {gbps} Gbps", usd[kind] / usd["fat_tree"]
             if kind == "mixnet":
-                rows.append(beyond(what, ours, figure="Figure 15", why=MIXNET))
+                yield beyond(what, ours, figure="Figure 15", why=MIXNET)
             else:
                 why = f"{LANES} {bare:.2f}" if kind == "rfabric" else "where 3 to 1 is, is ours to choose"
-                rows.append(compared("Figure 15", what, f"fabric.cost.{kind}", ours, why))
+                yield compared("Figure 15", what, f"fabric.cost.{kind}", ours, why)
         ours = usd["fat_tree"] / gpus_cost_usd("H800", GPUS)
         what = f"cost of the fat tree over that of all GPUs, {gbps} Gbps"
-        rows.append(compared("Figure 15", what, f"fabric.cost_vs_gpus.{gbps}", ours, GPU_PRICE))
-    return rows
+        yield compared("Figure 15", what, f"fabric.cost_vs_gpus.{gbps}", ours, GPU_PRICE)
 
 
 def _lanes(servers: Servers) -> int:
     return len(rfabric(servers).site.lanes)
 
 
-def frontier(quick: bool) -> list[ScoreboardRow]:
+def frontier(quick: bool) -> Iterator[ScoreboardRow]:
     """Both models at the smallest scale: what each fabric brings for its price."""
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
-    rows = []
     for model in models:
         case = balanced(model, given.SCALES.value[0], MODELS[model])
         found: dict[tuple[str, float], SteadyStep] = {}
@@ -165,16 +157,14 @@ def frontier(quick: bool) -> list[ScoreboardRow]:
             scenario = replace(case, nic_gbps=gbps).scenario()
             for kind in FABRICS:
                 found[kind, gbps] = measured(stages_of(scenario, kind))
-            rows += _efficiency_rows(case, gbps, {kind: found[kind, gbps] for kind in FABRICS})
-        rows.append(_frontier_row(case, rates, found))
-    return rows
+            yield from _efficiency_rows(case, gbps, {kind: found[kind, gbps] for kind in FABRICS})
+        yield _frontier_row(case, rates, found)
 
 
-def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, SteadyStep]) -> list[ScoreboardRow]:
+def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
     worth = {kind: each.samples_per_s / each.network_usd for kind, each in found.items()}
     rate = {kind: each.samples_per_s / found["fat_tree"].samples_per_s for kind, each in found.items()}
     cost = {kind: each.network_usd / found["fat_tree"].network_usd for kind, each in found.items()}
-    rows = []
     for kind in ("fat_tree", "rail_optimized", "mixnet"):
         what = f"throughput per dollar of RFabric over {NAMES[kind]}, {TITLES[case.model]}, {gbps:g} Gbps"
         why = (
@@ -182,8 +172,7 @@ def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, SteadyStep]) -
             f" cost, {NAMES[kind]} {rate[kind]:.2f} at {cost[kind]:.2f}"
         )
         ours = worth["rfabric"] / worth[kind]
-        rows.append(compared("Figure 16", what, f"fabric.cost_efficiency.{kind}", ours, why))
-    return rows
+        yield compared("Figure 16", what, f"fabric.cost_efficiency.{kind}", ours, why)
 
 
 def _frontier_row(case: Case, rates: Sequence[float], found: Mapping[tuple[str, float], SteadyStep]) -> ScoreboardRow:

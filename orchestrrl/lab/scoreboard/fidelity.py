@@ -1,5 +1,7 @@
 """Figure 12: how far simulators are from what they stand for; the paper's, and ours (docs/fidelity.md)."""
 
+from collections.abc import Iterator
+
 from orchestrrl.lab.scoreboard.cases import TRAIN_CONSTANTS
 from orchestrrl.lab.scoreboard.claims import ScoreboardRow, compared, put_in
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -25,7 +27,7 @@ HELD = {
 }
 
 
-def fidelity(quick: bool) -> list[ScoreboardRow]:
+def fidelity(quick: bool) -> Iterator[ScoreboardRow]:
     errors = [_error(*each) for each in PUBLISHED]
     why = (
         f"others' cluster, others' code, nothing calibrated (the paper's is calibrated to its own testbed): published"
@@ -34,11 +36,10 @@ def fidelity(quick: bool) -> list[ScoreboardRow]:
     )
     worst = max(abs(error) for error in errors)
     what = "training's share of the peak, Llama 3.1 405B on 8,192 and 16,384 H100, at most"
-    rows = [compared("Figure 12", what, "fidelity.training_mfu", worst, why, "share")]
+    yield compared("Figure 12", what, "fidelity.training_mfu", worst, why, "share")
     for claim, (ours, words) in HELD.items():
         what = claim.removeprefix("fidelity.").split("_")[0]
-        rows.append(put_in("Figure 12", f"{what}, off by", claim, ours, words, "share"))
-    return rows
+        yield put_in("Figure 12", f"{what}, off by", claim, ours, words, "share")
 
 
 def _shares(errors: list[float]) -> str:

@@ -1,7 +1,7 @@
 """Figures 5, 9 and 10, and section 2's view of a step: what planning and balancing are worth end to end, and the
 windows between collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from orchestrrl.lab.scoreboard import constants as given
@@ -50,15 +50,13 @@ def gain(found: Sequence[float], base: Sequence[float]) -> float:
     return median(ours / theirs for ours, theirs in zip(found, base, strict=True))
 
 
-def headline(quick: bool) -> list[ScoreboardRow]:
-    rows = []
+def headline(quick: bool) -> Iterator[ScoreboardRow]:
     for model in list(MODELS)[: 1 if quick else None]:
         for max_tokens in given.MAX_TOKENS.value[: 1 if quick else None]:
-            rows += _headline(model, max_tokens, quick)
-    return rows
+            yield from _headline(model, max_tokens, quick)
 
 
-def _headline(model: str, max_tokens: int, quick: bool) -> list[ScoreboardRow]:
+def _headline(model: str, max_tokens: int, quick: bool) -> Iterator[ScoreboardRow]:
     stages, narrow = on_testbed(model, max_tokens), on_testbed(model, max_tokens, (given.PAPERS_STATIC.value,))
     seeds = given.SEEDS.value[: 1 if quick else None]
     found = rates(stages, (TUNED, "both") if quick else (TUNED, "both", "partial_rollout"), seeds)
@@ -66,18 +64,14 @@ def _headline(model: str, max_tokens: int, quick: bool) -> list[ScoreboardRow]:
     claim = f"headline.throughput.{model}.{max_tokens}"
     as_theirs = gain(found["both"], rates(narrow, (TUNED,), seeds)[TUNED])
     engines = f"static {given.PAPERS_STATIC.value.upper()} engines, what veRL-TO is in the paper's figure 11"
-    rows = [
-        compared("Figure 9", f"OrchestrRL over veRL-TO, {of}", claim, gain(found["both"], found[TUNED]), _why(stages)),
-        compared("Figure 9", f"OrchestrRL over {engines}, {of}", claim, as_theirs, NARROW),
-    ]
+    yield compared("Figure 9", f"OrchestrRL over veRL-TO, {of}", claim, gain(found["both"], found[TUNED]), _why(stages))
+    yield compared("Figure 9", f"OrchestrRL over {engines}, {of}", claim, as_theirs, NARROW)
     if "partial_rollout" in found:
         ours = gain(found["partial_rollout"], found[TUNED])
-        rows.append(beyond(f"partial rollout over veRL-TO, {of}", ours, "x", NEWER, "Figure 9"))
-    return rows
+        yield beyond(f"partial rollout over veRL-TO, {of}", ours, "x", NEWER, "Figure 9")
 
 
-def ablation(quick: bool) -> list[ScoreboardRow]:
-    rows = []
+def ablation(quick: bool) -> Iterator[ScoreboardRow]:
     for model in list(MODELS)[: 1 if quick else None]:
         stages = on_testbed(model, given.MAX_TOKENS.value[-1])
         arms = ("planning", "balancing") if quick else ("planning", "balancing", "both")
@@ -85,8 +79,7 @@ def ablation(quick: bool) -> list[ScoreboardRow]:
         for arm in arms:
             what = f"{arm} over veRL-TO, {TITLES[model]}, {given.MAX_TOKENS.value[-1]:,} tokens"
             ours = gain(found[arm], found[TUNED])
-            rows.append(compared("Figure 10", what, f"headline.ablation.{model}.{arm}", ours, _why(stages)))
-    return rows
+            yield compared("Figure 10", what, f"headline.ablation.{model}.{arm}", ours, _why(stages))
 
 
 def _why(stages: FabricStages) -> str:
@@ -94,11 +87,10 @@ def _why(stages: FabricStages) -> str:
     return LITTLE_TO_SWITCH_FOR.format(tuned=f"{next(iter(gen.phases_s))}, {gen.seconds:.0f} s")
 
 
-def workload(quick: bool) -> list[ScoreboardRow]:
+def workload(quick: bool) -> Iterator[ScoreboardRow]:
     """Section 2: 72 GPUs, engines of TP=8, prompts dealt in turn. The paper tells neither whether its batch of 512 is
     of prompts or of answers, nor where answers are cut."""
     batch, each = given.BATCH.value, given.SAMPLES.value
-    rows = []
     for prompts, of in ((batch // each, f"{batch} answers"), (batch, f"{batch} prompts")):
         found = measured(section_2(prompts, given.MAX_TOKENS.value[0]))
         why = (
@@ -107,12 +99,11 @@ def workload(quick: bool) -> list[ScoreboardRow]:
             " with few answers there is less to train on, and hardly less to generate for"
         )
         what, ratio = f"generation's time over training's, Qwen2.5-14B, {of}", found.gen.seconds / found.train.seconds
-        rows.append(compared("Section 2", what, "gen_vs_train_time", ratio, why))
+        yield compared("Section 2", what, "gen_vs_train_time", ratio, why)
     for max_tokens in given.MAX_TOKENS.value:
         skew = worker_skew(section_2(batch // each, max_tokens))
         what = f"longest worker's time over the shortest's, answers cut at {max_tokens:,} tokens"
-        rows.append(compared("Section 2", what, "worker_time_skew", skew, CUT))
-    return rows
+        yield compared("Section 2", what, "worker_time_skew", skew, CUT)
 
 
 def section_2(prompts: int, max_tokens: int) -> FabricStages:

@@ -4,7 +4,7 @@ The paper's engine here is fitted to the six times (planner/cost/paper.py), so e
 has not seen it: four numbers, of the other five.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +30,14 @@ Floats = NDArray[np.float64]
 LEFT_OUT = "predicted by a fit of four numbers to the other five times; one more or less moves the others' fit far"
 
 
-def example(quick: bool) -> list[ScoreboardRow]:
+def example(quick: bool) -> Iterator[ScoreboardRow]:
     measured_s = [*EARLY_S.values(), *TAIL_S.values()]
     names = [f"{phase}.tp{tp}" for phase in ("early", "tail") for tp in EARLY_S]
-    rows = []
     for place, name in enumerate(names):
         ours = _seconds(_fitted_without(place, measured_s))[place]
         phase, tp = name.split(".")
         what = f"{phase} phase on 8 GPUs, {tp.upper()}, Qwen2.5-14B"
-        rows.append(compared("Section 2.1", what, f"phase_example.{phase}.{tp}_s", float(ours), LEFT_OUT, "s"))
-    return rows
+        yield compared("Section 2.1", what, f"phase_example.{phase}.{tp}_s", float(ours), LEFT_OUT, "s")
 
 
 def _fitted_without(place: int, measured_s: Sequence[float]) -> HostFit:

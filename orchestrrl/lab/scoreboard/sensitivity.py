@@ -1,7 +1,7 @@
 """Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split. Beyond
 the paper: mixed fleets, weight sync, failures, and what each of our own additions is worth."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from orchestrrl.lab.bench.solve import step
@@ -51,9 +51,8 @@ KINDS = {
 TORS = {"ToRs by rail": None, "ToRs of 4 servers": 4}
 
 
-def delays(quick: bool) -> list[ScoreboardRow]:
+def delays(quick: bool) -> Iterator[ScoreboardRow]:
     """At the smallest scale."""
-    rows = []
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
         scenario = at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
@@ -62,9 +61,8 @@ def delays(quick: bool) -> list[ScoreboardRow]:
         for device, (train_s, sync_s) in found.items():
             delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
             what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {TITLES[model]}"
-            rows.append(beyond(what.format("training"), train_s / first[0], figure=FIGURE))
-            rows.append(beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE))
-    return rows
+            yield beyond(what.format("training"), train_s / first[0], figure=FIGURE)
+            yield beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE)
 
 
 def _stage_s(stages: FabricStages) -> tuple[float, float]:
@@ -73,10 +71,9 @@ def _stage_s(stages: FabricStages) -> tuple[float, float]:
     return train.seconds, times.sync_stage(SimulatedFailures()).seconds
 
 
-def allocation(quick: bool) -> list[ScoreboardRow]:
+def allocation(quick: bool) -> Iterator[ScoreboardRow]:
     """Circuits evenly over all pairs of ToRs, as a fabric that never changes has them, and evenly over those pairs that
     send, against circuits by traffic."""
-    rows = []
     for model in MODELS:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
@@ -84,8 +81,9 @@ def allocation(quick: bool) -> list[ScoreboardRow]:
                 what = f"{KINDS[kind]}, even over all pairs against by traffic, {TITLES[model]}, {tors}"
                 senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
                 why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
-                rows.append(beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why))
-    return rows if quick else [*rows, *_sync_rows()]
+                yield beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why)
+    if not quick:
+        yield from _sync_rows()
 
 
 def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[float]]:
@@ -149,17 +147,15 @@ KEPT = ConfigurationId("tp2")  # of the engines that are there when it is solved
 SYNC_FABRICS = ("fat_tree", "oversubscribed", "rfabric")
 
 
-def mixed_fleets(quick: bool) -> list[ScoreboardRow]:
+def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
     """Makespans that the solver finds, lengths known, redeployments and moves included."""
-    rows = []
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
         alone = {str(each.id): solve(_alone(problem, each.id)).makespan_s for each in problem.configurations}
         best = min(alone, key=lambda name: alone[name])
         what = f"makespan of a fleet of one configuration (and tp2, as it is) over a mixed one, {gpus:,} GPUs"
-        rows.append(beyond(what, alone[best] / mixed_s, why=f"best of one: {best}, {alone[best]:.0f} s"))
-    return rows
+        yield beyond(what, alone[best] / mixed_s, why=f"best of one: {best}, {alone[best]:.0f} s")
 
 
 def _alone(problem: MakespanProblem, wanted: ConfigurationId) -> MakespanProblem:
@@ -167,10 +163,9 @@ def _alone(problem: MakespanProblem, wanted: ConfigurationId) -> MakespanProblem
     return replace(problem, configurations=tuple(each for each in problem.configurations if each.id in (wanted, KEPT)))
 
 
-def weight_sync(quick: bool) -> list[ScoreboardRow]:
+def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
     model = "qwen2-57b-a14b"
     case = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
-    rows = []
     for kind in SYNC_FABRICS:
         stages = stages_of(case.scenario([kind]), kind)
         times = ArmTimes(stages, "verl_to", 1)
@@ -181,11 +176,10 @@ def weight_sync(quick: bool) -> list[ScoreboardRow]:
         why = f"the tree takes {tree.seconds:.3g} s, {tree.seconds / tree.bound_s:.2f} times what no plan can pass"
         for name, words in (("two_stage", "two stages, as veRL"), ("naive", "everyone from a holder")):
             ratio = found[name].seconds / tree.seconds
-            rows.append(beyond(f"weight sync in {words}, over our tree, {of}", ratio, why=why))
-    return rows
+            yield beyond(f"weight sync in {words}, over our tree, {of}", ratio, why=why)
 
 
-def additions(quick: bool) -> list[ScoreboardRow]:
+def additions(quick: bool) -> Iterator[ScoreboardRow]:
     """Samples per second with an addition over those without it, on the testbed."""
     model, max_tokens = "qwen2.5-14b", given.MAX_TOKENS.value[0]
     prompts = given.BATCH.value // given.SAMPLES.value
@@ -209,18 +203,16 @@ def additions(quick: bool) -> list[ScoreboardRow]:
         ("KV handed over, over computed again", usual, "both", no_kv, "both"),
         ("beginning with the tuned fleet over the paper's eight of TP=2", usual, "both", wide, "both"),
     )
-    rows = []
     for what, there, arm, here, other in wanted[:1] if quick else wanted:
         with_it, without = (measured(stages, name).samples_per_s for stages, name in ((there, arm), (here, other)))
-        rows.append(beyond(f"{what}, {TITLES[model]}, {max_tokens:,} tokens", with_it / without))
-    return rows
+        yield beyond(f"{what}, {TITLES[model]}, {max_tokens:,} tokens", with_it / without)
 
 
 def _stages(case: Case) -> FabricStages:
     return stages_of(case.scenario([TESTBED]), TESTBED)
 
 
-def failures(quick: bool) -> list[ScoreboardRow]:
+def failures(quick: bool) -> Iterator[ScoreboardRow]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
     scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
@@ -232,8 +224,6 @@ def failures(quick: bool) -> list[ScoreboardRow]:
         "a quarter of one ToR's uplinks": SimulatedFailures(tor_uplinks={0: 0.25}),
         "half of a PoD's lanes to the core": SimulatedFailures(pod_uplinks={0: 0.5}),
     }
-    rows = []
     for what, failed in lost.items():
         ratio = stages.training(failed, job).seconds / whole_s
-        rows.append(beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio))
-    return rows
+        yield beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio)

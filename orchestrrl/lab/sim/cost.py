@@ -7,7 +7,7 @@ cabling work, power, spares.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from orchestrrl.lab.sim.net.fabrics.base import Inventory
 
@@ -27,22 +27,14 @@ PATCH_PANEL_PORT_USD = 100.0
 GPU_USD: Mapping[str, float] = {"H100": 27_500.0, "H800": 27_500.0, "H20": 12_500.0}
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterCost:
-    parts_usd: Mapping[str, float]  # by the field of an Inventory; those that there are none of are left out
-
-    @property
-    def total_usd(self) -> float:
-        return sum(self.parts_usd.values())
-
-
-def network_cost_usd(inventory: Inventory, nic_gbps: float) -> ClusterCost:
-    """Raises ValueError for a link rate that no prices are known of."""
+def network_cost_usd(inventory: Inventory, nic_gbps: float) -> dict[str, float]:
+    """By the field of the inventory; those that there are none of are left out. Raises ValueError for a link rate that
+    no prices are known of."""
     if nic_gbps not in PRICES_USD:
         rates = ", ".join(str(rate) for rate in PRICES_USD)
         raise ValueError(f"nic_gbps must be one of {rates}, whose prices are known, got {nic_gbps:g}")
     prices = {**PRICES_USD[int(nic_gbps)], "ocs_ports": OCS_PORT_USD, "patch_panel_ports": PATCH_PANEL_PORT_USD}
-    return ClusterCost({part: count * prices[part] for part, count in asdict(inventory).items() if count})
+    return {part: count * prices[part] for part, count in asdict(inventory).items() if count}
 
 
 def gpus_cost_usd(gpu: str, count: int) -> float:

@@ -1,8 +1,7 @@
 """The engines of a simulated fleet in virtual time, their profiles, and the interface that a redeployment uses."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, EngineSample, ReportedLayout
@@ -61,21 +60,15 @@ def kinds_of(scenario: GenerationScenario) -> dict[ConfigurationId, EngineKind]:
 
 
 def _kind(section: EngineConfiguration) -> EngineKind:
-    if section.base_s is not None:
-        base_s = Curve(section.base_s.sequences, section.base_s.seconds)
-    else:
-        assert section.alpha_s is not None
-        base_s = Curve.line(section.alpha_s, section.beta_s)
     profile = EngineProfile(
         ConfigurationId(section.id),
         Parallelism(tp=section.gpus),
-        StepTime(base_s, section.gamma_s, section.spill_s_per_token),
+        StepTime(Curve.line(section.alpha_s, section.beta_s), section.gamma_s),
         section.prefill_tokens_per_s,
         section.kv_capacity_tokens,
         section.max_sequences,
         section.switch_s,
         Provenance(ProfileSource.MEASURED, "", "as the scenario says"),
-        section.spill_capacity_tokens,
     )
     return EngineKind(profile, section.nic_gbps)
 
@@ -86,7 +79,7 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
     written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
     return {
         "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
-        "configurations": [_settings(kinds[name], scenario) for name in written],
+        "configurations": [asdict(kinds[name].profile.configuration()) for name in written],
         "kv_transfer": _kv_transfer(scenario) if scenario.network.kv_transfer else None,
     }
 
@@ -102,32 +95,8 @@ def _kv_transfer(scenario: GenerationScenario) -> dict[str, object]:
     }
 
 
-def _settings(kind: EngineKind, scenario: GenerationScenario) -> dict[str, object]:
-    typical = len(range(scenario.workload.prompts)) * scenario.workload.samples * kind.gpus / scenario.gpus
-    affine = kind.profile.configuration(None if len(kind.profile.step.base_s.xs) == 2 else (1.0, max(2.0, typical)))
-    return {
-        "id": str(affine.id),
-        "gpus": affine.gpus,
-        "alpha_s": affine.alpha_s,
-        "beta_s": affine.beta_s,
-        "gamma_s": affine.gamma_s,
-        "kv_capacity_tokens": affine.kv_capacity_tokens,
-        "max_sequences": affine.max_sequences,
-        "prefill_tokens_per_s": affine.prefill_tokens_per_s,
-        "switch_s": affine.switch_s,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlacement:
-    """Where an engine of a fleet stands."""
-
-    engine: EngineId
-    gpus: tuple[GpuId, ...]
-
-
-def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[EnginePlacement]:
-    """As many engines of one kind as there is room for: inside nodes, or on whole ones."""
+def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> dict[EngineId, tuple[GpuId, ...]]:
+    """Return the GPUs of as many engines of one kind as there is room for: inside nodes, or on whole ones."""
     size = kind.gpus
     starts = (
         [node + offset for node in range(0, gpus_count, per_node) for offset in range(0, per_node - size + 1, size)]
@@ -137,10 +106,10 @@ def homogeneous(kind: EngineKind, gpus_count: int, per_node: int) -> list[Engine
         else []
     )
     starts = [start for start in starts if start + size <= gpus_count]
-    return [
-        EnginePlacement(EngineId(f"e{index}"), tuple(GpuId(gpu) for gpu in range(start, start + size)))
+    return {
+        EngineId(f"e{index}"): tuple(GpuId(gpu) for gpu in range(start, start + size))
         for index, start in enumerate(starts[: kind.most])
-    ]
+    }
 
 
 @dataclass(slots=True)
@@ -152,21 +121,14 @@ class VirtualEngine:
     gpus: tuple[GpuId, ...]
     url: str
     started_s: float
-    scheduler: Scheduler
+    scheduler: Scheduler = field(init=False)
     stopped_s: float | None = None
     capabilities_sent: bool = False
     prompt_tokens_total: int = 0
     running_at: list[tuple[float, int]] = field(default_factory=list)  # (time, running), where it changed
 
-    @classmethod
-    def start(
-        cls, engine: EngineId, kind: EngineKind, gpus: tuple[GpuId, ...], url: str, now_s: float
-    ) -> "VirtualEngine":
-        return cls(engine, kind, gpus, url, now_s, Scheduler(kind.shape, now_s))
-
-    def retired(self) -> "VirtualEngine":
-        """A copy that keeps what the process did that answered here."""
-        return copy.copy(self)
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.kind.shape, self.started_s)
 
     def restart(self, fresh: "VirtualEngine") -> None:
         """Another process answers at this address from now on."""

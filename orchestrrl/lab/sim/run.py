@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 from orchestrrl.core.errors import ProblemFaults
@@ -164,8 +163,8 @@ def run_scenario(
             case "prompts_known":
                 ran = {}
                 for seed in seeds:
-                    said = partial(_report_prompts, report, seed, len(steps[seed]))
-                    ran[seed] = best_prompts_known_steps(scenario, every, seed, steps[seed], said)
+                    report(f"prompts known, seed {seed}", len(ran), len(seeds))
+                    ran[seed] = best_prompts_known_steps(scenario, every, seed, steps[seed])
                 runs.append(ArmRun(arm, "best", [_static_run(scenario, seed, ran[seed]) for seed in seeds]))
             case _:
                 controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
@@ -237,10 +236,6 @@ def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
     return network.kv_transfer or network.weight_gbytes > 0 or any(kind.nic_gbps for kind in kinds.values())
 
 
-def _report_prompts(report: Report, seed: int, steps: int, step: int) -> None:
-    report(f"prompts known, seed {seed}", step, steps)
-
-
 def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -> SeedRun:
     """Of all steps, warm-up included, those that are measured."""
     measured = steps[scenario.workload.warmup_steps :]
@@ -251,9 +246,7 @@ def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -
     kind, last = measured[-1]
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     run.remaining = countdown(last.finish_s, len(last.carried))
-    for placement, ends in zip(fleet, last.finish_s_by_engine, strict=True):
+    for (engine, gpus), ends in zip(fleet.items(), last.finish_s_by_engine, strict=True):
         running = countdown(sorted(ends))
-        run.spans.append(
-            EngineSpan(placement.engine, kind.id, placement.gpus[0], kind.gpus, 0.0, last.makespan_s, running)
-        )
+        run.spans.append(EngineSpan(engine, kind.id, gpus[0], kind.gpus, 0.0, last.makespan_s, running))
     return run

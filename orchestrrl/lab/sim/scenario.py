@@ -129,46 +129,20 @@ class WorkloadSection(ScenarioSection):
         return self
 
 
-class CurveSection(ScenarioSection):
-    """Seconds of a decode step over sequences, KV aside."""
-
-    sequences: Annotated[tuple[NotNegative, ...], Field(min_length=2)]
-    seconds: Annotated[tuple[NotNegative, ...], Field(min_length=2)]
-
-    @model_validator(mode="after")
-    def _sane(self) -> "CurveSection":
-        if len(self.sequences) != len(self.seconds):
-            raise ValueError("sequences and seconds must be as many")
-        if list(self.sequences) != sorted(set(self.sequences)):
-            raise ValueError("sequences must ascend")
-        return self
-
-
 class EngineConfiguration(ScenarioSection):
-    """One way to run an engine. Its step time: `base_s` (a curve over sequences), or alpha_s + beta_s * sequences; and
-    gamma_s for each KV token."""
+    """One way to run an engine. A decode step takes alpha_s + beta_s * sequences + gamma_s * KV tokens; a profile has
+    curves."""
 
     id: Name
     gpus: Count
-    alpha_s: NotNegative | None = None
+    alpha_s: Positive
     beta_s: NotNegative = 0.0
-    base_s: CurveSection | None = None
     gamma_s: NotNegative
     kv_capacity_tokens: Count
     max_sequences: Count
     prefill_tokens_per_s: Positive
     switch_s: NotNegative
-    spill_capacity_tokens: Annotated[int, Field(ge=0)] = 0
-    spill_s_per_token: NotNegative = 0.0
     nic_gbps: NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
-
-    @model_validator(mode="after")
-    def _one_step_time(self) -> "EngineConfiguration":
-        if (self.alpha_s is None) == (self.base_s is None):
-            raise ValueError("needs either alpha_s or base_s")
-        if self.alpha_s == 0:
-            raise ValueError("alpha_s must be > 0")
-        return self
 
 
 class EnginesSection(ScenarioSection):

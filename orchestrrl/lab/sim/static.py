@@ -12,7 +12,7 @@ has the configuration that is fastest there. Prefill, redeployments, moves and f
 fleets of several kinds at once are left out.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -185,14 +185,12 @@ def best_prompts_known_steps(
     kinds: Sequence[EngineKind],
     seed: int,
     steps: Steps,
-    report: Callable[[int], None] = lambda step: None,
 ) -> list[Ran]:
-    """As `best_known_steps`, but of lengths only each prompt's distribution is known. `report` gets each step first."""
-    ran = []
-    for step, requests in enumerate(steps):
-        report(step)
-        ran.append(best_prompts_known(scenario, kinds, requests, redrawn(scenario.workload, seed, step, FUTURES)))
-    return ran
+    """As `best_known_steps`, but of lengths only each prompt's distribution is known."""
+    return [
+        best_prompts_known(scenario, kinds, requests, redrawn(scenario.workload, seed, step, FUTURES))
+        for step, requests in enumerate(steps)
+    ]
 
 
 def best_prompts_known(

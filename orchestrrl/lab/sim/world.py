@@ -4,6 +4,7 @@ Everything between them is what ships, built by the function that builds the dae
 """
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from orchestrrl.fleet.redeployment.actions import FleetDeployment
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.deployers.simulated import SimulatedDeployer
-from orchestrrl.lab.sim.engines import EngineKind, EnginePlacement, VirtualEngine, VirtualManaged
+from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine, VirtualManaged
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.network import Node, NodeNetwork
 from orchestrrl.lab.sim.scenario import GenerationFaultSection, GenerationScenario
@@ -127,10 +128,10 @@ class World:
         self.steps: list[StepRecord] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def deploy(self, configuration: ConfigurationId, fleet: Sequence[EnginePlacement]) -> None:
+    def deploy(self, configuration: ConfigurationId, fleet: Mapping[EngineId, tuple[GpuId, ...]]) -> None:
         """Engines that are there from the beginning."""
-        for placement in fleet:
-            self.machines.place(self._make_spec(placement.engine, configuration, placement.gpus))
+        for engine, gpus in fleet.items():
+            self.machines.place(self._make_spec(engine, configuration, gpus))
 
     async def __aenter__(self) -> "World":
         await self.deployment.recover()
@@ -210,9 +211,9 @@ class World:
     def _engine_started(self, deployed: DeployedInstance) -> None:
         kind = self.kinds[deployed.configuration]
         revived = self._by_url.get(deployed.url)
-        engine = VirtualEngine.start(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
+        engine = VirtualEngine(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
         if revived is not None:  # the gateway's client of that address stays, another process answers there
-            self.past_engines.append(revived.retired())
+            self.past_engines.append(copy.copy(revived))
             revived.restart(engine)
             engine = revived
         self.engines[deployed.engine] = self._by_url[deployed.url] = engine

@@ -113,15 +113,6 @@ def _exact(capacity: float, start: int, end: int, row_of: Ints, load_of: Floats,
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no one answer to ==
-class Shared:
-    """`behind_s`: bytes of a steady flow that did not pass while the others took its room, over the rate that it has
-    without them."""
-
-    end_s: Floats  # [flow], of those that end
-    behind_s: Floats  # [steady flow]
-
-
 def finish_s(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes | None = None, *, tolerance: float = TOLERANCE
 ) -> Floats:
@@ -134,8 +125,10 @@ def finish_s(
 
 def finish_beside(
     network: LinkNetwork, flows: GpuFlows, routes: FlowRoutes, steady: GpuFlows, *, tolerance: float = TOLERANCE
-) -> Shared:
-    """`finish_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. With others that
+) -> tuple[Floats, Floats]:
+    """`finish_s` beside flows that never end and want no more than `steady.bytes` bytes/s each. Return also by how many
+    seconds each of those is behind: its bytes that did not pass while the others took its room, over the rate that it
+    has without them. With others that
     pass other links such a flow may be quicker for a while: it is behind by what it is at the end."""
     count = len(flows)
     size = np.concatenate((flows.bytes, np.full(len(steady), np.inf)))
@@ -144,7 +137,7 @@ def finish_beside(
     problem = FlowProblem.of(network, _joined(routes, network.routes(steady)), cap)
     end_s, missed = _finish(problem, size, alone, tolerance)
     behind_s = np.divide(missed[count:], alone[count:], out=np.zeros(len(steady)), where=alone[count:] > 0)
-    return Shared(end_s[:count], np.maximum(behind_s, 0.0))
+    return end_s[:count], np.maximum(behind_s, 0.0)
 
 
 def _joined(first: FlowRoutes, then: FlowRoutes) -> FlowRoutes:

@@ -206,10 +206,6 @@ class ArmGroup:
         return median(result.bill.network_usd for result in self.results)
 
     @property
-    def total_usd(self) -> float:
-        return median(result.bill.total_usd for result in self.results)
-
-    @property
     def samples_per_s_per_musd(self) -> float:
         return median(result.samples_per_s_per_musd for result in self.results)
 

@@ -87,13 +87,13 @@ class ClusterFaultSchedule:
         yield now_s, math.inf
 
 
-def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float] | None:
+def _shares(faults: Iterable[ClusterFaultSection]) -> dict[int, float]:
     """Two faults of one bundle leave out what both do, at most all of it."""
     lost: dict[int, float] = {}
     for fault in faults:
         for number in fault.of:
             lost[number] = min(1.0, lost.get(number, 0.0) + fault.share)
-    return {number: lost[number] for number in sorted(lost)} or None
+    return lost
 
 
 class NeverEnds(ValueError):

@@ -10,7 +10,7 @@ over the fabric (or is computed again), and the rest is decoded there. Requests 
 since lengths are not known, among the instances on the GPUs that they were on, so that KV has a short way.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -51,7 +51,7 @@ from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
 from planner.cost.profile import Parallelism, Profile
-from planner.model import ConfigurationId, GpuId, RequestId
+from planner.model import ConfigurationId, GpuId
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,12 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
     first_s, finish_s, left = _until_redeployment(case, one, len(before))
     targets = _dealt(left, before, after)
     moved = _moved(case, left, targets, before, after, other, fabric)
-    rest = _decoded(left, targets, moved.transferred, other, len(after))
+    engines = [Scheduler(other.shape) for _ in range(len(after))]
+    for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
+        each.request.submit(engines[target], 0.0, each.generated, prefilled=each.request.id in moved.transferred)
     switch_s, kv_s = other.profile.switch_s, moved.seconds if moved.transferred else 0.0
     begin_s = first_s + switch_s + kv_s
-    ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in rest)])
+    ends_s = sorted([*finish_s, *(begin_s + at_s for at_s in _ended_s(engines, NEVER_S))])
     phases_s = {str(one.id): first_s, "redeploying": switch_s, "moving KV": kv_s, str(other.id): ends_s[-1] - begin_s}
     return stage_of(ends_s, case.requests, phases_s, {})
 
@@ -266,34 +268,35 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
 def _until_redeployment(
     case: RedeploymentCase, kind: EngineKind, instances: int
 ) -> tuple[float, list[float], list[_Left]]:
-    """When it is, who has been answered by then and when, and who has not."""
+    """Return when it is, when those were answered that are answered by then, and the others."""
     wanted = len(case.requests) - int(case.left_share * len(case.requests))
-    ends_s = sorted(at_s for at_s, _ in _run(case.requests, kind, instances, NEVER_S)[0])
-    at_s = ends_s[wanted - 1]
-    finished, engines = _run(case.requests, kind, instances, at_s)
-    by_id = {request.id: request for request in case.requests}
+    at_s = sorted(_ended_s(_given(case, kind, instances), NEVER_S))[wanted - 1]
+    engines, by_id = _given(case, kind, instances), {request.id: request for request in case.requests}
+    finish_s = _ended_s(engines, at_s)
     left = [
         _Left(by_id[held.id], held.generated, place, runs)
         for place, engine in enumerate(engines)
         for runs, some in ((True, engine.running), (False, engine.waiting))
         for held in some
     ]
-    return at_s, [end_s for end_s, _ in finished], left
+    return at_s, finish_s, left
 
 
-def _run(
-    requests: Sequence[SimRequest], kind: EngineKind, instances: int, until_s: float
-) -> tuple[list[tuple[float, RequestId]], list[Scheduler]]:
+def _given(case: RedeploymentCase, kind: EngineKind, instances: int) -> list[Scheduler]:
+    """[instance], with its requests: they are dealt in turn."""
     engines = [Scheduler(kind.shape) for _ in range(instances)]
-    for place, request in enumerate(requests):
+    for place, request in enumerate(case.requests):
         request.submit(engines[place % instances], 0.0)
-    finished = [
-        (progress.finished_s, progress.id)
+    return engines
+
+
+def _ended_s(engines: Sequence[Scheduler], until_s: float) -> list[float]:
+    return [
+        progress.finished_s
         for engine in engines
         for progress in engine.advance(until_s)
         if progress.finished_s is not None
     ]
-    return finished, engines
 
 
 def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet) -> list[int]:
@@ -332,18 +335,3 @@ def _moved(
 
 def _places(fleet: UniformFleet) -> list[Place]:
     return [(fleet.parallelism, tuple(map(GpuId, gpus))) for gpus in fleet.gpus.tolist()]
-
-
-def _decoded(
-    left: Sequence[_Left], targets: Sequence[int], comes: Collection[RequestId], kind: EngineKind, instances: int
-) -> list[float]:
-    """When each of them ends, from when all KV is there."""
-    engines = [Scheduler(kind.shape) for _ in range(instances)]
-    for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
-        each.request.submit(engines[target], 0.0, each.generated, prefilled=each.request.id in comes)
-    return [
-        progress.finished_s
-        for engine in engines
-        for progress in engine.advance(NEVER_S)
-        if progress.finished_s is not None
-    ]

@@ -174,8 +174,8 @@ class _FastFleet:
         self._last_redeploy_s: float | None = None
         self._settling = False
         scenario, kind = run.scenario, run.kinds[run.initial]
-        for placement in homogeneous(kind, scenario.gpus, scenario.gpus_per_node):
-            self._engines[placement.engine] = LiveEngine(placement.engine, kind, placement.gpus, 0.0)
+        for id, gpus in homogeneous(kind, scenario.gpus, scenario.gpus_per_node).items():
+            self._engines[id] = LiveEngine(id, kind, gpus, 0.0)
 
     def step(self, requests: Sequence[SimRequest]) -> FastStep:
         """From the first request to the last answer."""

@@ -17,6 +17,7 @@ from uuid import uuid4
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from orchestrrl.core.documents import read_text
 from orchestrrl.core.errors import ProblemFaults, faults_of
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.model import RlRun
@@ -108,11 +109,12 @@ def read(source: Path) -> tuple[ClusterResult, ...]:
     faults: list[str] = []
     for path in paths:
         try:
-            found += parse(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            faults.append(f"{path}: {error.strerror}")
-        except UnicodeDecodeError:
-            faults.append(f"{path}: is not UTF-8 text")
+            text = read_text(path)
+        except ProblemFaults as error:
+            faults += error.faults
+            continue
+        try:
+            found += parse(text)
         except ProblemFaults as error:
             faults += [f"{path}: {fault}" for fault in error.faults]
     if faults:
@@ -145,8 +147,8 @@ def complete(folder: Path, digests: Iterable[str]) -> set[str]:
     found = set()
     for digest in digests:
         try:
-            results = parse((folder / f"{digest}{SUFFIX}").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ProblemFaults):
+            results = parse(read_text(folder / f"{digest}{SUFFIX}"))
+        except ProblemFaults:
             continue
         if results and len(results) == runs_of(results[0].scenario):
             found.add(digest)
@@ -186,48 +188,37 @@ def rows(results: Sequence[ClusterResult]) -> list[SummaryRow]:
     groups: dict[tuple[str, str], list[ClusterResult]] = {}
     for result in results:
         groups.setdefault((result.run.fabric, result.run.arm), []).append(result)
-    if not groups:
-        return []
     rates = {key: median(each.samples_per_s for each in some) for key, some in groups.items()}
     worths = {key: median(each.samples_per_s_per_musd for each in some) for key, some in groups.items()}
-    costs = {key: some[0].bill.network_usd for key, some in groups.items()}
-    first = next(iter(groups))
-    best = pareto([(costs[key], rates[key]) for key in groups])
-    return [_row(key, some, rates, worths, first, on) for (key, some), on in zip(groups.items(), best, strict=True)]
+    best = pareto([(some[0].bill.network_usd, rates[key]) for key, some in groups.items()])
+    first, found = next(iter(groups), ("", "")), []
+    for (key, some), is_best in zip(groups.items(), best, strict=True):
+        bill, idle = some[0].bill, [each.run.idle_share for each in some]
+        found.append(
+            SummaryRow(
+                fabric=key[0],
+                arm=key[1],
+                seeds=len(some),
+                gen_s=median(_mean_s(each, "gen_s") for each in some),
+                train_s=median(_mean_s(each, "train_s") for each in some),
+                sync_s=median(_sync_s(each) for each in some),
+                waits_s=median(_mean_s(each, "gen_waits_weights_s", "gen_waits_room_s") for each in some),
+                idle_train=median(each.get(FabricStage.TRAIN, 0.0) for each in idle),
+                idle_gen=median(each.get(FabricStage.GEN, 0.0) for each in idle),
+                staleness=median(_mean_staleness(each) for each in some),
+                samples_per_s=rates[key],
+                gain=_ratio(rates[key], rates[first]),
+                network_usd=bill.network_usd,
+                samples_per_s_per_musd=worths[key],
+                gain_per_usd=_ratio(worths[key], worths[first]),
+                total_usd=None if bill.gpus_usd is None else bill.total_usd,
+                pareto=is_best,
+            )
+        )
+    return found
 
 
-Key = tuple[str, str]
-
-
-def _row(
-    key: Key, some: list[ClusterResult], rates: dict[Key, float], worths: dict[Key, float], first: Key, on: bool
-) -> SummaryRow:
-    def of_steps(*names: str) -> float:
-        return median(_mean_s(result, names) for result in some)
-
-    bill = some[0].bill
-    return SummaryRow(
-        fabric=key[0],
-        arm=key[1],
-        seeds=len(some),
-        gen_s=of_steps("gen_s"),
-        train_s=of_steps("train_s"),
-        sync_s=median(_sync_s(result) for result in some),
-        waits_s=of_steps("gen_waits_weights_s", "gen_waits_room_s"),
-        idle_train=median(result.run.idle_share.get(FabricStage.TRAIN, 0.0) for result in some),
-        idle_gen=median(result.run.idle_share.get(FabricStage.GEN, 0.0) for result in some),
-        staleness=median(_mean_staleness(result) for result in some),
-        samples_per_s=rates[key],
-        gain=_ratio(rates[key], rates[first]),
-        network_usd=bill.network_usd,
-        samples_per_s_per_musd=worths[key],
-        gain_per_usd=_ratio(worths[key], worths[first]),
-        total_usd=None if bill.gpus_usd is None else bill.total_usd,
-        pareto=on,
-    )
-
-
-def _mean_s(result: ClusterResult, names: Iterable[str]) -> float:
+def _mean_s(result: ClusterResult, *names: str) -> float:
     """The sum over these, in the mean over steps after the warm-up."""
     measured = result.run.steps[int(result.scenario["loop"]["warmup_steps"]) :]
     return sum(step[name] for step in measured for name in names) / len(measured)

@@ -101,8 +101,8 @@ def _bill(stages: FabricStages) -> Bill:
     if cluster.nic_gbps not in PRICES_USD:
         return Bill(0.0, {}, gpus_usd)
     priced = network_cost_usd(stages.fabric.inventory(), cluster.nic_gbps)
-    parts_usd = {part: float(usd) for part, usd in priced.parts_usd.items()}
-    return Bill(float(priced.total_usd), parts_usd, gpus_usd)
+    parts_usd = {part: float(usd) for part, usd in priced.items()}
+    return Bill(sum(parts_usd.values()), parts_usd, gpus_usd)
 
 
 def _fault_spans(scenario: ClusterScenario, until_s: float) -> list[TimelineSpan]:

@@ -17,7 +17,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
-from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFabric, SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.base import NOTHING, FabricStage, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import options_of
 from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
@@ -122,7 +122,7 @@ class FabricStages:
         return GenGpus(self.scenario.cluster.first_generating, self.scenario.cluster.generating)
 
     def without(self, failed: SimulatedFailures) -> SimulatedFabric:
-        return self.fabric.without(failed) if _key(failed) != _key(SimulatedFailures()) else self.fabric
+        return self.fabric.without(failed) if failed != NOTHING else self.fabric
 
     def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
@@ -138,16 +138,16 @@ class FabricStages:
             fabric, layouts = self.without(failed), scenario.engine_layouts
             return generation_on(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)
 
-        return self._once(("ready", _key(failed)), make)
+        return self._once(("ready", failed), make)
 
     def gen(self, failed: SimulatedFailures, arm: str, seed: int) -> tuple[GenStage, ...]:
         """[step]. Raises ValueError where engines have no way to each other."""
-        key, steps = ("gen", _key(failed), arm, seed), self.scenario.loop.steps
+        key, steps = ("gen", failed, arm, seed), self.scenario.loop.steps
         return self._once(key, lambda: generation_stages(self.ready(failed), arm, seed, steps))
 
     def train(self, failed: SimulatedFailures, job: TrainJob) -> TrainingIteration:
         """An optimiser step on the job's samples."""
-        key = ("train", _key(failed), job)
+        key = ("train", failed, job)
         return self._once(key, lambda: iteration(job, self.without(failed)))
 
     def training(self, failed: SimulatedFailures, job: TrainJob) -> TrainStage:
@@ -159,17 +159,17 @@ class FabricStages:
             passes_s = forward_s(job, self.without(failed)) if recipe.log_prob_passes else 0.0
             return training_stage(job, recipe, lambda share: self.train(failed, share), passes_s)
 
-        return self._once(("training", _key(failed), job), make)
+        return self._once(("training", failed, job), make)
 
     def sync(
         self, failed: SimulatedFailures, fleet: UniformFleet, job: TrainJob, beside: tuple[Beside, ...] = ()
     ) -> SyncStage:
-        part, key = self.scenario.weight_sync, ("sync", _key(failed), fleet.parallelism, job, beside)
+        part, key = self.scenario.weight_sync, ("sync", failed, fleet.parallelism, job, beside)
         return self._once(key, lambda: sync_stage(job, [fleet], self.without(failed), part.scheme, beside=beside))
 
     def training_sends(self, job: TrainJob) -> Beside:
         """A second, in the mean."""
-        seconds = self.training(SimulatedFailures(), job).seconds
+        seconds = self.training(NOTHING, job).seconds
         recipe, servers = self.scenario.training, self.fabric.servers
         return self._once(("beside", job), lambda: training_beside(job, recipe, seconds, servers))
 
@@ -180,8 +180,8 @@ class FabricStages:
 
     def tuned(self, seed: int) -> EngineProfile:
         """What the static baseline runs."""
-        (name,) = self.gen(SimulatedFailures(), TUNED, seed)[0].phases_s
-        return next(each for each in self.ready(SimulatedFailures()).profile.configurations if str(each.id) == name)
+        (name,) = self.gen(NOTHING, TUNED, seed)[0].phases_s
+        return next(each for each in self.ready(NOTHING).profile.configurations if str(each.id) == name)
 
 
 @dataclass
@@ -194,7 +194,7 @@ class ArmTimes:
 
     @cached_property
     def healthy(self) -> tuple[GenStage, ...]:
-        return self.stages.gen(SimulatedFailures(), self.arm, self.seed)
+        return self.stages.gen(NOTHING, self.arm, self.seed)
 
     @cached_property
     def batches(self) -> list[SampleBatch]:
@@ -245,7 +245,7 @@ class ArmTimes:
             failed = self._schedule.network(now_s)
             return _or_never(failed, lambda: self.sync_stage(failed, beside).seconds)
 
-        elapsed_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(SimulatedFailures(), beside)
+        elapsed_s, whole = stretched_s(self._schedule, begin_s, seconds), self.sync_stage(NOTHING, beside)
         return SyncTime(
             elapsed_s, {stage: elapsed_s / whole.seconds * each_s for stage, each_s in whole.held_s.items()}
         )
@@ -284,20 +284,12 @@ class ArmTimes:
         return sum(gpu in mine for gpu in gpus) / cluster.generating
 
 
-def _key(failed: SimulatedFailures) -> Hashable:
-    return (
-        tuple(sorted(failed.nics)),
-        tuple(sorted((failed.tor_uplinks or {}).items())),
-        tuple(sorted((failed.pod_uplinks or {}).items())),
-    )
-
-
 def _or_never(failed: SimulatedFailures, seconds: Callable[[], float]) -> float:
     """inf where what has failed leaves no way between some of its GPUs. Raises ValueError where nothing has failed."""
     try:
         return seconds()
     except ValueError:
-        if _key(failed) == _key(SimulatedFailures()):
+        if failed == NOTHING:
             raise
         return math.inf
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -71,10 +71,8 @@ class SweepOutcome:
     fault: str = ""
 
 
-class SweepRunner(Protocol):
-    """Runs points into files of a folder, and tells each outcome as it comes, in any order."""
-
-    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]: ...
+# Runs points into files of a folder, and yields each outcome as it comes, in any order.
+SweepRunner = Callable[[Sequence[SweepPoint], Path], Iterator[SweepOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,55 +218,45 @@ def run_point(point: SweepPoint, folder: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """`at_once` of them; by default as many as there are cores for us."""
-
-    at_once: int | None = None
-
-    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
-        work = partial(run_point, folder=folder)
-        for point, fault in run_tasks(work, points, self.at_once, ["orchestrrl.lab.sim.rl.run"]):
-            yield SweepOutcome(point, str(fault))
+def in_processes(points: Sequence[SweepPoint], folder: Path, at_once: int | None = None) -> Iterator[SweepOutcome]:
+    """So many at once; by default one for each core."""
+    work = partial(run_point, folder=folder)
+    for point, fault in run_tasks(work, points, at_once, ["orchestrrl.lab.sim.rl.run"]):
+        yield SweepOutcome(point, str(fault))
 
 
 RETRY_AFTER_S = 10.0
 CONNECT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class OnRay:
+def on_ray(points: Sequence[SweepPoint], folder: Path, address: str) -> Iterator[SweepOutcome]:
     """`address`: `auto` or HOST:PORT of a cluster that runs. None is started."""
+    if find_spec("ray") is None:
+        raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
+    _reach(address)
+    import ray
+    from ray.exceptions import RayError
 
-    address: str
-
-    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
-        if find_spec("ray") is None:
-            raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
-        _reach(self.address)
-        import ray
-        from ray.exceptions import RayError
-
-        try:
-            ray.init(address=self.address, namespace="orchestrrl-sim", log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise Retryable(f"no Ray cluster at {self.address}: {error}", RETRY_AFTER_S) from error
-        try:
-            task = ray.remote(num_cpus=1, max_retries=2)(_text_of)
-            running = {task.remote(point): point for point in points}
-            while running:
-                (told,), _ = ray.wait(list(running), num_returns=1)
-                point = running.pop(told)
-                try:
-                    fault, text = ray.get(told)
-                except RayError as error:
-                    fault, text = f"{type(error).__name__}: {str(error).splitlines()[0]}", ""
-                if not fault:
-                    assert point.document is not None
-                    write(folder, point.document, parse(text))
-                yield SweepOutcome(point, fault)
-        finally:
-            ray.shutdown()  # which ends the tasks of this job
+    try:
+        ray.init(address=address, namespace="orchestrrl-sim", log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise Retryable(f"no Ray cluster at {address}: {error}", RETRY_AFTER_S) from error
+    try:
+        task = ray.remote(num_cpus=1, max_retries=2)(_text_of)
+        running = {task.remote(point): point for point in points}
+        while running:
+            (told,), _ = ray.wait(list(running), num_returns=1)
+            point = running.pop(told)
+            try:
+                fault, text = ray.get(told)
+            except RayError as error:
+                fault, text = f"{type(error).__name__}: {str(error).splitlines()[0]}", ""
+            if not fault:
+                assert point.document is not None
+                write(folder, point.document, parse(text))
+            yield SweepOutcome(point, fault)
+    finally:
+        ray.shutdown()  # which ends the tasks of this job
 
 
 def _reach(address: str) -> None:

@@ -372,6 +372,6 @@ def _shared(
     """When flows end, and how late they make those beside them."""
     if not beside:
         return finish_s(network, flows, routes), {}
-    found = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))
-    parts = np.split(found.behind_s, np.cumsum([len(each.flows) for each in beside])[:-1])
-    return found.end_s, {each.stage: each.held_s(part) for each, part in zip(beside, parts, strict=True)}
+    end_s, behind_s = finish_beside(network, flows, routes, GpuFlows.joined([each.flows for each in beside]))
+    parts = np.split(behind_s, np.cumsum([len(each.flows) for each in beside])[:-1])
+    return end_s, {each.stage: each.held_s(part) for each, part in zip(beside, parts, strict=True)}

@@ -84,5 +84,5 @@ def test_the_committed_page_is_of_these_claims_constants_and_figures() -> None:
     assert f"claims and constants: {page.digest()} -->" in text, f"write it again: {page.COMMAND}"
     for figure in FIGURES:
         assert f"\n## {figure.title}\n" in text
-    rows = costs(True)
+    rows = list(costs(True))
     assert page.table(rows) in text

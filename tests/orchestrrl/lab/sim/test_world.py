@@ -150,8 +150,8 @@ async def test_two_engines_never_hold_one_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "starts"), [("narrow", list(range(8))), ("wide", [0, 4])])
 def test_a_homogeneous_fleet_uses_every_gpu_once(kind: str, starts: list[int]) -> None:
     fleet = homogeneous(kinds(scenario())[ConfigurationId(kind)], 8, 4)
-    assert [placement.gpus[0] for placement in fleet] == starts
-    assert sorted(gpu for placement in fleet for gpu in placement.gpus) == list(range(8))
+    assert [gpus[0] for gpus in fleet.values()] == starts
+    assert sorted(gpu for gpus in fleet.values() for gpu in gpus) == list(range(8))
 
 
 def test_static_baselines_are_the_best_and_the_widest() -> None:

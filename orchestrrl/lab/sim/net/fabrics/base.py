@@ -1,13 +1,16 @@
 """The contract of a simulated fabric: its network in a communication period, components, and options' faults."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from hashlib import sha256
-from typing import Protocol
+from typing import TypeVar
 
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.shape import ImpossibleSite, ShapeFault
+
+Shares = Mapping[int, float]
 
 
 class FabricStage(StrEnum):
@@ -65,38 +68,6 @@ class Pods:
     apart: bool
 
 
-class SimulatedFabric(Protocol):
-    """One that is built. Fabrics that never change give the same network for every period."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def servers(self) -> Servers: ...
-
-    @property
-    def pods(self) -> Pods: ...
-
-    @property
-    def reconfigures_s(self) -> float:
-        """What changing circuits takes; 0: there are none."""
-        ...
-
-    def network(self, period: Period | None = None) -> LinkNetwork:
-        """As it is once it has been made for the period. None: as it is at rest."""
-        ...
-
-    def changes(self, before: Period | None, after: Period) -> bool:
-        """Whether circuits have to be changed between the two."""
-        ...
-
-    def without(self, failed: "SimulatedFailures") -> "SimulatedFabric":
-        """What is left of it."""
-        ...
-
-    def inventory(self) -> Inventory: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedFailures:
     """What does not work. A NIC that is down has its GPU's traffic relayed over NVLink to the server's others; of
@@ -104,11 +75,58 @@ class SimulatedFailures:
     above it."""
 
     nics: frozenset[int] = frozenset()
-    tor_uplinks: Mapping[int, float] | None = None  # by ToR: the share of its uplinks, or of its OCS ports
-    pod_uplinks: Mapping[int, float] | None = None  # by PoD: the share of what joins it to the core
+    tor_uplinks: Shares = field(default_factory=dict)  # by ToR: the share of its uplinks, or of its OCS ports
+    pod_uplinks: Shares = field(default_factory=dict)  # by PoD: the share of what joins it to the core
+
+    def __hash__(self) -> int:
+        return hash((self.nics, *(tuple(sorted(each.items())) for each in (self.tor_uplinks, self.pod_uplinks))))
 
 
 NOTHING = SimulatedFailures()
+Built = TypeVar("Built", bound="SimulatedFabric")
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedFabric(ABC):
+    """One that is built; by default it never changes, and gives the same network for every period. `reconfigures_s`:
+    what changing circuits takes; 0: there are none."""
+
+    servers: Servers
+    failed: SimulatedFailures = field(default=NOTHING, kw_only=True)
+    name: str = field(default="", kw_only=True)
+
+    @property
+    def reconfigures_s(self) -> float:
+        return 0.0
+
+    @property
+    @abstractmethod
+    def pods(self) -> Pods: ...
+
+    @abstractmethod
+    def network(self, period: Period | None = None) -> LinkNetwork:
+        """As it is once it has been made for the period. None: as it is at rest."""
+
+    @abstractmethod
+    def inventory(self) -> Inventory: ...
+
+    def changes(self, before: Period | None, after: Period) -> bool:
+        """Whether circuits have to be changed between the two."""
+        return False
+
+    def without(self: Built, failed: SimulatedFailures) -> Built:
+        """What is left of it. Of a bundle that fails twice the larger share is lost."""
+        one, other = self.failed, failed
+        both = SimulatedFailures(
+            one.nics | other.nics,
+            _larger(one.tor_uplinks, other.tor_uplinks),
+            _larger(one.pod_uplinks, other.pod_uplinks),
+        )
+        return replace(self, failed=both)
+
+
+def _larger(one: Shares, other: Shares) -> Shares:
+    return {each: max(one.get(each, 0.0), other.get(each, 0.0)) for each in sorted({*one, *other})}
 
 
 def refuse(*faults: ShapeFault) -> None:

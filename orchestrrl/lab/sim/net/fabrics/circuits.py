@@ -5,6 +5,7 @@ on from its far end, whichever is less. So two hops over several others share as
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -18,8 +19,7 @@ from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier
 NO_WAY = 2**31  # more hops than there are
 
 
-@dataclass(frozen=True, slots=True)
-class DirectedLinks:
+class DirectedLinks(NamedTuple):
     """Directed links between nodes, sorted by their tail. `begin` [node + 1]."""
 
     begin: Ints
@@ -62,9 +62,7 @@ def ways(edges: DirectedLinks, source: Ints, target: Ints, most: int = 0) -> Pai
     """`source` and `target` [pair], nodes that differ. `most`: over so many ways of equal share; 0: over all."""
     order = np.argsort(target, kind="stable")
     back = edges.reversed()
-    counts, edge, share, hops = _ways(
-        edges.begin, edges.head, edges.width, back.begin, back.head, source[order], target[order], most
-    )
+    counts, edge, share, hops = _ways(edges, back, source[order], target[order], most)
     whose = np.repeat(order, counts)
     by_pair = np.argsort(whose, kind="stable")
     begin = np.concatenate([[0], np.cumsum(np.bincount(whose, minlength=len(source)))])
@@ -83,20 +81,20 @@ def distances(edges: DirectedLinks) -> Ints:
 
 @numba.njit(cache=True)
 def _ways(
-    begin: Ints, head: Ints, width: Floats, back_begin: Ints, back_tail: Ints, source: Ints, target: Ints, most: int
+    links: DirectedLinks, back: DirectedLinks, source: Ints, target: Ints, most: int
 ) -> tuple[Ints, Ints, Floats, Ints]:
     """Pairs come sorted by target: what leads there is worked out once."""
-    nodes, pairs, found = len(begin) - 1, len(source), 0
+    nodes, pairs, found = len(links.begin) - 1, len(source), 0
     counts, hops = np.zeros(pairs, np.int64), np.zeros(pairs, np.int64)
     distance, onward, queue = np.empty(nodes, np.int64), np.zeros(nodes), np.empty(nodes, np.int64)
     mass = np.zeros(nodes)
-    room = max(most * nodes, len(head))  # of one pair
+    room = max(most * nodes, len(links.head))  # of one pair
     edges, shares = np.empty(4 * pairs + room, np.int64), np.empty(4 * pairs + room)
     last = -1
     for pair in range(pairs):
         if target[pair] != last:
             last = target[pair]
-            _lead_to(last, begin, head, width, back_begin, back_tail, distance, onward, queue)
+            _lead_to(last, links, back, distance, onward, queue)
         hops[pair] = max(distance[source[pair]], 0)
         if hops[pair] == 0:
             continue
@@ -104,11 +102,9 @@ def _ways(
             edges = np.concatenate((edges, np.empty(found + room, np.int64)))
             shares = np.concatenate((shares, np.empty(found + room)))
         if most > 0:
-            added = _walk(source[pair], last, begin, head, width, distance, onward, most, edges[found:], shares[found:])
+            added = _walk(source[pair], last, links, distance, onward, most, edges[found:], shares[found:])
         else:
-            added = _flood(
-                source[pair], begin, head, width, distance, onward, mass, queue, edges[found:], shares[found:]
-            )
+            added = _flood(source[pair], links, distance, onward, mass, queue, edges[found:], shares[found:])
         counts[pair] = added
         found += added
     return counts, edges[:found], shares[:found], hops
@@ -117,9 +113,7 @@ def _ways(
 @numba.njit(cache=True)
 def _flood(
     source: int,
-    begin: Ints,
-    head: Ints,
-    width: Floats,
+    links: DirectedLinks,
     distance: Ints,
     onward: Floats,
     mass: Floats,
@@ -134,16 +128,17 @@ def _flood(
     while first < end:
         node = queue[first]
         first += 1
-        for edge in range(begin[node], begin[node + 1]):
-            if distance[head[edge]] == distance[node] - 1:
-                share = mass[node] * _through(width[edge], onward[head[edge]]) / onward[node]
+        for edge in range(links.begin[node], links.begin[node + 1]):
+            head = links.head[edge]
+            if distance[head] == distance[node] - 1:
+                share = mass[node] * min(links.width[edge], onward[head]) / onward[node]
                 edges[found], shares[found] = edge, share
                 found += 1
-                if distance[head[edge]] > 0:
-                    if mass[head[edge]] == 0.0:
-                        queue[end] = head[edge]
+                if distance[head] > 0:
+                    if mass[head] == 0.0:
+                        queue[end] = head
                         end += 1
-                    mass[head[edge]] += share
+                    mass[head] += share
     for place in range(end):
         mass[queue[place]] = 0.0
     return found
@@ -153,9 +148,7 @@ def _flood(
 def _walk(
     source: int,
     target: int,
-    begin: Ints,
-    head: Ints,
-    width: Floats,
+    links: DirectedLinks,
     distance: Ints,
     onward: Floats,
     most: int,
@@ -171,10 +164,10 @@ def _walk(
             turn = (way + 0.5) / most + 0.6180339887498949 * (node + target)
             place = (turn - np.floor(turn)) * onward[node]
             chosen = -1
-            for edge in range(begin[node], begin[node + 1]):
-                if distance[head[edge]] == distance[node] - 1:
+            for edge in range(links.begin[node], links.begin[node + 1]):
+                if distance[links.head[edge]] == distance[node] - 1:
                     chosen = edge
-                    place -= _through(width[edge], onward[head[edge]])
+                    place -= min(links.width[edge], onward[links.head[edge]])
                     if place < 0.0:
                         break
             before = 0
@@ -184,26 +177,13 @@ def _walk(
                 edges[found], shares[found] = chosen, 0.0
                 found += 1
             shares[before] += 1.0 / most
-            node = head[chosen]
+            node = links.head[chosen]
     return found
 
 
 @numba.njit(cache=True)
-def _through(width: float, onward: float) -> float:
-    return min(width, onward)
-
-
-@numba.njit(cache=True)
 def _lead_to(
-    target: int,
-    begin: Ints,
-    head: Ints,
-    width: Floats,
-    back_begin: Ints,
-    back_tail: Ints,
-    distance: Ints,
-    onward: Floats,
-    order: Ints,
+    target: int, links: DirectedLinks, back: DirectedLinks, distance: Ints, onward: Floats, order: Ints
 ) -> None:
     """Hops of each node to the target, and how much gets there from it over shortest ways."""
     distance[:] = -1
@@ -214,11 +194,11 @@ def _lead_to(
         first += 1
         if node != target:
             onward[node] = 0.0
-            for edge in range(begin[node], begin[node + 1]):
-                if distance[head[edge]] == distance[node] - 1:
-                    onward[node] += _through(width[edge], onward[head[edge]])
-        for place in range(back_begin[node], back_begin[node + 1]):
-            before = back_tail[place]
+            for edge in range(links.begin[node], links.begin[node + 1]):
+                if distance[links.head[edge]] == distance[node] - 1:
+                    onward[node] += min(links.width[edge], onward[links.head[edge]])
+        for place in range(back.begin[node], back.begin[node + 1]):
+            before = back.head[place]
             if distance[before] == -1:
                 distance[before] = distance[node] + 1
                 order[end] = before

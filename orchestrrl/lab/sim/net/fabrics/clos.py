@@ -16,22 +16,22 @@ a GPU in another place goes over NVLink to the GPU of that place first (NCCL's P
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import (
-    NOTHING,
     Inventory,
     Period,
     Pods,
+    SimulatedFabric,
     SimulatedFailures,
     at_least,
     number,
     refuse,
 )
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, joined, left
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, left
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.shape import ShapeFault
 
@@ -122,15 +122,11 @@ class TreeLinks:
 
 
 @dataclass(frozen=True, eq=False)
-class Clos:
+class Clos(SimulatedFabric):
     """A fabric that is one tree, and never changes."""
 
-    name: str
-    servers: Servers
     tree: ClosCabling
     rails: bool = False  # see HostNetwork
-    failed: SimulatedFailures = NOTHING
-    reconfigures_s: float = 0.0
 
     @property
     def pods(self) -> Pods:
@@ -140,12 +136,6 @@ class Clos:
 
     def network(self, period: Period | None = None) -> LinkNetwork:
         return self._network
-
-    def changes(self, before: Period | None, after: Period) -> bool:
-        return False
-
-    def without(self, failed: SimulatedFailures) -> "Clos":
-        return replace(self, failed=joined(self.failed, failed))
 
     def inventory(self) -> Inventory:
         return self.tree.inventory() + Inventory(nics=self.servers.nics)
@@ -186,7 +176,7 @@ SERVERS_PER_POD = 32
 def fat_tree(
     servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, servers_per_tor: int | None = None
 ) -> Clos:
-    return Clos("fat_tree", servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor))
+    return Clos(servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor), name="fat_tree")
 
 
 def blocked_tree(
@@ -233,7 +223,7 @@ def oversubscribed(
     servers_per_tor: int | None = None,
 ) -> Clos:
     tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, ratio)
-    return Clos("oversubscribed", servers, tree)
+    return Clos(servers, tree, name="oversubscribed")
 
 
 def rail_optimized(
@@ -246,7 +236,7 @@ def rail_optimized(
             ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
         )
     tree = _tree(servers, servers_per_tor or down, servers_per_pod)
-    return Clos("rail_optimized", servers, tree, rails=True)
+    return Clos(servers, tree, rails=True, name="rail_optimized")
 
 
 def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> ClosCabling:

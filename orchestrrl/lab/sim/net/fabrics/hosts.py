@@ -4,13 +4,13 @@ Inside a server NVLink is a switch: each GPU has what it sends and what it recei
 known but that it is under that of a NIC; one link's propagation stands for all of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.base import Shares, SimulatedFailures
 from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRouter, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 
 
@@ -97,7 +97,6 @@ def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
     return owner, begin[:-1][rows][owner] + within
 
 
-Shares = Mapping[int, float] | None
 Between = Callable[[LinkRows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
 
 
@@ -118,15 +117,8 @@ class Legs:
     def spread(self, counts: Ints) -> tuple["Legs", Ints]:
         """Return each leg `counts` times, with an even share of its bytes, and the leg that each of them was."""
         was = np.repeat(np.arange(len(self)), counts)
-        found = Legs(
-            self.flow[was],
-            self.share[was] / counts[was],
-            self.src[was],
-            self.dst[was],
-            self.src_nic[was],
-            self.dst_nic[was],
-        )
-        return found, was
+        found = Legs(*(getattr(self, each.name)[was] for each in fields(self)))
+        return replace(found, share=found.share / counts[was]), was
 
 
 NO_NIC = -1
@@ -267,22 +259,10 @@ class HostNetwork:
         return latency_s
 
 
-def joined(one: SimulatedFailures, other: SimulatedFailures) -> SimulatedFailures:
-    """Of a bundle that both name the larger share is lost."""
-    return SimulatedFailures(
-        one.nics | other.nics, _larger(one.tor_uplinks, other.tor_uplinks), _larger(one.pod_uplinks, other.pod_uplinks)
-    )
-
-
-def _larger(one: Shares, other: Shares) -> dict[int, float]:
-    one, other = one or {}, other or {}
-    return {each: max(one.get(each, 0.0), other.get(each, 0.0)) for each in sorted({*one, *other})}
-
-
 def left(lost: Shares, count: int) -> Floats:
     """[bundle], the share of each that works."""
     found = np.ones(count)
-    for bundle, share in (lost or {}).items():
+    for bundle, share in lost.items():
         if not (0 <= bundle < count and 0 <= share <= 1):
             raise ValueError(f"there are bundles 0 to {count - 1}, of which 0 to 1 is lost; got {share} of {bundle}")
         found[bundle] -= share

@@ -18,11 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import (
-    NOTHING,
     Inventory,
     Period,
     Pods,
-    SimulatedFailures,
+    SimulatedFabric,
     at_least,
     one_of,
     refuse,
@@ -37,7 +36,7 @@ from orchestrrl.lab.sim.net.fabrics.clos import (
     passable,
     tree_faults,
 )
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.allocate import AllocationProblem, allocate
@@ -84,16 +83,14 @@ def _with_nics(servers: Servers, nics: int) -> Servers:
 
 
 @dataclass(frozen=True, eq=False)
-class MixNet:
-    servers: Servers
+class MixNet(SimulatedFabric):
     tree: ClosCabling
     optical: int  # NICs of a server at its region's OCS: the first ones
     servers_per_region: int
     device: str
-    failed: SimulatedFailures = NOTHING
-    name: str = "mixnet"
-    _circuits: dict[str, Ints] = field(default_factory=dict, compare=False, repr=False)
-    _networks: dict[bytes, LinkNetwork] = field(default_factory=dict, compare=False, repr=False)
+    name: str = field(default="mixnet", kw_only=True)
+    _circuits: dict[str, Ints] = field(default_factory=dict, init=False)
+    _networks: dict[bytes, LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
     def reconfigures_s(self) -> float:
@@ -113,9 +110,6 @@ class MixNet:
 
     def changes(self, before: Period | None, after: Period) -> bool:
         return not np.array_equal(self.circuits(before), self.circuits(after))
-
-    def without(self, failed: SimulatedFailures) -> "MixNet":
-        return replace(self, failed=joined(self.failed, failed), _circuits={}, _networks={})
 
     def inventory(self) -> Inventory:
         """A NIC at an OCS has one transceiver, one fibre and one port there."""

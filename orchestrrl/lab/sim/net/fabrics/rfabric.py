@@ -7,24 +7,23 @@ those at rest, which join all ToRs of a rail evenly. ToRs of PoDs with fewer tha
 all to reach all.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from orchestrrl.lab.sim.net.fabrics.base import (
-    NOTHING,
     Inventory,
     Period,
     Pods,
-    SimulatedFailures,
+    SimulatedFabric,
     at_least,
     one_of,
     refuse,
 )
 from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, distances
 from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
-from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring
 from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
 from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import regular_site
@@ -121,19 +120,14 @@ def rfabric(
 
 
 @dataclass(frozen=True, eq=False)
-class RFabric:
-    servers: Servers
+class RFabric(SimulatedFabric):
     site: Site
     place: Ints  # [server], which of the site's it is
     roles: bool
     allocation: str = "traffic"
-    failed: SimulatedFailures = NOTHING
-    _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, compare=False, repr=False)
-    _networks: dict[frozenset[PortPair], LinkNetwork] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        return "rfabric"
+    name: str = field(default="rfabric", kw_only=True)
+    _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, init=False)
+    _networks: dict[frozenset[PortPair], LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
     def pods(self) -> Pods:
@@ -153,9 +147,6 @@ class RFabric:
 
     def changes(self, before: Period | None, after: Period) -> bool:
         return self.cross_connects(before) != self.cross_connects(after)
-
-    def without(self, failed: SimulatedFailures) -> "RFabric":
-        return replace(self, failed=joined(self.failed, failed), _plans={}, _networks={})
 
     def inventory(self) -> Inventory:
         """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,

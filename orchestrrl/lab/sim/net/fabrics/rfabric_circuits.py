@@ -202,36 +202,32 @@ class RFabricCircuits:
         for one, other in bridges:
             laid[one, other] = laid[other, one] = True
         joined = np.asarray(demanded | demanded.T | laid, np.bool_)
-        room = _Room(
-            self.pod_of,
-            free=self._ports - laid.sum(axis=1),
-            ports=self._ports - joined.sum(axis=1),
-            lanes=self._lanes - (joined & self._apart).sum(axis=1) @ self._in_pod,
-        )
+        free = self._ports - laid.sum(axis=1)
         # PoDs that are only touched by a bridge lose what joins them to those that are not.
         idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
         circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
-        return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, room)
+        return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, free)
 
-    def _joining(self, reach: Bools, eligible: Bools, room: "_Room") -> frozenset[tuple[int, int]]:
-        """Few, where ToRs and PoDs have room, of one PoD and rail. `reach` [tor, tor]."""
+    def _joining(self, reach: Bools, eligible: Bools, free: Ints) -> frozenset[tuple[int, int]]:
+        """Few, of one PoD and rail, where ToRs have most ports. `reach` [tor, tor]; `free` [tor], ports beside other
+        bridges."""
         touches: Bools = np.asarray(reach[:, self.blocks].any(axis=2))  # [tor, block]
         hub = int(np.argmax(touches.sum(axis=1)))
         inside: Bools = reach[hub].copy()
         missing: Bools = np.asarray(~touches[hub], np.bool_)
         found = set()
         for block, ends in enumerate(self.blocks):
-            may = eligible[ends] & inside & ~inside[ends, None] & room.may(ends)
+            left = np.minimum(free[ends, None], free)
+            may = eligible[ends] & inside & ~inside[ends, None] & (left > 0)
             if not missing[block] or not may.any():
                 continue
             gain = (touches[ends] & missing).sum(axis=1)[:, None]
-            alike, left = self._rail[ends, None] == self._rail, room.left(ends)
-            row, other = _first(may, left > 0, gain, ~self._apart[ends], alike, left)
+            row, other = _first(may, gain, ~self._apart[ends], self._rail[ends, None] == self._rail, left)
             one = int(ends[row])
             found.add((one, other))
             inside |= reach[one]
             missing &= ~touches[one]
-            room.take(one, other)
+            free[[one, other]] -= 1
         return frozenset(found)
 
     def _pairs(self, bridges: frozenset[tuple[int, int]]) -> frozenset[Pair]:
@@ -258,13 +254,6 @@ class RFabricCircuits:
         """[tor, pod], 1 where it is."""
         return np.asarray(self.pod_of[:, None] == np.arange(len(self.site.pods)), np.int64)
 
-    @cached_property
-    def _lanes(self) -> Ints:
-        """[pod]"""
-        pods = {uplink.id: uplink.pod for uplink in self.site.uplinks}
-        counts = Counter(pods[lane.uplink] for lane in self.site.lanes)
-        return np.array([counts[pod.id] for pod in self.site.pods], np.int64)
-
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))
 
@@ -290,32 +279,6 @@ class RFabricCircuits:
             for one, other in np.argwhere(demand > 0).tolist()
         )
         return Intent(period, stage, traffic)
-
-
-@dataclass(slots=True)
-class _Room:
-    """What bridges may take. Beside what is demanded, it may be less than nothing."""
-
-    pod_of: Ints  # [tor]
-    free: Ints  # [tor], ports beside other bridges
-    ports: Ints  # [tor], beside what is demanded as well
-    lanes: Ints  # [pod], the same
-
-    def may(self, ends: Ints) -> Bools:
-        """[end, tor]"""
-        return np.asarray((self.free[ends, None] > 0) & (self.free > 0), np.bool_)
-
-    def left(self, ends: Ints) -> Ints:
-        """[end, tor], for bridges between the two."""
-        ports, lanes = np.minimum(self.ports[ends, None], self.ports), self.lanes[self.pod_of]
-        apart = self.pod_of[ends, None] != self.pod_of
-        return np.where(apart, np.minimum(ports, np.minimum(lanes[ends, None], lanes)), ports)
-
-    def take(self, one: int, other: int) -> None:
-        self.free[[one, other]] -= 1
-        self.ports[[one, other]] -= 1
-        if self.pod_of[one] != self.pod_of[other]:
-            self.lanes[self.pod_of[[one, other]]] -= 1
 
 
 def _anywhere(intent: Intent) -> StageTemplate:

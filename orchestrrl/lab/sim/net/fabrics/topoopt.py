@@ -11,17 +11,17 @@ for `FORWARD_S`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.lab.sim.net.fabrics.base import NOTHING, Inventory, Period, Pods, SimulatedFailures, at_least, refuse
+from orchestrrl.lab.sim.net.fabrics.base import Inventory, Period, Pods, SimulatedFabric, at_least, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring, joined
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.shape import ShapeFault
 
@@ -91,12 +91,11 @@ def _strides(count: int, rings: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class TopoOpt:
-    servers: Servers
+class TopoOpt(SimulatedFabric):
+    """It is patched before the job begins. There are no ToRs or PoDs: shares of their uplinks say nothing here."""
+
     sends_to: Ints  # [nic of a server, server]
-    failed: SimulatedFailures = NOTHING
-    name: str = "topoopt"
-    reconfigures_s: float = 0.0  # it is patched before the job begins
+    name: str = field(default="topoopt", kw_only=True)
 
     @property
     def pods(self) -> Pods:
@@ -105,13 +104,6 @@ class TopoOpt:
 
     def network(self, period: Period | None = None) -> LinkNetwork:
         return self._network
-
-    def changes(self, before: Period | None, after: Period) -> bool:
-        return False
-
-    def without(self, failed: SimulatedFailures) -> "TopoOpt":
-        """There are no ToRs or PoDs: shares of their uplinks say nothing here."""
-        return replace(self, failed=joined(self.failed, failed))
 
     def inventory(self) -> Inventory:
         """A NIC has one transceiver, and its pair of fibres ends in a port of a patch panel."""

@@ -1,6 +1,7 @@
 """Flows that end, alone and beside others that go on: against exact events in fractions, and closed forms."""
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_networks import one_switch, two_tiers
 
-from orchestrrl.lab.sim.net.fluid import Shared, finish_beside, finish_s, rates
-from orchestrrl.lab.sim.net.model import FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
+from orchestrrl.lab.sim.net.fluid import finish_beside, finish_s, rates
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 
 SMALL = Servers(4, gpus_per_server=1, nics_per_server=1)
 RATE = SMALL.nic_bytes_per_s
@@ -61,8 +62,13 @@ def test_ends_are_those_of_exact_events(case: tuple[list[Fraction], Rows, list[F
     assert finish_s(network, flows_of(size), tolerance=1e-3) == pytest.approx(expected, rel=5e-3)
 
 
+class Shared(NamedTuple):
+    end_s: Floats  # [flow]
+    behind_s: Floats  # [steady flow]
+
+
 def beside(network: LinkNetwork, flows: GpuFlows, steady: GpuFlows, tolerance: float = 0.0) -> Shared:
-    return finish_beside(network, flows, network.routes(flows), steady, tolerance=tolerance)
+    return Shared(*finish_beside(network, flows, network.routes(flows), steady, tolerance=tolerance))
 
 
 LONG = Fraction(10**9)  # of a flow that does not end while others are looked at

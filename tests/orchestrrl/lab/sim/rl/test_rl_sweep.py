@@ -10,7 +10,7 @@ import yaml
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.lab.sim.rl import sweep as sweeps
 from orchestrrl.lab.sim.rl.results import read
-from orchestrrl.lab.sim.rl.sweep import OnRay, SweepOutcome, SweepPoint, load_sweep, put, run_point, sweep
+from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint, load_sweep, on_ray, put, run_point, sweep
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 GRID = {"cluster.nic_gbps": [100, 200], "training.tp": [2, 3, 4]}
@@ -114,9 +114,9 @@ def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Retryable, match=f"no Ray cluster at {address}"):
-            next(OnRay(address)(points, tmp_path))
+            next(on_ray(points, tmp_path, address))
     with pytest.raises(ProblemFaults, match=r"--ray: .*, got 'here'"):
-        next(OnRay("here")(points, tmp_path))
+        next(on_ray(points, tmp_path, "here"))
     monkeypatch.setattr(sweeps, "find_spec", lambda name: None)
     with pytest.raises(Permanent, match=r"orchestrrl\[ray\]"):
-        next(OnRay("auto")(points, tmp_path))
+        next(on_ray(points, tmp_path, "auto"))

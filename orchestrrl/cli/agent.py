@@ -53,8 +53,10 @@ def agent(
     Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
     # Imported here so that help and completion need none of it.
+    from orchestrrl.agent.health import HealthLimits
     from orchestrrl.agent.probe_link import WindowReporter
     from orchestrrl.core.clock import WallClock
+    from orchestrrl.engines.base import connect
     from orchestrrl.rpc.channel import first_of
     from planner.model import EngineId, NodeId
 
@@ -67,8 +69,13 @@ def agent(
     if not interval_s > 0:
         faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
     raise_faults(faults)
-    limits = _limits(slow_after_s, gone_after_s, rate_window_s)
-    engines = {EngineId(name): _connect(engine, url) for name, url in zip(names, urls, strict=True)}
+    try:
+        limits = HealthLimits(slow_after_s, gone_after_s, rate_window_s)
+        engines = {EngineId(name): connect(engine, url) for name, url in zip(names, urls, strict=True)}
+    except ValueError as error:
+        raise ProblemFaults([str(error)]) from error
+    except Permanent as error:
+        raise ProblemFaults([f"--engine: {error}"]) from error
     sides: list[Coroutine[Any, Any, None]] = []
     if engines:
         sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
@@ -124,21 +131,3 @@ def _name_faults(urls: list[str], names: list[str]) -> list[str]:
         if name in names[:index]:
             faults.append(f"--id[{index}]: is used already, got {name!r}")
     return faults
-
-
-def _connect(product: str, url: str) -> "Engine":
-    from orchestrrl.engines.base import connect
-
-    try:
-        return connect(product, url)
-    except Permanent as error:
-        raise ProblemFaults([f"--engine: {error}"]) from error
-
-
-def _limits(slow_after_s: float, gone_after_s: float, rate_window_s: float) -> "HealthLimits":
-    from orchestrrl.agent.health import HealthLimits
-
-    try:
-        return HealthLimits(slow_after_s, gone_after_s, rate_window_s)
-    except ValueError as error:
-        raise ProblemFaults([str(error)]) from error

@@ -10,7 +10,7 @@ import pytest
 from orchestrrl.fabric.periods import OVER, PeriodState
 from orchestrrl.integrations.instrument.rings import RingEvent
 from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
-from orchestrrl.lab.demo.fabric_stack import FabricDemoStack, PeriodOutcomes
+from orchestrrl.lab.demo.fabric_stack import PeriodOutcomes, fabric_demo
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from tests.vllm.conftest import VLLM_PYTHON
 
@@ -35,7 +35,7 @@ class Ran:
 async def run(folder: Path, iterations: int, *, device_s: float, window_s: float, within_s: float) -> Ran:
     async with (
         Launcher(folder, VLLM_PYTHON) as launcher,
-        FabricDemoStack(folder, device_s=device_s, within_s=within_s) as harness,
+        fabric_demo(folder, device_s=device_s, within_s=within_s) as harness,
     ):
         await launcher.start(JobSpec("job", window_s, harness.rings))
         await harness.reads("job")

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
-from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes
+from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes, fabric_demo
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
 
@@ -91,7 +91,7 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
     made = folder / "shown"
     made.mkdir()
     stamps = made / "stamps"
-    async with FabricDemoStack(made, device_s=DEVICE_S) as running:
+    async with fabric_demo(made, device_s=DEVICE_S) as running:
         await launcher.start(JobSpec("watched", WINDOW_S, running.rings, stamps))
         await launcher.start(JobSpec("alone", WINDOW_S, None, made / "stamps-alone"))
         await running.reads("watched")
@@ -115,7 +115,7 @@ async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
     """A device that is slower than any window is long."""
     made = folder / "slow"
     made.mkdir()
-    async with FabricDemoStack(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
+    async with fabric_demo(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
         await launcher.start(JobSpec("slow", SHORT_WINDOW_S, running.rings))
         await running.reads("slow")
         await launcher.turn("slow", SLOW_ITERATIONS)

@@ -102,18 +102,12 @@ LOADS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingArm:
-    policy: str = "load_index"
-    depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class RoutingOutcome:
     makespan_s: float
     latency_s: float  # mean, from arrival to the last token
 
 
-async def outcome(load: ArrivalLoad, seed: int, arm: RoutingArm) -> RoutingOutcome:
+async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> RoutingOutcome:
     """Run one step of `load`, a prompt's samples arriving together."""
     clock, requests = VirtualClock(), load.setting.requests(seed)
     finished: list[CountedRecord] = []
@@ -122,10 +116,8 @@ async def outcome(load: ArrivalLoad, seed: int, arm: RoutingArm) -> RoutingOutco
     def arrive(record: CountedRecord, engine: VirtualEngine, _: VirtualEngine | None) -> None:
         engine.scheduler.submit(engine.scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
 
-    routing, depth = RoutingPolicy(arm.policy), arm.depth
-    gateway = VirtualGateway(
-        NodeId("gateway"), clock, engines.__getitem__, arrive, finished.append, routing=routing, queue_depth=depth
-    )
+    routing, at = RoutingPolicy(policy), engines.__getitem__
+    gateway = VirtualGateway(NodeId("gateway"), clock, at, arrive, finished.append, routing=routing, queue_depth=depth)
     rate, routed_s = load.rate_per_s, -ROUTES_S
     coming = deque((index // SAMPLES * SAMPLES / rate if rate else 0.0, r) for index, r in enumerate(requests))
     while len(finished) < len(requests):
@@ -165,8 +157,7 @@ def routing(loads: Sequence[ArrivalLoad] = LOADS, seeds: Sequence[int] = SEEDS) 
     for load in loads:
         for policy in POLICIES:
             without, within = (
-                [asyncio.run(outcome(load, seed, RoutingArm(policy, depth))) for seed in seeds]
-                for depth in (0, QUEUE_DEPTH)
+                [asyncio.run(outcome(load, seed, policy, depth)) for seed in seeds] for depth in (0, QUEUE_DEPTH)
             )
             ends_s = [mean(run.makespan_s for run in runs) for runs in (without, within)]
             latencies_s = [mean(run.latency_s for run in runs) for runs in (without, within)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.bench.plain_client import connected, request
+from orchestrrl.lab.bench.plain_client import all_at_once, request
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, flags_of, free_port
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 
@@ -110,13 +110,7 @@ async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -
 
 async def _answers(url: str) -> bool:
     try:
-        lane = await connected(url)
-    except OSError:
+        await all_at_once(url, request(url, max_tokens=1, stream=False), 1)
+    except (OSError, Permanent):
         return False
-    try:
-        await lane.send(request(url, max_tokens=1, stream=False))
-    except Permanent:
-        return False
-    finally:
-        lane.close()
     return True

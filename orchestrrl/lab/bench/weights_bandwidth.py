@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from orchestrrl.lab.bench.figure import Figure
@@ -26,10 +25,7 @@ BASELINE = "broadcast"
 WAYS = ("gloo", "tcp")
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    wall_s: float
-    cpu_s: float
+Moved = Mapping[str, float]  # wall_s, cpu_s
 
 
 def weights_bandwidth() -> list[Figure]:
@@ -37,11 +33,11 @@ def weights_bandwidth() -> list[Figure]:
 
 
 def _figures(size: int, rounds: Sequence[Mapping[str, Moved]]) -> list[Figure]:
-    baseline_s = median(each[BASELINE].wall_s for each in rounds)
+    baseline_s = median(each[BASELINE]["wall_s"] for each in rounds)
     figures = []
     for way in WAYS:
-        cpu_ratio = median(each[way].cpu_s / each[BASELINE].cpu_s for each in rounds)
-        ratio = median(each[way].wall_s / each[BASELINE].wall_s for each in rounds)
+        cpu_ratio = median(each[way]["cpu_s"] / each[BASELINE]["cpu_s"] for each in rounds)
+        ratio = median(each[way]["wall_s"] / each[BASELINE]["wall_s"] for each in rounds)
         note = (
             f"{RANKS} processes, {size >> 20} MiB, chunks of {CHUNK_BYTES >> 20} MiB, a tree;"
             f" median of {len(rounds)} ratios in turn, load {os.getloadavg()[0]:.0f};"
@@ -69,5 +65,5 @@ def measured(size: int, rounds: int) -> list[dict[str, Moved]]:
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(answers) != (rounds + 1) * len(ways) or not all(each["same"] for each in answers):
         raise RuntimeError(f"ranks did not all end with the same bytes: {done.stdout[-500:]}{done.stderr[-2000:]}")
-    moved = [Moved(each["wall_s"], each["cpu_s"]) for each in answers]
-    return [dict(zip(ways, moved[at : at + len(ways)], strict=True)) for at in range(len(ways), len(moved), len(ways))]
+    starts = range(len(ways), len(answers), len(ways))
+    return [dict(zip(ways, answers[at : at + len(ways)], strict=True)) for at in starts]

@@ -27,8 +27,7 @@ from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
-from orchestrrl.lab.box.weights_carrier import CARRY, MAP
-from orchestrrl.lab.box.weights_memory import sha256_of
+from orchestrrl.lab.box.weights_carrier import CARRY, MAP, sha256_of
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
 from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, ShardMap, TensorMeta

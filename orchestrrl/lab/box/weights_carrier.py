@@ -7,8 +7,11 @@ Each line of standard input has an order for some peers, `{PEER: ORDER, ...}`, a
 `{"carry": ORDER}`, `{"end": VERSION}`, `{"sum": true}`.
 """
 
+import hashlib
 import json
+import random
 import sys
+from collections.abc import Collection
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,15 +19,43 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.namespaces import enter
-from orchestrrl.lab.box.weights_memory import TestbedMemory
 from orchestrrl.lab.testbed.ranks import Ranks, print_json
-from orchestrrl.lab.weights_in_memory import BlockingCarrier
+from orchestrrl.lab.weights_in_memory import BlockingCarrier, InMemory
 from orchestrrl.weights.model import VersionMap
 from orchestrrl.weights.orders import CarryEdges, EdgeState
 from planner.model import PeerId
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
+
+
+class TestbedMemory(InMemory):
+    """`holds`: shards that are there from the start, of random bytes that `seed` and their names say."""
+
+    def __init__(self, map: VersionMap, holds: Collection[str], seed: int) -> None:
+        whole = {s.id: content(seed, s.id, s.bytes) if s.id in holds else s.bytes for s in map.shards}
+        super().__init__(map.version, whole)
+        self.map = map
+        self.received = tuple(shard.id for shard in map.shards if shard.id not in holds)
+
+    def sha256(self) -> str:
+        """Of all shards, one behind the other."""
+        found = hashlib.sha256()
+        for shard in self.map.shards:
+            found.update(self.bytes[shard.id])
+        return found.hexdigest()
+
+
+def content(seed: int, shard: str, size: int) -> bytes:
+    return random.Random(f"{seed}/{shard}").randbytes(size)
+
+
+def sha256_of(map: VersionMap, seed: int) -> str:
+    """What `TestbedMemory.sha256` is once all has arrived."""
+    found = hashlib.sha256()
+    for shard in map.shards:
+        found.update(content(seed, shard.id, shard.bytes))
+    return found.hexdigest()
 
 
 def run_rank(transport: str, hosts: list[list[str]], number: int, line: Connection) -> None:

@@ -7,10 +7,10 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind, JournalReader
@@ -60,35 +60,12 @@ class PeriodOutcomes:
 
 
 class FabricDemoStack(Stack):
-    """`folder` is its own. Jobs are recorded in `rings`."""
+    """Made by `fabric_demo`; `folder` is its own."""
 
-    def __init__(self, folder: Path, *, device_s: float, within_s: float = 10.0) -> None:
-        super().__init__(folder)
-        self.rings = folder / "rings"
-        self._device_s = device_s
-        self._within_s = within_s
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        async with self.closed_on_failure():
-            options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": self._device_s}
-            site = _site(self._device_s)
-            (self.folder / SITE_FILE).write_text(site_text(site))
-            words = (sys.executable, "-m", "orchestrrl.lab.demo.fabric_switches", json.dumps(options))
-            command = [*words, *(switch.id for switch in site.switches)]
-            self._switches = self.launch(LabProcess("switches", command, self.folder, takes_input=True))
-            ports = json.loads(await self._switches.next_line())
-            await self.start_daemon(
-                {
-                    "fabric": {"site": SITE_FILE, "within_s": self._within_s, "min_fraction": 0.0},
-                    "ocs": [
-                        {"id": id, "driver": "grpc", "options": {"target": f"127.0.0.1:{port}"}}
-                        for id, port in ports.items()
-                    ],
-                }
-            )
-            self.start_agent("--rings", str(self.rings))
-        return self
+    @property
+    def rings(self) -> Path:
+        """Where jobs are recorded."""
+        return self.folder / "rings"
 
     @property
     def running(self) -> bool:
@@ -138,8 +115,29 @@ class FabricDemoStack(Stack):
 
     async def _noted(self) -> dict[str, list[float]]:
         """What came to any of the switches, in order."""
-        said = await self._switches.request({})
+        said = await self.processes["switches"].request({})
         return {what: sorted(at_s for each in said.values() for at_s in each[what]) for what in ("received_s", "set_s")}
+
+
+@asynccontextmanager
+async def fabric_demo(folder: Path, *, device_s: float, within_s: float = 10.0) -> AsyncIterator[FabricDemoStack]:
+    async with FabricDemoStack(folder) as stack:
+        options = {"connectivity": "any_to_any", "ports": PORTS, "reconfiguration_s": device_s}
+        site = _site(device_s)
+        (stack.folder / SITE_FILE).write_text(site_text(site))
+        words = (sys.executable, "-m", "orchestrrl.lab.demo.fabric_switches", json.dumps(options))
+        command = [*words, *(switch.id for switch in site.switches)]
+        switches = stack.launch(LabProcess("switches", command, stack.folder, takes_input=True))
+        ports = json.loads(await switches.next_line())
+        targets = {id: {"target": f"127.0.0.1:{port}"} for id, port in ports.items()}
+        await stack.start_daemon(
+            {
+                "fabric": {"site": SITE_FILE, "within_s": within_s, "min_fraction": 0.0},
+                "ocs": [{"id": id, "driver": "grpc", "options": target} for id, target in targets.items()],
+            }
+        )
+        stack.start_agent("--rings", str(stack.rings))
+        yield stack
 
 
 def _commit(

@@ -7,7 +7,7 @@ async with Stack(folder) as stack:
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -42,15 +42,6 @@ class Stack:
 
     async def __aexit__(self, *_: object) -> None:
         await self.undo.aclose()
-
-    @contextlib.asynccontextmanager
-    async def closed_on_failure(self) -> AsyncIterator[None]:
-        """Stop everything where the body, which a subclass enters with, fails."""
-        try:
-            yield
-        except BaseException:
-            await self.undo.aclose()
-            raise
 
     @property
     def daemon(self) -> LabProcess:

@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.gateway.routing.strategies import STRATEGIES
-from orchestrrl.lab.bench.routing import ArrivalLoad, RoutingArm, Setting, outcome, routing
+from orchestrrl.lab.bench.routing import ArrivalLoad, Setting, outcome, routing
 
 SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000, max_sequences=2))
 
@@ -11,7 +11,7 @@ SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000, max_seq
 @pytest.mark.parametrize("policy", STRATEGIES)
 @pytest.mark.parametrize("depth", [0, 1])
 async def test_a_step_ends_and_goes_the_same_way_twice(policy: str, depth: int) -> None:
-    first, second = [await outcome(SMALL, 1, RoutingArm(policy, depth)) for _ in range(2)]
+    first, second = [await outcome(SMALL, 1, policy, depth) for _ in range(2)]
     assert first == second
     assert 0 < first.latency_s < first.makespan_s
 

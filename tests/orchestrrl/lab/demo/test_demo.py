@@ -13,9 +13,8 @@ from orchestrrl.cli.demo.demo import _tables
 from orchestrrl.cli.main import application
 from orchestrrl.cli.output import print_view
 from orchestrrl.core.journal.store import EntryKind
-from orchestrrl.lab.demo.moves import MethodMark, marks_by_method
 from orchestrrl.lab.demo.report import as_json, draw
-from orchestrrl.lab.demo.run import DemoOutcome, OracleMark, SeedOutcome
+from orchestrrl.lab.demo.run import DemoOutcome, MethodMark, OracleMark, SeedOutcome, marks_by_method
 from orchestrrl.lab.demo.scenario import ENGINES, expected_ids, load_scenario, samples
 from orchestrrl.lab.demo.step import DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrrl.fabric.periods import OVER, PeriodState
 from orchestrrl.integrations.instrument.rings import RingEvent
-from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_jobs import RANKS, Launcher
 from orchestrrl.lab.demo.fabric_stack import PeriodOutcomes, fabric_demo
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from tests.vllm.conftest import VLLM_PYTHON
@@ -37,7 +37,7 @@ async def run(folder: Path, iterations: int, *, device_s: float, window_s: float
         Launcher(folder, VLLM_PYTHON) as launcher,
         fabric_demo(folder, device_s=device_s, within_s=within_s) as harness,
     ):
-        await launcher.start(JobSpec("job", window_s, harness.rings))
+        await launcher.start("job", window_s, harness.rings)
         await harness.reads("job")
         iterations_s = await launcher.turn("job", iterations)
         outcome, traces = await harness.outcome(), read_traces(harness.rings)

@@ -18,7 +18,7 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo.fabric_jobs import RANKS, JobSpec, Launcher
+from orchestrrl.lab.demo.fabric_jobs import RANKS, Launcher
 from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes, fabric_demo
 from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
@@ -92,8 +92,8 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
     made.mkdir()
     stamps = made / "stamps"
     async with fabric_demo(made, device_s=DEVICE_S) as running:
-        await launcher.start(JobSpec("watched", WINDOW_S, running.rings, stamps))
-        await launcher.start(JobSpec("alone", WINDOW_S, None, made / "stamps-alone"))
+        await launcher.start("watched", WINDOW_S, running.rings, stamps)
+        await launcher.start("alone", WINDOW_S, None, made / "stamps-alone")
         await running.reads("watched")
         words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(RANKS), str(POLL_S))
         async with LabProcess("echo", words, made) as echo:
@@ -116,7 +116,7 @@ async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
     made = folder / "slow"
     made.mkdir()
     async with fabric_demo(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
-        await launcher.start(JobSpec("slow", SHORT_WINDOW_S, running.rings))
+        await launcher.start("slow", SHORT_WINDOW_S, running.rings)
         await running.reads("slow")
         await launcher.turn("slow", SLOW_ITERATIONS)
         run = await _seen(running, SLOW_ITERATIONS)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ ANNOUNCED, ANNOUNCED_FOR = 20, 2
 SAMPLE_S = 0.1
 WARM_UP_S = 0.3  # of a burst, until TCP has found its rate
 
+Burst = tuple[float, float, list[Flow]]  # when it began and ended, and its flows
+
 
 class TestbedTrainer:
     """Iterations of one collective and one pause, as long as `run` is a task. `bursts`: when each collective began and
@@ -37,7 +40,7 @@ class TestbedTrainer:
         collective_s: float,
         pause_s: float,
     ) -> None:
-        self.bursts: list[tuple[float, float, list[Flow]]] = []
+        self.bursts: list[Burst] = []
         self._flows = flows
         self._collective_s = collective_s
         self._pause_s = pause_s
@@ -75,24 +78,24 @@ class TestbedTrainer:
             writer.close()
 
 
+@dataclass(slots=True)
 class Cycle:
     """`bursts` of all stages: what ran from when to when."""
 
-    def __init__(self, box: Testbed, client: FabricClient, seconds: float, iterations: int, iteration_s: float) -> None:
-        self._box = box
-        self._client = client
-        self._seconds = seconds
-        self._iterations = iterations
-        self._iteration_s = iteration_s
-        self._began_s = time.monotonic()
-        self.stages: list[dict[str, Any]] = []
-        self.bursts: list[tuple[float, float, list[Flow]]] = []
+    box: Testbed
+    client: FabricClient
+    seconds: float
+    iterations: int
+    iteration_s: float
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    bursts: list[Burst] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
 
     async def stage(self, intent: Intent) -> None:
         """Nobody sends while circuits change: generation between two deployments, a weight sync before it begins."""
         began_s = time.monotonic()
         before = await self._burst(intent)
-        report = await self._client.announce(intent.period, intent, boundary=True)
+        report = await self.client.announce(intent.period, intent, boundary=True)
         after = await self._burst(intent)
         self._note(intent, began_s, report, [before], [after])
 
@@ -102,11 +105,11 @@ class Cycle:
         running_on = asyncio.ensure_future(trainer.run())
         try:
             for _ in range(ANNOUNCED):
-                report = await self._client.announce(intent.period, intent, within_s=ANNOUNCED_FOR * self._iteration_s)
+                report = await self.client.announce(intent.period, intent, within_s=ANNOUNCED_FOR * self.iteration_s)
                 if report.state is not PeriodState.KEPT:
                     break
             then = len(trainer.bursts)
-            while len(trainer.bursts) < then + self._iterations and not running_on.done():
+            while len(trainer.bursts) < then + self.iterations and not running_on.done():
                 await asyncio.sleep(0.05)
         finally:
             running_on.cancel()
@@ -119,16 +122,16 @@ class Cycle:
         self.bursts += bursts
         before = [burst for burst in bursts if burst[1] <= begun_s]
         after = [burst for burst in bursts if burst[0] >= usable_s]
-        self._note(intent, began_s, report, before[-self._iterations :], after)
+        self._note(intent, began_s, report, before[-self.iterations :], after)
 
     def report(self) -> dict[str, Any]:
         return {"stages": self.stages, "timeline": self._timeline()}
 
-    async def _burst(self, intent: Intent) -> tuple[float, float, list[Flow]]:
-        flows = flows_between_tors(self._box, intent)
+    async def _burst(self, intent: Intent) -> Burst:
+        flows = flows_between_tors(self.box, intent)
         async with running(flows):
             began_s = time.monotonic()
-            await asyncio.sleep(WARM_UP_S + self._seconds)
+            await asyncio.sleep(WARM_UP_S + self.seconds)
             ended_s = time.monotonic()
         self.bursts.append((began_s, ended_s, flows))
         return self.bursts[-1]
@@ -138,10 +141,10 @@ class Cycle:
         intent: Intent,
         began_s: float,
         report: PeriodReport,
-        before: "Sequence[tuple[float, float, list[Flow]]]",
-        after: "Sequence[tuple[float, float, list[Flow]]]",
+        before: Sequence[Burst],
+        after: Sequence[Burst],
     ) -> None:
-        offset_s = time.monotonic() - time.time() - self._began_s
+        offset_s = time.monotonic() - time.time() - self.began_s
         self.stages.append(
             {
                 "period": intent.period,
@@ -149,15 +152,15 @@ class Cycle:
                 "state": str(report.state),
                 "detail": report.detail,
                 "code": report.code,
-                "from_s": began_s - self._began_s,
-                "until_s": time.monotonic() - self._began_s,
+                "from_s": began_s - self.began_s,
+                "until_s": time.monotonic() - self.began_s,
                 "moves": sum(commit.moves for commit in report.commits),
                 "commits": [[commit.commanded_s + offset_s, commit.usable_s + offset_s] for commit in report.commits],
                 "in_window": all(commit.window_opened_s is not None for commit in report.commits)
                 if intent.stage is Stage.TRAIN
                 else None,
                 "circuits": self._circuits(),
-                "flows": len(flows_between_tors(self._box, intent)),
+                "flows": len(flows_between_tors(self.box, intent)),
                 "before_mbps": _mean(before),
                 "mbps": _mean(after),
             }
@@ -165,16 +168,16 @@ class Cycle:
 
     def _circuits(self) -> dict[str, int]:
         """How many between which endpoints, as the panel carries them."""
-        return Counter(" - ".join(self._box.ends_of(pair)) for pair in sorted(self._box.panel.joined))
+        return Counter(" - ".join(self.box.ends_of(pair)) for pair in sorted(self.box.panel.joined))
 
     def _timeline(self) -> list[list[float]]:
         """[seconds since the cycle began, Mbit/s between ToRs]."""
         now_s = time.monotonic()
-        edges = [self._began_s + SAMPLE_S * k for k in range(int((now_s - self._began_s) / SAMPLE_S) + 1)]
+        edges = [self.began_s + SAMPLE_S * k for k in range(int((now_s - self.began_s) / SAMPLE_S) + 1)]
         points = []
         for since_s, until_s in pairwise(edges):
             under_way = [burst for burst in self.bursts if burst[0] < until_s and burst[1] > since_s]
-            points.append([until_s - self._began_s, sum(mbps(flows, since_s, until_s) for *_, flows in under_way)])
+            points.append([until_s - self.began_s, sum(mbps(flows, since_s, until_s) for *_, flows in under_way)])
         return points
 
 
@@ -211,7 +214,7 @@ def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
     return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
 
 
-def _mean(bursts: "Sequence[tuple[float, float, list[Flow]]]") -> float | None:
+def _mean(bursts: Sequence[Burst]) -> float | None:
     """Mbit/s of all flows together, the beginnings left out; None: nothing ran."""
     rates = [mbps(flows, since_s + WARM_UP_S, until_s) for since_s, until_s, flows in bursts]
     return sum(rates) / len(rates) if rates else None

@@ -1,7 +1,6 @@
 """The other side of fabric_job.py: starts it, and its jobs, with an environment that has torch."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,16 +12,6 @@ INSTRUMENT = Path(orchestrrl.integrations.instrument.__file__).parent
 WORD_BYTES = 8
 ANSWER_WITHIN_S = 300.0
 STOP_WITHIN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """How a job is to be. With `rings` it is recorded there; with `stamps` it says in that file when pauses begin."""
-
-    name: str
-    window_s: float
-    rings: Path | None = None
-    stamps: Path | None = None
 
 
 class Launcher:
@@ -41,17 +30,13 @@ class Launcher:
     async def __aexit__(self, *_: object) -> None:
         await self._process.stop(STOP_WITHIN_S)
 
-    async def start(self, job: JobSpec) -> None:
-        if job.stamps is not None:
-            job.stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
-        await self._request(
-            start=job.name,
-            ranks=RANKS,
-            window_s=job.window_s,
-            store=str(self.folder / f"{job.name}.store"),
-            rings=None if job.rings is None else str(job.rings),
-            stamps=None if job.stamps is None else str(job.stamps),
-        )
+    async def start(self, name: str, window_s: float, rings: Path | None = None, stamps: Path | None = None) -> None:
+        """Start a job. It is recorded in `rings`, and writes into `stamps` when its pauses begin."""
+        if stamps is not None:
+            stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
+        files = {"store": self.folder / f"{name}.store", "rings": rings, "stamps": stamps}
+        paths = {what: None if path is None else str(path) for what, path in files.items()}
+        await self._request(start=name, ranks=RANKS, window_s=window_s, **paths)
 
     async def turn(self, name: str, iterations: int) -> list[float]:
         """Seconds of each iteration: of its slowest rank."""

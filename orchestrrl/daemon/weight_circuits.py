@@ -28,7 +28,7 @@ from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOper
 from planner.fabric.light import fibres_of, interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, pair_of
 from planner.fabric.plan import FabricState
-from planner.fabric.templates import template_of
+from planner.fabric.templates import TEMPLATES
 from planner.fabric.topology import Site
 from planner.model import GpuId, PeerId
 from planner.sync_tree.network import NetworkStation, PairLink, SyncNetwork
@@ -107,7 +107,7 @@ class CircuitsForSyncs:
         boundary: dict[str, int] = {
             pod.id: len(lanes.get(pod.id, ())) or _by_packets(site, pod.id, self._packet_tors) for pod in site.pods
         }
-        eligible = template_of(Intent(PERIOD, Stage.WEIGHT_SYNC, ())).core_pairs(site.pods)
+        eligible = TEMPLATES[Stage.WEIGHT_SYNC].core_pairs(site.pods)
         pairs: dict[tuple[str, str], PairLink] = {
             (one, other): PairLink(min(len(lanes[one]), len(lanes[other])), site.link_gbps)
             for one, other in sorted(eligible)

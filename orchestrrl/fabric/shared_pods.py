@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from orchestrrl.fabric.window_tracker import JobWatch
 from planner.fabric.intent import Intent
 from planner.fabric.model import EndpointId
-from planner.fabric.templates import template_of
+from planner.fabric.templates import TEMPLATES
 from planner.fabric.topology import Site
 from planner.fabric.windows import Window
 from planner.model import Hold
@@ -60,7 +60,7 @@ TrafficWatch = JobWatch | JointWatch
 
 def _touched(site: Site, intent: Intent) -> frozenset[EndpointId]:
     """PoDs whose circuits it may change."""
-    roles = template_of(intent).touched
+    roles = TEMPLATES[intent.stage].touched
     return frozenset(pod for pod in _pods(site, intent) if site.pod[pod].role in roles)
 
 

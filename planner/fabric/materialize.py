@@ -17,13 +17,12 @@ from planner.fabric.coupling import check_coupling
 from planner.fabric.demand import GENERAL, IntentFlows, flows_of
 from planner.fabric.ground import AggRoom, PlanGround
 from planner.fabric.intent import Intent
-from planner.fabric.lifts import Due, Lifted, lift_all
+from planner.fabric.lifts import Due, Lifted, ReservedSlice, lift_all, lift_any, reserve
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
 from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
-from planner.fabric.reserved_slice import ReservedSlice, lift_any, reserve
 from planner.fabric.sizing import CircuitSizes, WantedBytes, size_with, spread, wanted_of
-from planner.fabric.templates import SpareCapacity, StageTemplate, template_of
+from planner.fabric.templates import TEMPLATES, SpareCapacity, StageTemplate
 from planner.fabric.topology import RESPONSES, Site, Switch
 from planner.model import Hold
 
@@ -37,7 +36,7 @@ def materialize(
 ) -> FabricPlan | Hold:
     """`template` None: that of the intent. `bridges`: pairs of ToRs that have a circuit even if they send nothing;
     their PoDs are touched. Holds: `nobody_placed`, `infeasible`."""
-    template = template or template_of(intent)
+    template = template or TEMPLATES[intent.stage]
     flows = flows_of(intent, site, state.failures)
     pods = flows.pods | {site.pod_of[tor] for pair in bridges for tor in pair}
     touched = frozenset(pod for pod in pods if site.pod[pod].role in template.touched)

@@ -2,9 +2,12 @@
 
 Both ends of a circuit lie on one switch. Independent parts are placed on their own (`_parts`): by chains of moves
 (place_chains.py); where these do not reach what is provably best, by an integer program (place_exact.py) if the part
-is small, and by trying again and again (place_ruin.py) if it is large.
+is small, and by ruin and recreate if it is large: circuits that are missing, or are up and were given up, are put in by
+force; what stands in their way is taken off and finds room anew by chains of moves. What is no worse stays (Schrimpf et
+al., Record Breaking Optimization Results Using the Ruin and Recreate Principle, 2000).
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +15,12 @@ from dataclasses import dataclass, field
 from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
 from planner.fabric.place_chains import CircuitChains
 from planner.fabric.place_counts import CircuitLayout, Counting
-from planner.fabric.place_ruin import ruin_and_recreate
 
 CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
-WORK = 1.0  # for what is too large to be solved as a whole; about seconds
+WORK = 600_000  # looks at a circuit that might move, for what is too large to be solved as a whole; about a second
 WHOLE = 2_000  # (pair, switch)s up to which a part is solved as a whole
+SEED = 1
+MOST_FORCED = 8  # circuits put back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class PlacedCircuits:
         return (len(self.cross_connects), len(self.kept)) == (self.bound_circuits, self.bound_kept)
 
 
-def place(problem: PlacingProblem, work: float = WORK) -> PlacedCircuits:
+def place(problem: PlacingProblem, work: int = WORK) -> PlacedCircuits:
     """As many circuits as can be, then with the fewest cross-connects to remove and to add."""
     ports = _healthy_ports(problem)
     up = _worth_keeping(problem)
@@ -74,7 +78,7 @@ def place(problem: PlacingProblem, work: float = WORK) -> PlacedCircuits:
     unplaced = dict(problem.circuits)
     bound_circuits = bound_kept = 0
     for part in parts:
-        layout, most_placed, most_kept = _lay_out(part.counting, work * part.counting.most_placed() / everything)
+        layout, most_placed, most_kept = _lay_out(part.counting, work * part.counting.most_placed() // everything)
         bound_circuits += most_placed
         bound_kept += most_kept
         new: list[tuple[Pair, OcsId, int]] = []
@@ -107,7 +111,7 @@ class _Part:
     counting: Counting
 
 
-def _lay_out(counting: Counting, work: float) -> tuple[CircuitLayout, int, int]:
+def _lay_out(counting: Counting, work: int) -> tuple[CircuitLayout, int, int]:
     most_placed, most_kept = counting.most_placed(), counting.most_kept()
     layout = _chained(counting, gently=True)
     if layout.total < most_placed:
@@ -115,7 +119,7 @@ def _lay_out(counting: Counting, work: float) -> tuple[CircuitLayout, int, int]:
     if (layout.total, layout.kept) == (most_placed, most_kept):
         return layout, most_placed, most_kept
     if not small(counting):
-        ruin_and_recreate(layout, most_placed, most_kept, work)
+        _ruin_and_recreate(layout, most_placed, most_kept, work)
         return layout, most_placed, most_kept
     # Imported here since most problems need none of it, and it takes longer to load than they to solve.
     from planner.fabric.place_exact import Bounds, settle
@@ -200,3 +204,62 @@ def _parts(
                 up=tuple(tuple(len(up.get((pair, switch), ())) for switch in switches) for pair in members),
             ),
         )
+
+
+def _ruin_and_recreate(layout: CircuitLayout, most_placed: int, most_kept: int, work: int) -> None:
+    """At least as many circuits, and of as many at least as many kept."""
+    rng = random.Random(SEED)
+    chains = CircuitChains(layout, work)
+    while chains.work_left > 0 and (layout.total, layout.kept) < (most_placed, most_kept):
+        missing = _missing(layout) if layout.total < most_placed else []
+        wanting = missing or _improvable(layout)
+        if not wanting:
+            return
+        before = (layout.total, layout.kept)
+        layout.moves = []
+        for pair, switch in rng.sample(wanting, min(rng.randint(1, MOST_FORCED), len(wanting))):
+            _force(layout, pair, switch, rng)
+        chains.work_left -= len(layout.counting.ends)  # for looking what was given up
+        chains.refill(sorted({pair for pair, _, _ in layout.moves}))
+        if (layout.total, layout.kept) < before:
+            layout.go_back()
+
+
+def _missing(layout: CircuitLayout) -> list[tuple[int, int]]:
+    """Pairs that miss a circuit, with the switches on which both ends have ports."""
+    counting = layout.counting
+    return [
+        (pair, switch)
+        for pair, missing in enumerate(layout.missing)
+        if missing
+        for switch, some in enumerate(map(min, *(counting.ports[end] for end in counting.ends[pair])))
+        if some > layout.placed[pair][switch]
+    ]
+
+
+def _improvable(layout: CircuitLayout) -> list[tuple[int, int]]:
+    """Pairs that might keep more, with the switches on which they might."""
+    counting = layout.counting
+    return [
+        (pair, home)
+        for pair, (row, up) in enumerate(zip(layout.placed, counting.up, strict=True))
+        if any(up) and sum(map(min, row, up)) < counting.wanted[pair]
+        for home, there in enumerate(up)
+        if there > row[home]
+    ]
+
+
+def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> None:
+    """A circuit of the pair on `home`, whatever has to go for it."""
+    up = layout.counting.up
+    away = [switch for switch, count in enumerate(layout.placed[pair]) if switch != home and count > up[pair][switch]]
+    if not layout.missing[pair]:
+        if not away:
+            return
+        layout.take(pair, rng.choice(away))
+    for endpoint in layout.counting.ends[pair]:
+        if layout.free[endpoint][home] < 1:
+            others = list(layout.there[endpoint][home])
+            loose = [other for other in others if layout.placed[other][home] > up[other][home]]
+            layout.take(rng.choice(loose or others), home)
+    layout.add(pair, home)

@@ -2,16 +2,20 @@
 
 To its PoD's allocator the boundary to the core is one more endpoint, with as many ports as the core has circuits there:
 all uplinks of a PoD are alike, and what a ToR needs is lanes. A PoD whose ToRs cannot lift as many as the core would
-like tells the core so, until both agree. Appendix D of the paper. The other way is to look at pairs of ToRs alone,
-wherever they are (direct.py).
+like tells the core so, until both agree. Appendix D of the paper.
+
+The other way is to look at pairs of ToRs alone, wherever they are (`direct`). Nothing switches packets between two ToRs
+that a circuit of the core joins. What PoDs send each other says too little, then: a PoD with little to send gets one
+circuit, though that is of one rail, and others are left without. There Algorithm 3 deals out ports of ToRs and lanes of
+PoDs at once.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.fabric.allocate import AllocationProblem, algorithm3, allocate
-from planner.fabric.direct import direct
+from planner.fabric.allocate import AllocationProblem, algorithm3
+from planner.fabric.greedy import Demanded, spend
 from planner.fabric.model import EndpointId, Pair, pair_of
 from planner.fabric.plan import Directed
 from planner.fabric.templates import StageTemplate
@@ -153,34 +157,25 @@ def size(
     lanes: Mapping[EndpointId, int],
     ports: Mapping[EndpointId, Mapping[EndpointId, int]],
 ) -> CircuitSizes:
-    """By what PoDs send each other, whichever ToRs do.
-
-    They come to terms by Algorithm 3; what serves more pairs or bytes is taken where it leaves the terms as they are.
-    """
+    """By what PoDs send each other, whichever ToRs do: the PoDs and the core come to terms by Algorithm 3."""
     eligible = template.core_pairs(site.pod[pod] for pod in wanted.tors)
     limits = {pod: lanes.get(pod, 0) for pod in wanted.tors}
     boundary: dict[EndpointId, int] = {}
     agg: dict[EndpointId, Mapping[Pair, int]] = {}
     for _ in range(ROUNDS):
-        core_problem = AllocationProblem(site.link_gbps, limits, wanted.core, eligible)
-        core = algorithm3(core_problem).circuits
+        core = algorithm3(AllocationProblem(site.link_gbps, limits, wanted.core, eligible)).circuits
         asked = dict.fromkeys(wanted.tors, 0) | _incident(core)
         for pod in wanted.tors:
             if boundary.get(pod) != asked[pod]:
-                agg[pod] = algorithm3(_in_pod(site, wanted, pod, ports[pod], asked[pod])).circuits
-                boundary[pod] = asked[pod]
+                demand = {**wanted.tors[pod], **wanted.lifts[pod]}
+                problem = AllocationProblem(site.link_gbps, {**ports[pod], pod: asked[pod]}, demand)
+                agg[pod], boundary[pod] = algorithm3(problem).circuits, asked[pod]
         lifted = {pod: _incident(agg[pod])[pod] for pod in wanted.tors}
         if lifted == asked:
             break
         limits = lifted
-    for pod in wanted.tors:
-        problem = _in_pod(site, wanted, pod, ports[pod], boundary[pod])
-        better = allocate(problem, bipartite=template.bipartite).circuits
-        if _incident(better)[pod] == _incident(agg[pod])[pod]:
-            agg[pod] = better
-    better = allocate(core_problem).circuits
     return CircuitSizes(
-        core=better if _incident(better) == _incident(core) else core,
+        core=core,
         lifts={
             pair[0] if pair[1] == pod else pair[1]: count
             for pod, circuits in agg.items()
@@ -193,12 +188,6 @@ def size(
         between=wanted.between,
         most={},
     )
-
-
-def _in_pod(
-    site: Site, wanted: WantedBytes, pod: EndpointId, ports: Mapping[EndpointId, int], boundary: int
-) -> AllocationProblem:
-    return AllocationProblem(site.link_gbps, {**ports, pod: boundary}, {**wanted.tors[pod], **wanted.lifts[pod]})
 
 
 def _incident(circuits: Mapping[Pair, int]) -> Counter[EndpointId]:
@@ -231,3 +220,73 @@ def _circle(size: int, distances: int) -> list[int]:
     chosen = [round(size ** (number / max(1, distances))) for number in range(max(1, distances))]
     shortest = [min(distance, size - distance) for distance in range(size)]
     return [chosen.index(each) if each in chosen else size + each for each in shortest]
+
+
+def direct(
+    sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId], room: Mapping[EndpointId, int]
+) -> Mapping[Pair, int]:
+    """Of each pair that is served. `sent_bytes`: of pairs of ToRs, the larger direction. `room`: ports of ToRs and
+    lanes of PoDs."""
+    ends = {
+        pair: pair if pod_of[pair[0]] == pod_of[pair[1]] else (*pair, *(pod_of[tor] for tor in pair))
+        for pair, each_bytes in sent_bytes.items()
+        if each_bytes > 0
+    }
+    pairs = _served(ends, sent_bytes, pod_of, room)
+    place = {end: number for number, end in enumerate(sorted({end for pair in pairs for end in ends[pair]}))}
+    larger = [sent_bytes[pair] for pair in pairs]
+    demanded = Demanded(
+        pairs=pairs,
+        ends=[tuple(place[end] for end in ends[pair]) for pair in pairs],
+        larger_bytes=larger,
+        total_bytes=larger,
+        ports=[room[end] for end in place],
+        largest_first=range(len(pairs)),
+    )
+    circuits = spend(demanded, range(len(pairs)))
+    return {pairs[number]: count for number, count in circuits.items()}
+
+
+def _served(
+    ends: Mapping[Pair, tuple[EndpointId, ...]],
+    sent_bytes: Mapping[Pair, float],
+    pod_of: Mapping[EndpointId, EndpointId],
+    room: Mapping[EndpointId, int],
+) -> list[Pair]:
+    """Those that send most come first, as long as there is room for one circuit."""
+    left = dict(room)
+    served = []
+    for pair in _in_turn(ends, sent_bytes, pod_of):
+        if all(left.get(end, 0) for end in ends[pair]):
+            for end in ends[pair]:
+                left[end] -= 1
+            served.append(pair)
+    return sorted(served)
+
+
+def _in_turn(
+    pairs: Iterable[Pair], sent_bytes: Mapping[Pair, float], pod_of: Mapping[EndpointId, EndpointId]
+) -> list[Pair]:
+    """Of pairs alike each ToR's first, then each ToR's second, so that what there is no room for is not all of one ToR;
+    first among a ToR's are those to the same place of other PoDs, then one place on, and so on round."""
+    pairs = list(pairs)
+    turn = _turns({tor for pair in pairs for tor in pair}, pod_of)
+    size = 1 + max(turn.values(), default=0)
+    steps = {(one, other): (turn[other] - turn[one]) % size for one, other in pairs}
+    pairs.sort(key=lambda pair: (-sent_bytes[pair], steps[pair], pair))
+    seen: Counter[EndpointId] = Counter()
+    place = {}
+    for pair in pairs:
+        seen.update(pair)
+        place[pair] = max(seen[tor] for tor in pair)
+    return sorted(pairs, key=lambda pair: (-sent_bytes[pair], place[pair], steps[pair], pair))
+
+
+def _turns(tors: Iterable[EndpointId], pod_of: Mapping[EndpointId, EndpointId]) -> Mapping[EndpointId, int]:
+    """The place of each in its PoD."""
+    places: Counter[EndpointId] = Counter()
+    turn = {}
+    for tor in sorted(tors):
+        turn[tor] = places[pod_of[tor]]
+        places[pod_of[tor]] += 1
+    return turn

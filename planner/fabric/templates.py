@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.fabric.intent import Intent, Primitive, Stage
+from planner.fabric.intent import Stage
 from planner.fabric.model import Pair, pair_of
 from planner.fabric.topology import Pod, PodRole
 
@@ -33,7 +33,6 @@ class StageTemplate:
     touched: frozenset[PodRole]
     core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may join, either way round
     spare: SpareCapacity
-    bipartite: bool  # hot endpoints on two sides: the allocator's tie-break for that is used in the PoDs
 
     def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
         """Pairs of PoDs that may have circuits."""
@@ -46,30 +45,10 @@ class StageTemplate:
         )
 
 
-_TOUCHED: Mapping[Stage, frozenset[PodRole]] = {
-    Stage.TRAIN: frozenset({PodRole.TRAIN}),
-    Stage.GEN: frozenset({PodRole.GEN}),
-    Stage.WEIGHT_SYNC: frozenset(PodRole),
+TEMPLATES: Mapping[Stage, StageTemplate] = {
+    Stage.TRAIN: StageTemplate(
+        frozenset({PodRole.TRAIN}), frozenset({(PodRole.TRAIN, PodRole.TRAIN)}), SpareCapacity.SPREAD
+    ),
+    Stage.GEN: StageTemplate(frozenset({PodRole.GEN}), frozenset(), SpareCapacity.SPREAD),
+    Stage.WEIGHT_SYNC: StageTemplate(frozenset(PodRole), frozenset({(PodRole.TRAIN, PodRole.GEN)}), SpareCapacity.KEEP),
 }
-_CORE: Mapping[Stage, frozenset[tuple[PodRole, PodRole]]] = {
-    Stage.TRAIN: frozenset({(PodRole.TRAIN, PodRole.TRAIN)}),
-    Stage.GEN: frozenset(),
-    Stage.WEIGHT_SYNC: frozenset({(PodRole.TRAIN, PodRole.GEN)}),
-}
-
-
-def template_of(intent: Intent) -> StageTemplate:
-    return StageTemplate(
-        touched=_TOUCHED[intent.stage],
-        core_roles=_CORE[intent.stage],
-        spare=SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD,
-        bipartite=_mostly_bipartite(intent),
-    )
-
-
-def _mostly_bipartite(intent: Intent) -> bool:
-    sent_bytes = {True: 0.0, False: 0.0}
-    for each in intent.traffic:
-        ranks = sum(map(len, each.groups))
-        sent_bytes[each.primitive is Primitive.BIPARTITE] += each.bytes_per_rank * each.times * ranks
-    return sent_bytes[True] > sent_bytes[False]

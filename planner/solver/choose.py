@@ -1,4 +1,8 @@
-"""Which of the placements found it is to be: of those that end about as soon, the one that changes least."""
+"""Which of the placements found it is to be: of those that end about as soon, the one that changes least.
+
+For the same end fewer requests move: requests of about equal length change places so that most stay where they are, and
+moves that the instance which they leave can do without are undone.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.solver.band import balanced, violation
-from planner.solver.columns import ProblemColumns
-from planner.solver.evaluate import FleetPlacement
-from planner.solver.settle import moves, settled
+from planner.solver.columns import Floats, Ints, ProblemColumns
+from planner.solver.evaluate import FleetPlacement, place
 
 STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
 NEAREST = 4  # placements that are looked at closely
 FEW = 20_000  # requests up to which it is so many, and moves are saved in several ways
+LEAST = 0.1  # share of the moves that leave an instance that stays, from which on it is worth a look
+WIDTHS = (0.2, 0.05, 0.01)  # lengths that far apart count as equal, tried in turn; then only equal ones
 
 
 def chosen(
@@ -56,3 +61,103 @@ def chosen(
             placement.makespan_s,
         ),
     )
+
+
+def settled(
+    columns: ProblemColumns, placement: FleetPlacement, limit_s: float, tries: int = len(WIDTHS)
+) -> FleetPlacement:
+    """The placement, or one with fewer moves that ends by `limit_s`."""
+    home = _home(columns, placement)
+    at = placement.assigned()
+    away = moves(columns, placement)
+    if int(((home >= 0) & (home != at)).sum()) <= away * LEAST:
+        return placement
+    for width in (*WIDTHS[len(WIDTHS) - tries :], 0.0):
+        swapped = place(columns, placement.fleet, _swapped(columns, at, home, width))
+        if len(swapped.fleet) != len(placement.fleet) or swapped.makespan_s > limit_s:
+            continue
+        undone = _undone(columns, swapped, home, limit_s)
+        for found in (undone, swapped):
+            if found.makespan_s <= limit_s and moves(columns, found) < away:
+                return found
+    undone = _undone(columns, placement, home, limit_s)
+    return undone if undone.makespan_s <= limit_s and moves(columns, undone) < away else placement
+
+
+def moves(columns: ProblemColumns, placement: FleetPlacement) -> int:
+    """Running requests that change instance."""
+    at = placement.assigned()
+    return int(((columns.source >= 0) & (columns.source != placement.fleet.current[at])).sum())
+
+
+def _home(columns: ProblemColumns, placement: FleetPlacement) -> Ints:
+    """[request] the instance where it runs, -1 where there is none."""
+    instance_of = np.full(len(columns.current_configuration) + 1, -1, dtype=np.int64)
+    kept = np.flatnonzero(placement.fleet.current >= 0)
+    instance_of[placement.fleet.current[kept]] = kept
+    instance_of[-1] = -1
+    return instance_of[columns.source]
+
+
+def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Ints:
+    """[request] its instance, as many of each class of lengths on each as before, and of them as many at home as can
+    be."""
+    lengths = columns.remaining
+    classes: Ints = np.floor(np.log(lengths) / np.log1p(width)).astype(np.int64) if width else lengths
+    count = int(at.max()) + 1
+    places, quotas = np.unique(classes * count + at, return_counts=True)
+    wants = np.flatnonzero((home >= 0) & (home < count))
+    wanted = classes[wants] * count + home[wants]
+    by_place = np.lexsort((at[wants] != home[wants], wanted))  # those at home first
+    wants, wanted = wants[by_place], wanted[by_place]
+    found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+    rank = _running_sum(np.ones(len(wants)), wanted) - 1
+    stays = (places[found] == wanted) & (rank < quotas[found])
+    assigned = np.full(len(at), -1, dtype=np.int64)
+    assigned[wants[stays]] = home[wants[stays]]
+    left = quotas - np.bincount(found[stays], minlength=len(places))
+    others = np.flatnonzero(assigned < 0)
+    others = others[np.lexsort((lengths[others], at[others], classes[others]))]
+    assigned[others] = np.repeat(places % count, left)
+    return assigned
+
+
+def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
+    """With requests back at home, the quickest first, where all run at once and it ends by `limit_s` all the same."""
+    fleet, at = placement.fleet, placement.assigned()
+    count = len(fleet)
+    held = np.bincount(at, weights=columns.footprint, minlength=count)
+    here = np.bincount(at, minlength=count)
+    longest = np.zeros(count, dtype=np.int64)
+    np.maximum.at(longest, at, columns.remaining)
+    capacity, slots = columns.capacity[fleet.configuration], columns.slots[fleet.configuration]
+    at_once = (held <= capacity) & (here <= slots)
+    back = np.flatnonzero((home >= 0) & (home != at))
+    back = back[at_once[home[back]] & at_once[at[back]] & (columns.remaining[back] <= longest[home[back]])]
+    work_s: Floats = columns.work_s[fleet.configuration[home[back]], back]
+    ranking = np.lexsort((work_s, home[back]))
+    back, work_s = back[ranking], work_s[ranking]
+    to = home[back]
+    fits = np.ones(len(back), dtype=bool)
+    for amount, room in (
+        (work_s, limit_s - placement.finish_s),
+        (columns.footprint[back], capacity - held),
+        (np.ones(len(back)), slots - here),
+    ):
+        fits &= _running_sum(amount, to) <= room[to]
+    if not fits.any():
+        return placement
+    assigned = at.copy()
+    assigned[back[fits]] = to[fits]
+    return place(columns, fleet, assigned)
+
+
+def _running_sum(amount: Floats | Ints, group: Ints) -> Floats:
+    """Sum so far within each group; groups lie together."""
+    if not len(amount):
+        return np.zeros(0)
+    total = np.cumsum(amount, dtype=np.float64)
+    first = np.flatnonzero(np.concatenate(([True], group[1:] != group[:-1])))
+    before = np.concatenate(([0.0], total))[first]
+    sums: Floats = total - np.repeat(before, np.diff(np.concatenate((first, [len(group)]))))
+    return sums

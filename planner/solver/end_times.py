@@ -1,11 +1,21 @@
-"""When the engines of a candidate fleet end, over sampled lengths. Pure."""
+"""When the engines of a candidate fleet end, over sampled lengths. Pure.
+
+A request is admitted strictly in order, when a slot is free and its whole footprint fits: first come, first served. One
+engine's walk over its admissions and completions does not depend on another's, so many take each step together.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.solver.admission_order import admit_onwards
 from planner.solver.candidates import CandidateFleet, added_s
-from planner.solver.iterations import iterations
 from planner.solver.problem import RUNNING, ProblemRequests
+
+Ints = NDArray[np.int64]
+
+NEVER = np.iinfo(np.int64).max
+FEW = 32  # engines below which walks one after the other take no longer than steps together
+CARRIED = 0.7  # share of engines that still walk, below which the others are no longer carried along
 
 
 def decode_s(
@@ -84,3 +94,121 @@ def ends_if_later_s(
         moved = np.bincount(at, context[fleet.order], minlength=instances) / np.maximum(before, 1.0)
         ends_s[row] += float((decoding_s + fleet.migration_s * moved + fleet.switch_s).max())
     return ends_s
+
+
+def iterations(footprint: Ints, remaining: Ints, starts: Ints, slots: Ints, room: Ints) -> Ints:
+    """[engine] until its last request ends. `footprint` and `remaining` are [request], those of engine i at
+    `starts[i]:starts[i + 1]` in order of admission, at least one each. A footprint beyond `room` counts as all of it.
+    """
+    sizes = np.diff(starts)
+    at = np.repeat(np.arange(len(sizes)), sizes)
+    footprint = np.minimum(footprint, room[at])
+    # Who finds room and a slot at once begins at iteration 0.
+    together = np.cumsum(footprint)
+    together -= np.repeat(together[starts[:-1]] - footprint[starts[:-1]], sizes)
+    rank = np.arange(len(at)) - starts[at]
+    begins = (together <= room[at]) & (rank < slots[at])
+    first = np.add.reduceat(begins, starts[:-1], dtype=np.int64)
+    last = np.maximum.reduceat(np.where(begins, remaining, 0), starts[:-1])
+    walking = np.flatnonzero(first < sizes)
+    if len(walking):
+        place = np.full(len(sizes), -1)
+        place[walking] = np.arange(len(walking))
+        runs = np.flatnonzero(begins & (place[at] >= 0))
+        walks = _Walks(footprint, remaining, len(walking), int(first[walking].max()))
+        walks.enter(rank[runs], place[at[runs]], remaining[runs], footprint[runs])
+        walks.count, walks.slots = first[walking], slots[walking]
+        walks.free_tokens = room[walking] - together[starts[walking] + first[walking] - 1]
+        walks.at, walks.stop, walks.last = starts[walking] + first[walking], starts[walking + 1], last[walking]
+        last[walking] = walks.through()
+    return last
+
+
+class _Walks:
+    """Engines in the midst of their walks. What runs on one lies in the first `count` rows of its column."""
+
+    def __init__(self, footprint: Ints, remaining: Ints, engines: int, most: int) -> None:
+        """`most` run at once on an engine at first."""
+        self._footprint, self._remaining = footprint, remaining  # [request]
+        self._rows = 1 << most.bit_length()
+        # [row, engine], the iteration at which it ends, times rows, plus its row: their least is the first to end, and
+        # says where it lies. NEVER in rows that are free.
+        self._ends = np.full((self._rows, engines), NEVER)
+        self._held = np.zeros((self._rows, engines), dtype=np.int64)  # [row, engine], footprint
+        self._now = np.zeros(engines, dtype=np.int64)  # the others are [engine], too
+        self.count = self.slots = self.free_tokens = self.last = self._now
+        self.at = self.stop = self._now  # the next request, and the first that is another engine's
+
+    def enter(self, row: Ints, engine: Ints, ends: Ints, footprint: Ints) -> None:
+        self._ends[row, engine] = ends * self._rows + row
+        self._held[row, engine] = footprint
+
+    def through(self) -> Ints:
+        """[engine], the iteration at which its last request ends."""
+        ended = self.last.copy()
+        engines = np.arange(len(ended))
+        while len(engines) > FEW:
+            going = self.at < self.stop
+            if np.count_nonzero(going) < CARRIED * len(engines):
+                ended[engines] = self.last
+                engines = engines[going]
+                self._keep(going)
+                continue
+            self._step(going)
+        ended[engines] = self.last
+        for place, engine in enumerate(engines.tolist()):
+            ended[engine] = self._alone(place)
+        return ended
+
+    def _step(self, going: NDArray[np.bool_]) -> None:
+        """On each engine that is not through, its next request begins, or the first to end makes room."""
+        needs = self._footprint[np.minimum(self.at, len(self._footprint) - 1)]
+        full = np.flatnonzero(going & ((needs > self.free_tokens) | (self.count >= self.slots)))
+        if len(full):
+            self._end_first(full)
+        enters = np.flatnonzero(going & (needs <= self.free_tokens) & (self.count < self.slots))
+        if not len(enters):
+            return
+        row, tokens = self.count[enters], needs[enters]
+        if int(row.max()) == self._rows:
+            self._double_rows()
+        ends = self._now[enters] + self._remaining[self.at[enters]]
+        self.enter(row, enters, ends, tokens)
+        self.count[enters] += 1
+        self.at[enters] += 1
+        self.free_tokens[enters] -= tokens
+        self.last[enters] = np.maximum(self.last[enters], ends)
+
+    def _end_first(self, engines: Ints) -> None:
+        """What lies in the last row takes its place."""
+        self._now[engines], row = np.divmod(self._ends.min(axis=0)[engines], self._rows)
+        self.count[engines] -= 1
+        rest = self.count[engines]
+        self.free_tokens[engines] += self._held[row, engines]
+        self._ends[row, engines] = self._ends[rest, engines] - rest + row
+        self._held[row, engines] = self._held[rest, engines]
+        self._ends[rest, engines] = NEVER
+
+    def _double_rows(self) -> None:
+        until, row = np.divmod(self._ends, self._rows)
+        ends = np.where(self._ends == NEVER, NEVER, until * (2 * self._rows) + row)
+        self._ends = np.concatenate([ends, np.full_like(ends, NEVER)])
+        self._held = np.concatenate([self._held, np.zeros_like(self._held)])
+        self._rows *= 2
+
+    def _keep(self, engines: NDArray[np.bool_]) -> None:
+        self._ends, self._held = self._ends[:, engines], self._held[:, engines]
+        for name in ("_now", "count", "slots", "free_tokens", "at", "stop", "last"):
+            setattr(self, name, getattr(self, name)[engines])
+
+    def _alone(self, place: int) -> int:
+        """The rest of one engine's walk."""
+        count, span = int(self.count[place]), slice(self.at[place], self.stop[place])
+        ends = (self._ends[:count, place] // self._rows).tolist()
+        return admit_onwards(
+            list(zip(ends, self._held[:count, place].tolist(), strict=True)),
+            self._remaining[span].tolist(),
+            self._footprint[span].tolist(),
+            int(self.slots[place]),
+            (int(self._now[place]), int(self.free_tokens[place]), int(self.last[place])),
+        )

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
-from planner.fabric.direct import direct
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
 from planner.fabric.plan import FabricPlan, FabricState
+from planner.fabric.sizing import direct
 from planner.fabric.topology import Site
 
 MB = 1_000_000.0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import planner.solver.iterations
-from planner.solver.iterations import iterations
+import planner.solver.end_times
+from planner.solver.end_times import iterations
 
 Held = list[tuple[int, int]]  # (footprint, remaining tokens), in order of admission
 
@@ -42,7 +42,7 @@ ENGINES = st.lists(st.tuples(REQUESTS, st.integers(1, 6), st.integers(1, 40)), m
 @given(engines=ENGINES)
 def test_each_engine_takes_what_it_takes_by_itself(engines: list[tuple[Held, int, int]], few: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner.solver.iterations, "FEW", few)
+        patch.setattr(planner.solver.end_times, "FEW", few)
         assert side_by_side(engines) == [one_by_one(*engine) for engine in engines]
 
 

@@ -17,12 +17,11 @@ from planner.model import Configuration, EngineId, GpuId, RequestId
 from planner.solver.admission_order import TURNS, admit, least, orders
 from planner.solver.band import balanced, violation
 from planner.solver.bound import lower_bound_s, room_shares
-from planner.solver.choose import chosen
+from planner.solver.choose import LEAST, chosen, moves, settled
 from planner.solver.columns import ProblemColumns, columns
 from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.dual import SAMPLE, tightened_s
 from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place
-from planner.solver.fleets import fleets
 from planner.solver.layout import in_a_row, lay_out
 from planner.solver.makespan import as_placed, lower_bound, solve
 from planner.solver.packed import match, packed, soonest_cut
@@ -39,8 +38,7 @@ from planner.solver.problem import (
     ProblemRequests,
 )
 from planner.solver.search import AdmissionOrders, PlacementSearch, SearchBudget
-from planner.solver.settle import LEAST, moves, settled
-from planner.solver.small import CLOSELY, best_of_all
+from planner.solver.small import CLOSELY, best_of_all, fleets
 from planner.solver.spread import MANY, least_loaded, least_s, loads, one_by_one
 from planner.solver.waves import Waves, sooner
 from planner.solver.whole import raised_s

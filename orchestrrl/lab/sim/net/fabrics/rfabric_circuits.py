@@ -28,7 +28,7 @@ from planner.fabric.materialize import materialize
 from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
 from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
-from planner.fabric.templates import SpareCapacity, StageTemplate, template_of
+from planner.fabric.templates import TEMPLATES, StageTemplate
 from planner.fabric.topology import PodRole, Server, Site, Switch, Tier
 from planner.fabric.topology import Tier as SiteTier
 from planner.model import GpuId, Hold
@@ -116,13 +116,12 @@ class RFabricCircuits:
         demand = (self._rail[:, None] == self._rail).astype(np.float64)
         np.fill_diagonal(demand, 0.0)
         intent = self._intent("rest", Stage.TRAIN, demand)
-        plan = materialize(self.site, intent, FabricState(failures=self.failed_ports), _anywhere(intent))
+        plan = materialize(self.site, intent, FabricState(failures=self.failed_ports), _anywhere(Stage.TRAIN))
         return frozenset() if isinstance(plan, Hold) else plan.cross_connects
 
     def of_period(self, period: str, stage: Stage, demand: Floats) -> frozenset[PortPair]:
         """`demand` [tor, tor], bytes."""
-        bare = Intent(period, stage, ())
-        template = template_of(bare) if self.roles else _anywhere(bare)
+        template = TEMPLATES[stage] if self.roles else _anywhere(stage)
         eligible = self._eligible(template)
         demand = np.where(eligible, demand, 0.0)
         state = FabricState(current=self.at_rest, failures=self.failed_ports)
@@ -281,10 +280,9 @@ class RFabricCircuits:
         return Intent(period, stage, traffic)
 
 
-def _anywhere(intent: Intent) -> StageTemplate:
+def _anywhere(stage: Stage) -> StageTemplate:
     """Of PoDs without roles: all may be touched and joined; ports that are left over as at its stage."""
-    spare = SpareCapacity.KEEP if intent.stage is Stage.WEIGHT_SYNC else SpareCapacity.SPREAD
-    return StageTemplate(_EITHER, _ANY_TWO, spare, bipartite=False)
+    return replace(TEMPLATES[stage], touched=_EITHER, core_roles=_ANY_TWO)
 
 
 def _first(may: Bools, *marks: Bools | Ints) -> tuple[int, int]:

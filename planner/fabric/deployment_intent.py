@@ -45,14 +45,13 @@ def deployment_intent(
     period: str = "generation",
     trainers: Sequence[GpuId] = (),
     per_node: int = GPUS_PER_NODE,
-    activation_bytes: float = ACTIVATION_BYTES,
 ) -> Intent:
     """Engines of one layout and one volume share their traffic's entries; `trainers` take responses in turn."""
     ordered = sorted(engines, key=lambda engine: engine.id)
     alike: dict[tuple[TrafficOperation, Primitive, float, float, bool], list[tuple[tuple[int, ...], tuple[int, ...]]]]
     alike = defaultdict(list)
     for number, engine in enumerate(ordered):
-        for each in _engine_traffic(model, engine, per_node, activation_bytes):
+        for each in _engine_traffic(model, engine, per_node):
             key = each.operation, each.primitive, each.bytes_per_rank, each.times, each.both_ways
             receivers = each.receivers or ((),) * len(each.groups)
             alike[key] += zip(each.groups, receivers, strict=True)
@@ -78,9 +77,9 @@ def deployment_intent(
     )
 
 
-def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int, activation_bytes: float) -> Iterator[Traffic]:
+def _engine_traffic(model: Model, engine: DeployedEngine, per_node: int) -> Iterator[Traffic]:
     layout, gpus = engine.parallelism, tuple(map(int, engine.gpus))
-    token_bytes = model.hidden * activation_bytes
+    token_bytes = model.hidden * ACTIVATION_BYTES
     if layout.afd:
         yield from _afd_traffic(model, layout, gpus, engine.tokens * token_bytes, per_node)
         return

@@ -70,7 +70,7 @@ def _agg_too_small(shape: SiteShape) -> ShapeFault:
     fibres = _agg_fibres(shape)
     endpoints = f"{_number(shape.blocks * shape.rail_count, 'ToR')} and {_number(shape.uplinks, 'uplink')} of a PoD"
     if shape.agg_switches is not None:
-        return _given(shape, "agg", shape.agg_switches, fibres, shape.agg_device)
+        return _given("agg", shape.agg_switches, fibres, shape.agg_device)
     if fibres.total() > shape.agg_device.ports:
         change = "take fewer servers_per_pod, more servers_per_tor or another device"
     elif shape.uplinks and shape.uplink_lanes < shape.tor_fibres:
@@ -90,7 +90,7 @@ def _number(count: int, noun: str) -> str:
 def _core_too_small(shape: SiteShape) -> ShapeFault:
     fibres = _core_fibres(shape)
     if shape.core_switches is not None:
-        return _given(shape, "core", shape.core_switches, fibres, shape.core_device)
+        return _given("core", shape.core_switches, fibres, shape.core_device)
     message = (
         f"has too few ports for one fibre of each of {fibres.total()} uplinks;"
         " take fewer PoDs or uplinks_per_pod, or another device"
@@ -98,7 +98,7 @@ def _core_too_small(shape: SiteShape) -> ShapeFault:
     return ShapeFault("core_device", message, f"{shape.core_device.name} ({shape.core_device.ports} ports)")
 
 
-def _given(shape: SiteShape, tier: str, switches: int, fibres: Counter[int], device: SwitchModel) -> ShapeFault:
+def _given(tier: str, switches: int, fibres: Counter[int], device: SwitchModel) -> ShapeFault:
     if switches > min(fibres):
         message = f"must be <= {min(fibres)}, as each endpoint has a fibre to each switch, and some have no more"
         return ShapeFault(f"{tier}_switches", message, switches)

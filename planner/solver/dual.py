@@ -13,8 +13,7 @@ import numpy as np
 from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares, units
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
-AMPLE, CROWDED = (16, 0), (8, 16)  # classes of lengths: of as many tokens each, and as long as each other
-HALF = 0.5  # of what the GPUs hold at once, from which on it is crowded
+CLASSES = 16  # of lengths, of as many tokens each
 ROUNDS = 6
 CLOSE = 0.003  # how near is near enough
 SAMPLE = 2048  # requests that the program looks at
@@ -72,7 +71,7 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
     """A bound at least as high as `bound_s`; no placement is known to end before `high_s`."""
     every = max(1, columns.count // SAMPLE)
     sample = _Shares(columns, every)
-    edges = _edges(sample.remaining, *(CROWDED if _crowded(columns) else AMPLE))
+    edges = _edges(sample.remaining)
     low_s = bound_s
     best: Weights = {}
     for limit in ((0.0, 1.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1.0)):
@@ -113,14 +112,6 @@ def tightened_s(columns: ProblemColumns, bound_s: float, high_s: float) -> float
     return bound_s
 
 
-def _crowded(columns: ProblemColumns) -> bool:
-    """Whether the requests take more than half of what runs at once, whatever the configuration."""
-    kinds = np.flatnonzero(columns.placeable)
-    rooms = columns.placeable[kinds] * columns.capacity[kinds]
-    seats = columns.placeable[kinds] * columns.slots[kinds]
-    return bool((np.maximum(columns.footprint.sum() / rooms, columns.count / seats) > HALF).all())
-
-
 def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, high_s: float) -> float:
     """The highest time between the two that is refused; `low_s` where none is."""
     if not shares.refused(low_s, weights, edges):
@@ -134,12 +125,10 @@ def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, hig
     return low_s
 
 
-def _edges(remaining: Floats, by_tokens: int, by_length: int) -> Floats:
-    """Ends of classes: of some that generate about as many tokens each, and of some as long as each other."""
+def _edges(remaining: Floats) -> Floats:
+    """Ends of classes that generate about as many tokens each."""
     share = np.cumsum(remaining) / remaining.sum()
-    as_many = np.searchsorted(share, np.linspace(0, 1, by_tokens + 1)[1:])
-    as_long = np.searchsorted(remaining, np.linspace(0, remaining[-1], by_length + 1)[1:])
-    places = np.concatenate((as_many, as_long))
+    places = np.searchsorted(share, np.linspace(0, 1, CLASSES + 1)[1:])
     edges: Floats = np.unique(remaining[np.minimum(places, len(remaining) - 1)])
     edges[-1] = np.inf  # whatever a sample leaves out belongs to the last
     return edges

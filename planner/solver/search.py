@@ -6,13 +6,14 @@ Deterministic: the random kicks that it takes out of a dead end come from a fixe
 import copy
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
 
-from planner.solver.admission_order import ENOUGH, admit, orders
+from planner.solver.admission_order import ENOUGH, admit, least, orders
 from planner.solver.columns import Ints, ProblemColumns
 from planner.solver.evaluate import FleetPlacement, SolverFleet, evaluate, moves_s
 
@@ -52,8 +53,7 @@ class AdmissionOrders:
     def _search(self, configuration: int, requests: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         capacity, slots = self.capacity[configuration], self.slots[configuration]
         lefts, rooms = self.remaining, self.footprint
-        area = sum(lefts[each] * rooms[each] for each in requests)
-        floor = max(lefts[requests[0]], -(-area // capacity), -(-sum(lefts[each] for each in requests) // slots))
+        floor = least([lefts[each] for each in requests], [rooms[each] for each in requests], capacity, slots)
         best, best_order = math.inf, requests
         for order in self._orders(configuration, requests):
             self.work.spend(3 * len(order))  # admitting takes longer than adding up
@@ -121,9 +121,7 @@ class PlacementSearch:
         self.switch_s: list[float] = np.where(fleet.current >= 0, 0.0, columns.switch_s[fleet.configuration]).tolist()
         self.capacity = columns.capacity[fleet.configuration].tolist()
         self.slots = columns.slots[fleet.configuration].tolist()
-        self.rank = np.empty(columns.count, dtype=np.int64)
-        self.rank[columns.longest_first] = everything
-        self.ranks = self.rank.tolist()
+        self.ranks: list[int] = np.argsort(columns.longest_first).tolist()
         self.by_length = columns.longest_first.tolist()
         self.gpus = columns.gpus[fleet.configuration].tolist()
         self.held: list[list[int]] = [[] for _ in self.configuration]  # longest first
@@ -146,15 +144,8 @@ class PlacementSearch:
         return total_s + self.alpha_s[instance] * iterations if iterations < math.inf else math.inf
 
     def _with(self, requests: list[int], request: int) -> list[int]:
-        rank, ranks = self.ranks[request], self.ranks
-        low, high = 0, len(requests)
-        while low < high:
-            middle = (low + high) // 2
-            if ranks[requests[middle]] < rank:
-                low = middle + 1
-            else:
-                high = middle
-        return [*requests[:low], request, *requests[low:]]
+        at = bisect_left(requests, self.ranks[request], key=self.ranks.__getitem__)
+        return [*requests[:at], request, *requests[at:]]
 
     def copy(self) -> "PlacementSearch":
         """Another that goes its own way from here."""

@@ -18,9 +18,7 @@ from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
 MOST_REQUESTS, MOST_UNITS = 4096, 512
-MANY_WEIGHTS = 256  # requests up to which all weights are tried
 CELLS = 1 << 16  # requests times classes of lengths
-FEW_REQUESTS, FEW_CLASSES = 256, 24  # up to which limits are combined, and classes of lengths then
 SINGLE = 16  # longest requests, each a class of its own
 PRECISION = 1e-4
 STEP = 0.002  # by which a bound first is raised
@@ -35,7 +33,7 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
     for weights in _weights(columns, tight):
         if raised >= high_s * (1 - PRECISION):
             break
-        stairs = _Stairs(columns, weights, tight)
+        stairs = _Stairs(columns, weights)
         low_s, step = raised, STEP
         while low_s < high_s and stairs.refused(min(low_s * (1 + step), high_s)):
             low_s, step = min(low_s * (1 + step), high_s), step * 2
@@ -53,7 +51,7 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
 
 
 def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
-    """What the requests take of an instance of each configuration; then between two configurations."""
+    """What the requests take of an instance of each configuration."""
     kinds = np.flatnonzero(columns.placeable).tolist()
     for kind in kinds:
         yield columns.work_s[kind]
@@ -63,41 +61,32 @@ def _weights(columns: ProblemColumns, tight: bool) -> Iterator[Floats]:
             yield columns.work_s[kind] + iterations_s / columns.slots[kind]
             for shares in room_shares(columns, kind, np.arange(columns.count)):
                 yield columns.work_s[kind] + iterations_s * shares
-    if columns.count <= MANY_WEIGHTS:
-        for place, kind in enumerate(kinds):
-            for other in kinds[:place]:
-                yield np.sqrt(columns.work_s[kind]) * np.sqrt(columns.work_s[other])
 
 
 class _Stairs:
     """Requests with weights, longest first, prepared once for several makespans."""
 
-    def __init__(self, columns: ProblemColumns, weights: Floats, tight: bool) -> None:
+    def __init__(self, columns: ProblemColumns, weights: Floats) -> None:
         order = columns.longest_first
         count = len(order)
         self.units = units(columns)
         self.options = options_of(columns, order)
         remaining = columns.remaining[order].astype(np.float64)
         weights = weights[order]
-        combined = tight and count <= FEW_REQUESTS
-        starts = _starts(remaining, FEW_CLASSES if combined else min(96, max(16, CELLS // count)))
+        starts = _starts(remaining, min(96, max(16, CELLS // count)))
         ends = np.concatenate((starts[1:], [count]))
         self.shortest = remaining[ends - 1]  # [class]
         self.level = np.repeat(np.arange(len(starts)), ends - starts).tolist()  # [request] its class
         self.before = [0.0, *np.cumsum(weights).tolist()]  # [request + 1] weight of all longer ones
-        # [option] share of the longest's iterations and, by class, seconds and the weight that they serve; the same of
-        # all requests by KV room and by sequences, which leave no time for the longest alone.
-        self.works: list[list[tuple[float, list[tuple[Floats, Floats]]]]] = []
+        # [option][class] seconds and the weight that they serve; the same of all requests by KV room and by sequences,
+        # which leave no time for the longest alone.
+        self.works = [_knapsacks(option.cost_s, weights, starts) for option in self.options]
         self.rooms: list[list[tuple[Floats, Floats]]] = []
         for option in self.options:
             iterations_s = option.alpha_s * remaining
             shares = [*room_shares(columns, option.configuration, order)]
             shares.append(np.full(count, 1 / float(columns.slots[option.configuration])))
             limits = [option.cost_s + iterations_s * share for share in shares]
-            self.works.append([(1.0, _knapsacks(option.cost_s, weights, starts))])
-            if combined:  # all iterations are as many as the longest has, and as they take
-                halves = [(option.cost_s + limit) / 2 for limit in limits]
-                self.works[-1] += [(0.5, _knapsacks(half, weights, starts)) for half in halves]
             self.rooms.append([_knapsacks(limit, weights, starts[:1])[0] for limit in limits])
 
     def refused(self, makespan_s: float) -> bool:
@@ -123,12 +112,9 @@ class _Stairs:
         """[class] the most that one instance serves whose longest request is of the class, or of one before."""
         free_s = makespan_s - option.switch_s
         limit = min(_filled(*knapsack, free_s) for knapsack in self.rooms[place])
-        served = [limit] * len(self.shortest)
-        for part, knapsacks in self.works[place]:
-            rooms_s = (free_s - part * option.alpha_s * self.shortest).tolist()
-            for level, (room_s, knapsack) in enumerate(zip(rooms_s, knapsacks, strict=True)):
-                served[level] = min(served[level], _filled(*knapsack, room_s))
-        return list(accumulate(served, max))
+        rooms_s = (free_s - option.alpha_s * self.shortest).tolist()
+        works = zip(self.works[place], rooms_s, strict=True)
+        return list(accumulate((min(limit, _filled(*knapsack, room_s)) for knapsack, room_s in works), max))
 
 
 def _knapsacks(cost_s: Floats, weights: Floats, starts: Ints) -> list[tuple[Floats, Floats]]:

@@ -19,7 +19,7 @@ from unittest import SkipTest
 from ocs_drivers import conformance
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import DriverConformance
-from ocs_drivers.errors import CircuitConflict, DriverPermanent, DriverRetryable, InvalidOptions
+from ocs_drivers.errors import CircuitConflict, DriverPermanent, DriverRetryable, InvalidChange, InvalidOptions
 from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import (
     MOST_PORTS,
@@ -30,7 +30,6 @@ from ocs_drivers.model import (
     CrossConnect,
     CrossConnectReading,
     PortState,
-    PortStatus,
     SwitchCapabilities,
     SwitchEvent,
     SwitchFacts,
@@ -293,34 +292,20 @@ class LabConformance(DriverConformance):
         """Raises InvalidOptions where the ports are not this device's, and Conflict where they are not free."""
         driver = self._make()
         try:
-            facts = await driver.facts()
-            wrong = [
-                f"ports: {name} ports are {valid[0]}..{valid[-1]}, got {port}"
-                for pair in self._pairs
-                for name, port, valid in (
-                    ("ingress", pair.ingress_port, facts.ingress_ports),
-                    ("egress", pair.egress_port, facts.egress_ports),
-                )
-                if port not in valid
-            ]
-            ends = [end for pair in self._pairs for end in facts.ends(pair)]
-            wrong += [
-                f"ports: {port} is named twice" for _, port in sorted({end for end in ends if ends.count(end) > 1})
-            ]
-            if wrong:
-                raise InvalidOptions(wrong, device=driver.device)
-            fence, reading = PortFence(facts, self._pairs), await driver.cross_connects()
+            facts, reading = await driver.facts(), await driver.cross_connects()
+            fence = PortFence(facts, self._pairs)
             busy = [
                 f"{each.cross_connect}: is up on ports that were named; free them first"
                 for each in reading.circuits
                 if fence.meets(each.cross_connect)
             ]
-            named = {port for pair in self._pairs for port in (pair.ingress_port, pair.egress_port)}
-            busy += [
-                f"port {each.port}: is {each.status}, name another"
-                for each in await driver.ports()
-                if each.port in named and each.status is not PortStatus.ENABLED
-            ]
+            try:
+                await driver.plan(CircuitChange(self._pairs))
+            except InvalidChange as error:
+                faults = [fault.replace("connect", "ports", 1) for fault in error.faults]
+                raise InvalidOptions(faults, device=driver.device) from None
+            except CircuitConflict as error:
+                busy = busy or error.faults
             if reading.unconfirmed is not None:
                 busy.append(f"{reading.unconfirmed}: confirm it first")
             if busy:

@@ -30,14 +30,6 @@ class DevicePanel:
     seed: int = 0
     schedule: FaultSchedule = field(default_factory=FaultSchedule)
 
-    def __post_init__(self) -> None:
-        for name in ("ingress_ports", "egress_ports"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("reconfiguration_s", "jitter_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-
     def facts(
         self, vendor: str, model: str, serial: str, software: str, *, any_to_any: bool = False, first: int = 1
     ) -> SwitchFacts:

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
-from ocs_drivers.arming import Armed
-from ocs_drivers.base import OcsDriver
+from ocs_drivers.base import Armed, OcsDriver
 from ocs_drivers.diff import compare, remaining
 from ocs_drivers.errors import CircuitConflict, DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.model import (

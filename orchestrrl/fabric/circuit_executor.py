@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from ocs_drivers.arming import Armed, Arming
-from ocs_drivers.base import OcsDriver
+from ocs_drivers.base import Armed, Arming, OcsDriver
 from ocs_drivers.errors import CircuitConflict, DriverError
 from ocs_drivers.model import (
     ChangeMode,

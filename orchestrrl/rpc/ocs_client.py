@@ -14,8 +14,7 @@ from typing import Annotated, Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from ocs_drivers.arming import Armed
-from ocs_drivers.base import DeviceClock, SystemClock
+from ocs_drivers.base import Armed, DeviceClock, SystemClock
 from ocs_drivers.diff import CommandSteps
 from ocs_drivers.driver import poll_pause_s
 from ocs_drivers.errors import (

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import grpc
 import pytest
 
-from ocs_drivers.arming import Arming
-from ocs_drivers.base import OcsDriver
+from ocs_drivers.base import Arming, OcsDriver
 from ocs_drivers.conformance import DriverConformance, refusal
 from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
 from ocs_drivers.faults import DeviceFault

@@ -73,7 +73,11 @@ async def test_ports_that_the_device_has_not_are_named_at_once() -> None:
     async with lab(virtual()) as suite:
         suite._pairs = parse_ports("1,2,40,41:17,18,19,3")
         async with refusal(
-            InvalidOptions, "ingress ports are 1..16, got 40", "got 41", "egress ports are 17..32, got 3"
+            InvalidOptions,
+            "ingress_port: must be within 1..16, got 40",
+            "got 41",
+            "ports[3].egress_port",
+            "17..32, got 3",
         ):
             await outcomes(suite)
 

@@ -16,7 +16,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from orchestrrl.cli.fabric.text import in_window, reasons
+from orchestrrl.cli.fabric.live import in_window, reasons
 from orchestrrl.cli.main import application
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.fabric.client import FabricClient, announce_period

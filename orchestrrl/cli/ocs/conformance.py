@@ -4,7 +4,7 @@ import logging
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,6 @@ from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import Columns, Output, choice_faults, note, raise_faults, stderr, table, yaml_values
 from orchestrrl.cli.running import LEAVE_SIGNALS, until_stopped
 from orchestrrl.core.errors import Permanent, ProblemFaults
-
-if TYPE_CHECKING:
-    from ocs_drivers.base import OcsDriver
 
 # Of the device, in errors and tables.
 DEVICE = "lab"
@@ -73,6 +70,7 @@ def conformance(
         tests_of,
     )
     from ocs_drivers.errors import DriverError, InvalidOptions
+    from ocs_drivers.registry import make_driver
 
     faults: list[str] = []
     options = yaml_values("--option", option or (), faults)
@@ -86,13 +84,14 @@ def conformance(
     known = [_short(name) for name in tests_of(LabConformance)]
     chosen = [_short(name) for name in only or ()]
     faults += [fault for name in chosen for fault in choice_faults("--only", name, known)]
+    make = partial(make_driver, driver, DEVICE, options)
     try:
-        _made(driver, options)  # opens nothing
+        make()  # opens nothing
     except InvalidOptions as error:
         faults += [_as_flag(fault) for fault in error.faults]
     raise_faults(faults)
     cannot = {"make_foreign": ALONE[driver]} if driver in ALONE else {}
-    suite = LabConformance(partial(_made, driver, options), pairs, cannot)
+    suite = LabConformance(make, pairs, cannot)
 
     logging.getLogger("ocs_drivers").setLevel(logging.ERROR)  # of changes that revert themselves, as they must
 
@@ -153,14 +152,8 @@ def _as_flag(fault: str) -> str:
         ("options.target:", "--address:"),
         ("options.", "--option "),
         ("driver:", "--driver:"),
-        ("ports:", "--ports:"),
+        ("ports[", "--ports["),
     ):
         if fault.startswith(path):
             return flag + fault.removeprefix(path)
     return fault
-
-
-def _made(driver: str, options: dict[str, Any]) -> "OcsDriver":
-    from ocs_drivers.registry import make_driver
-
-    return make_driver(driver, DEVICE, options)

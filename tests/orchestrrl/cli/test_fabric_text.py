@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from orchestrrl.cli import output
-from orchestrrl.cli.fabric.text import NO_PERIODS, counts_view, hosts_view, periods_view
+from orchestrrl.cli.fabric.live import NO_PERIODS, counts_view, hosts_view, periods_view
 
 COMMIT = {
     "window_opened_unix_s": 1000.0,

@@ -75,12 +75,10 @@ class OpenConfigTarget(GnmiTarget):
         gone, new = set[CrossConnect](), dict[int, int]()
         for change in changes:
             port = self._port_of(change)
-            if change.op is GnmiOp.DELETE:
-                gone |= set(listed.values()) if port is None else {listed[port]} if port in listed else set()
-                continue
-            if port is None:
-                raise GnmiRefusal(grpc.StatusCode.UNIMPLEMENTED, "connections are set one by one")
-            new[port] = self._peer_of(change)
+            if change.op is not GnmiOp.DELETE:
+                new[port] = self._peer_of(change)
+            elif port in listed:
+                gone.add(listed[port])
         added = {self._topology.normal(*pair) for pair in new.items()}
         await self.carry_out(changes, (self.ordered - gone) | added, gone, added)
 
@@ -102,10 +100,8 @@ class OpenConfigTarget(GnmiTarget):
     def _ports_of(self, pair: CrossConnect) -> tuple[int, ...]:
         return (pair.ingress_port, pair.egress_port) if self._mirrored else (pair.ingress_port,)
 
-    def _port_of(self, change: GnmiChange) -> int | None:
-        """The port whose connection is meant; None for the whole list."""
-        if change.path == CONNECTIONS and change.op is GnmiOp.DELETE:
-            return None
+    def _port_of(self, change: GnmiChange) -> int:
+        """The port whose connection is meant: connections are set one by one."""
         if change.path[: len(CONNECTIONS)] != CONNECTIONS or len(change.path) == len(CONNECTIONS):
             raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
         keys = dict(change.path[len(CONNECTIONS)].keys)
@@ -114,15 +110,10 @@ class OpenConfigTarget(GnmiTarget):
         return self._known_port(keys.get("port", ""))
 
     def _peer_of(self, change: GnmiChange) -> int:
-        """Of the update of an entry, its `config`, or its leaf `peer-port`."""
-        below = [elem.name for elem in change.path[len(CONNECTIONS) + 1 :]]
+        """Of the update of an entry, or of its `config`."""
         value = change.value
-        if below == ["config", "peer-port"]:
-            value = {"peer-port": value}
-        elif not below and isinstance(value, dict):
+        if len(change.path) == len(CONNECTIONS) + 1 and isinstance(value, dict):
             value = value.get("config")
-        elif below != ["config"]:
-            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
         if not isinstance(value, dict) or "peer-port" not in value:
             raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, "peer-port is missing")
         return self._known_port(str(value["peer-port"]))

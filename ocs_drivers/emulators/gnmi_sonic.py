@@ -60,37 +60,22 @@ class SonicTarget(GnmiTarget):
 
     async def transact(self, changes: Sequence[GnmiChange]) -> None:
         self.notice_restart()
-        wanted, named = set(self.ordered), set[CrossConnect]()
+        wanted, named, gone = set(self.ordered), set[CrossConnect](), set[CrossConnect]()
         for change in changes:
-            self._apply(change, wanted, named)
-        gone = self.ordered - wanted
-        gone |= {pair for change in changes if change.op is GnmiOp.DELETE for pair in self._named(change)}
-        await self.carry_out(changes, wanted, gone - wanted, named)
-
-    def _apply(self, change: GnmiChange, wanted: set[CrossConnect], named: set[CrossConnect]) -> None:
-        names = [elem.name for elem in change.path]
-        if names[:3] != [CONFIG, HOST, CROSS_CONNECTS] or len(names) > 4:
-            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
-        if change.op is GnmiOp.DELETE:
-            wanted -= self._named(change)
-            return
-        rows = change.value if len(names) == 3 else {names[3]: change.value}
-        if not isinstance(rows, Mapping):
-            raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} must be a table")
-        if change.op is GnmiOp.REPLACE and len(names) == 3:
-            wanted.clear()
-        for key, row in rows.items():
-            pair = self._pair(str(key))
-            if not isinstance(row, Mapping) or dict(row) != self._ends(pair):
-                raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{key} must have its sides as a_side and b_side")
+            names = [elem.name for elem in change.path]
+            if names[:3] != [CONFIG, HOST, CROSS_CONNECTS] or len(names) != 4:
+                raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{shown(change.path)} cannot be set")
+            pair = self._pair(names[3])
+            if change.op is GnmiOp.DELETE:
+                wanted.discard(pair)
+                gone.add(pair)
+                continue
+            if not isinstance(change.value, Mapping) or dict(change.value) != self._ends(pair):
+                sides = "must have its sides as a_side and b_side"
+                raise GnmiRefusal(grpc.StatusCode.INVALID_ARGUMENT, f"{names[3]} {sides}")
             wanted.add(pair)
             named.add(pair)
-
-    def _named(self, change: GnmiChange) -> set[CrossConnect]:
-        """What a deletion names: one circuit, or the whole table."""
-        if len(change.path) == 3:
-            return self.ordered | self.device.model.present
-        return {self._pair(change.path[3].name)}
+        await self.carry_out(changes, wanted, gone - wanted, named)
 
     def _pair(self, key: str) -> CrossConnect:
         try:

@@ -256,8 +256,6 @@ class NetconfDatastores:
             if tree.tag != f"{NS}cross-connects":
                 raise RpcError("unknown-element", f"{local(tree)} cannot be edited", kind="protocol")
             operation = tree.get(OPERATION, default)
-            if operation in ("replace", "delete", "remove"):
-                wanted.clear()
             for entry in tree:
                 if entry.tag != NS + yang.pair_list(self._revision):
                     raise RpcError("unknown-element", f"unknown element {local(entry)}", f"/{local(tree)}")
@@ -269,9 +267,7 @@ class NetconfDatastores:
         if operation in ("delete", "remove"):
             if wanted.pop(ingress, None) is None and operation == "delete":
                 raise RpcError("data-missing", "the data to delete is not there", path)
-        elif operation in ("merge", "replace", "create"):
-            if operation == "create" and ingress in wanted:
-                raise RpcError("data-exists", "the data to create is there already", path)
+        elif operation == "merge":
             egress = self._port(entry.findtext(f"{NS}egress"), "egress", self._device.facts.egress_ports)
             facts, pair = self._device.facts, CrossConnect(ingress, egress)
             for other in [

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ocs_drivers.driver import take_turn, within
@@ -22,37 +21,23 @@ from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 T = TypeVar("T")
 
 RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTimeouts:
-    """How long one command may take, how long to wait for another writer, and how often to look again."""
-
-    command_s: float = 5.0
-    lock_s: float = 10.0
-    install_s: float = 1.0  # from a change that a router has taken until it forwards by it
-    poll_s: float = 0.02
-    # The first question may be lost while a link comes up, and a kernel asks again only after a second.
-    probe_s: float = 0.1
-    # Where the router reports changes by itself, looking is for reports that went missing.
-    poll_with_events_s: float = 0.2
-
-    def __post_init__(self) -> None:
-        for name in ("command_s", "lock_s", "install_s", "poll_s", "probe_s", "poll_with_events_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+LOCK_S = 10.0  # to wait for another writer
+INSTALL_S = 1.0  # from a change that a router has taken until it forwards by it
+POLL_S = 0.02
+# The first question may be lost while a link comes up, and a kernel asks again only after a second.
+PROBE_S = 0.1
+# Where the router reports changes by itself, looking is for reports that went missing.
+POLL_WITH_EVENTS_S = 0.2
 
 
 class RouterDriver:
     """A RouteDriver over one wire. See `base.RouteDriver` for what each call promises."""
 
-    def __init__(
-        self, router: str, wire: RouterWire, *, clock: Clock | None = None, limits: RouterTimeouts | None = None
-    ) -> None:
+    def __init__(self, router: str, wire: RouterWire, *, clock: Clock | None = None, command_s: float = 5.0) -> None:
         self.router = router
         self._wire = wire
         self._clock = clock or WallClock()
-        self._limits = limits or RouterTimeouts()
+        self._command_s = command_s  # how long one command may take
         self._writer = asyncio.Lock()
 
     async def capabilities(self) -> RouterCapabilities:
@@ -88,8 +73,7 @@ class RouterDriver:
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
         began_s = self._clock.now_s()
-        can, limits = self._wire.capabilities, self._limits
-        pause_s = limits.poll_with_events_s if can.link_events else limits.poll_s
+        pause_s = POLL_WITH_EVENTS_S if self._wire.capabilities.link_events else POLL_S
         async with self._link_changes() as changed:
             while True:
                 changed.clear()
@@ -113,12 +97,12 @@ class RouterDriver:
                 silent = {hop.interface for hop in wanted - found}
                 again = frozenset(hop for hop in wanted if hop.interface in silent)
                 await self._command("look for neighbours", self._wire.probe_neighbours(again))
-                probe_s = self._clock.now_s() + self._limits.probe_s
+                probe_s = self._clock.now_s() + PROBE_S
             found = await self._command("neighbours", self._wire.found(wanted))
             left_s = until_s - self._clock.now_s()
             if found == wanted or left_s <= 0:
                 return found
-            await self._clock.sleep(min(self._limits.poll_s, left_s))
+            await self._clock.sleep(min(POLL_S, left_s))
 
     async def close(self) -> None:
         await self._wire.close()
@@ -141,7 +125,7 @@ class RouterDriver:
 
     async def _missing(self, changes: Sequence[RouteChange], why: str) -> tuple[RouteChange, ...]:
         """Those that the router does not show, after the time that it may take."""
-        until_s = self._clock.now_s() + (self._limits.install_s if self._wire.capabilities.installs_later else 0.0)
+        until_s = self._clock.now_s() + (INSTALL_S if self._wire.capabilities.installs_later else 0.0)
         while True:
             try:
                 now = await self._read_routes()
@@ -154,12 +138,12 @@ class RouterDriver:
             )
             if not missing or self._clock.now_s() >= until_s:
                 return missing
-            await self._clock.sleep(self._limits.poll_s)
+            await self._clock.sleep(POLL_S)
 
     async def _command(self, name: str, verb: Awaitable[T], late: type[OutcomeUnknown] | None = None) -> T:
         """What the verb answers; `late` is raised where the answer does not come in time, else Retryable."""
         try:
-            return await within(self._clock, self._limits.command_s, verb)
+            return await within(self._clock, self._command_s, verb)
         except TimeoutError as error:
             text = f"{self.router}: {name}: {error}"
             raise (late(text) if late else Retryable(text, RETRY_S)) from None
@@ -173,9 +157,9 @@ class RouterDriver:
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[None]:
         try:
-            await take_turn(self._clock, self._writer, self._limits.lock_s)
+            await take_turn(self._clock, self._writer, LOCK_S)
         except TimeoutError:
-            wrong = f"{self.router}: another change is under way, waited {self._limits.lock_s:g} s"
+            wrong = f"{self.router}: another change is under way, waited {LOCK_S:g} s"
             raise Retryable(wrong, RETRY_S) from None
         try:
             yield

@@ -6,7 +6,7 @@ from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.options import CheckedOptions, FromOptions, is_number, must_be
 from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterTimeouts
+from orchestrrl.fabric.route_drivers.driver import RouterDriver
 
 
 def are_words(value: object) -> bool:
@@ -38,5 +38,4 @@ class ConfiguredRouter(FromOptions, RouterDriver):
         except InvalidOptions as error:
             raise ProblemFaults(error.faults) from None
         clock = clock or WallClock()
-        limits = RouterTimeouts(command_s=options.command_timeout_s)
-        super().__init__(router, self._make_wire(options, clock), clock=clock, limits=limits)
+        super().__init__(router, self._make_wire(options, clock), clock=clock, command_s=options.command_timeout_s)

@@ -10,7 +10,6 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, RouteDriverConformance, put
-from orchestrrl.fabric.route_drivers.driver import RouterTimeouts
 from orchestrrl.fabric.route_drivers.registry import make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.route_plan import RouteTable
@@ -99,5 +98,3 @@ def test_options_are_checked_all_at_once() -> None:
     assert len(faults.value.faults) == 4
     with pytest.raises(ProblemFaults, match=r"options.distance: .* got 255"):
         make_driver("frr", "tor1", {"distance": 255})
-    with pytest.raises(ValueError, match="poll_s must be > 0"):
-        RouterTimeouts(poll_s=0)

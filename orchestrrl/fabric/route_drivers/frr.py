@@ -22,7 +22,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from orchestrrl.fabric.route_drivers.options import CommandOptions, ConfiguredRouter, are_words
+from orchestrrl.fabric.route_drivers.registry import CommandOptions, ConfiguredRouter, are_words
 from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable
 
 TAG = 160

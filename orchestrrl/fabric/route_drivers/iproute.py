@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.command import RouterShell
 from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from orchestrrl.fabric.route_drivers.options import CommandOptions, ConfiguredRouter
+from orchestrrl.fabric.route_drivers.registry import CommandOptions, ConfiguredRouter
 from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
 MAIN_TABLE = 254

@@ -15,7 +15,7 @@ from ocs_drivers.options import must_be, whole
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
-from orchestrrl.fabric.route_drivers.options import ConfiguredRouter, RouterOptions, are_words
+from orchestrrl.fabric.route_drivers.registry import ConfiguredRouter, RouterOptions, are_words
 from planner.fabric.route_plan import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
 
 

@@ -135,7 +135,7 @@ async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> Rout
 
 
 def _engine(load: ArrivalLoad, number: int) -> VirtualEngine:
-    engine = VirtualEngine.start(EngineId(f"e{number}"), load.setting.kind, (), f"http://e{number}", 0.0)
+    engine = VirtualEngine(EngineId(f"e{number}"), load.setting.kind, (), f"http://e{number}", 0.0)
     engine.scheduler.slowdown = load.slowdown if number % 2 else 1.0
     return engine
 

@@ -1,7 +1,8 @@
 """Fit curves to what was seen: step times over (sequences, KV tokens), prefill, moves. Pure, robust, with their errors.
 
 Errors are relative: a step of 5 ms counts as much as one of 50 ms. All coefficients are >= 0, so a fitted step time
-never falls with load. Samples far from the rest (a stall, a stray request) lose their weight.
+never falls with load: least squares by the active sets of Lawson and Hanson (1974), as scipy's takes longer to load
+than a daemon to start. Samples far from the rest (a stall, a stray request) lose their weight.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.nonnegative import nonnegative_least_squares
 from planner.cost.profile import Curve, StepTime
 
 Floats = NDArray[np.float64]
@@ -340,3 +340,38 @@ def _varied_apart(sequences: Floats, kv_tokens: Floats) -> bool:
     design = np.stack([np.ones_like(sequences), sequences], axis=1)
     (coefficients, *_) = np.linalg.lstsq(design, kv_tokens, rcond=None)
     return float(np.abs(kv_tokens - design @ coefficients).max()) > 0.02 * max(float(np.max(kv_tokens)), 1.0)
+
+
+def nonnegative_least_squares(rows: Floats, target: Floats) -> Floats:
+    """Return the x >= 0 with the least |rows @ x - target|. Raises ValueError where no end is found."""
+    count = rows.shape[1]
+    found, free, barred = np.zeros(count), np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    rounding = 10 * max(rows.shape) * np.finfo(float).eps * np.abs(rows).sum(axis=0) * np.abs(target).max(initial=0.0)
+    for _ in range(10 * count + 10):
+        descent = rows.T @ (target - rows @ found)
+        open_ = ~free & ~barred & (descent > rounding)
+        if not open_.any():
+            return found
+        new = int(np.argmax(np.where(open_, descent, -np.inf)))
+        free[new] = True
+        trial = _least_squares(rows, target, free)
+        if trial[new] <= 0:  # by rounding alone: it would come and go for ever
+            free[new], barred[new] = False, True
+            continue
+        barred[:] = False
+        while (trial[free] <= 0).any():
+            ending = free & (trial <= 0)
+            share = (found[ending] / (found[ending] - trial[ending])).min()
+            found += share * (trial - found)
+            free &= found > np.finfo(float).eps * found.max()
+            found[~free] = 0.0
+            trial = _least_squares(rows, target, free)
+        found = trial
+    raise ValueError(f"no least squares >= 0 were found for {rows.shape[0]} rows of {count} columns")
+
+
+def _least_squares(rows: Floats, target: Floats, free: NDArray[np.bool_]) -> Floats:
+    """Return the least squares over the free columns; the others are 0."""
+    found = np.zeros(rows.shape[1])
+    found[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+    return found

@@ -1,17 +1,213 @@
 """A filled wave as edges: trees inside pods below the crossings (phase B below phase A), and all rates. Pure.
 
-All edges of a wave end together, but for what edges above them delay.
+All edges of a wave end together, but for what edges above them delay. Inside a pod each piece gets a tree. A tree
+enters each ToR once, at a head, and spreads below the ToR from there. An endpoint that has sent as much as the wave has
+time for gets no more children, so that the trees of one wave have different inner nodes, and what is sent is shared by
+all; within that, trees are as shallow as can be.
 """
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from planner.sync_tree.fanout import LocalPiece, LocalPod, LocalTree, spread
 from planner.sync_tree.model import BITS, Ints, SyncProblem, WaveEdges
 from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut
 from planner.sync_tree.rates import seconds_together
+
+_LESS = 1 - 1e-6  # what rounding may cost
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPiece:
+    """Endpoints are numbered inside the pod. Depth counts from the sources."""
+
+    gigabits: float
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """One pod of a wave. Loads are seconds that phase A has taken already."""
+
+    nic_gbps: tuple[float, ...]  # [endpoint]
+    tor: tuple[int, ...]  # [endpoint]
+    tor_gbps: tuple[float, ...]  # [ToR]
+    sent_s: tuple[float, ...]  # [endpoint]
+    tor_sent_s: tuple[float, ...]  # [ToR]
+    pieces: tuple[LocalPiece, ...]
+    floor_s: float  # what the wave takes anyhow: nobody is spared below that
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTree:
+    """One edge at each place: to `children`, from `parents`, with `above` edges above it."""
+
+    parents: Ints
+    children: Ints
+    above: Ints
+
+    def depth_of(self, endpoint: int) -> int:
+        """Edges between the sources and it; 0 for a source."""
+        found = self.above[self.children == endpoint]
+        return int(found[0]) + 1 if len(found) else 0
+
+
+@lru_cache(maxsize=4096)  # regular sites ask the same for every pod and wave
+def spread(pod: LocalPod) -> tuple[LocalTree, ...]:
+    """A tree for each piece. Receivers in ToRs without any way in stay without: they are left out."""
+    return _Spreading(pod).trees()
+
+
+class _Spreading:
+    """Budgets are gigabits: what each endpoint, and each ToR upwards, can still send in the wave."""
+
+    def __init__(self, pod: LocalPod) -> None:
+        self._pod = pod
+        spare_s = [max(0.0, pod.floor_s - sent_s) for sent_s in pod.sent_s]
+        self._budget = [each_s * nic_gbps for each_s, nic_gbps in zip(spare_s, pod.nic_gbps, strict=True)]
+        self._tor_budget = [
+            max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
+        ]
+        # Pieces are of one kind that have the same receivers. Of each kind and ToR: what these can still send, and what
+        # of that the edges inside the ToR will take, so that an edge to another ToR must leave it.
+        tors = len(pod.tor_gbps)
+        kinds = {receivers: kind for kind, receivers in enumerate(dict.fromkeys(each.receivers for each in pod.pieces))}
+        self._kind = [kinds[piece.receivers] for piece in pod.pieces]
+        self._kinds_of: list[list[int]] = [[] for _ in pod.tor]
+        self._together = [[0.0] * tors for _ in kinds]
+        self._inside = [[0.0] * tors for _ in kinds]
+        for receivers, kind in kinds.items():
+            for receiver in receivers:
+                self._kinds_of[receiver].append(kind)
+                self._together[kind][pod.tor[receiver]] += self._budget[receiver]
+        for piece, kind in zip(pod.pieces, self._kind, strict=True):
+            there = {pod.tor[source] for source in piece.sources}
+            for receiver in piece.receivers:
+                self._inside[kind][pod.tor[receiver]] += piece.gigabits
+            for tor in {pod.tor[receiver] for receiver in piece.receivers} - there:
+                self._inside[kind][tor] -= piece.gigabits
+
+        for piece in pod.pieces:  # a tree that begins at one endpoint finds it with time for at least one child
+            if len(piece.sources) == 1 and piece.receivers:
+                self._budget[piece.sources[0]] -= piece.gigabits
+
+    def trees(self) -> tuple[LocalTree, ...]:
+        return tuple(self._tree(piece, kind) for piece, kind in zip(self._pod.pieces, self._kind, strict=True))
+
+    def _tree(self, piece: LocalPiece, kind: int) -> LocalTree:
+        growing = _Growing(piece.gigabits, kind)
+        tor_of = self._pod.tor
+        if len(piece.sources) == 1 and piece.receivers:
+            self._budget[piece.sources[0]] += piece.gigabits
+        for receiver in sorted(piece.receivers, key=lambda each: (self._budget[each], -each)):
+            growing.missing.setdefault(tor_of[receiver], []).append(receiver)  # the freest last, and taken first
+        there = {tor_of[source] for source in piece.sources}
+        away = [tor for tor in growing.missing if tor not in there and self._pod.tor_gbps[tor] > 0]
+        growing.away = sorted(away, key=lambda tor: (self._spare(kind, tor), -tor))
+        for source in piece.sources:
+            self._enter(growing, source, 0)
+        while (edge := self._next(growing)) is not None:
+            self._add(growing, *edge)
+        columns = np.array(growing.edges, dtype=np.int64).reshape(-1, 3).T
+        return LocalTree(columns[0], columns[1], columns[2])
+
+    def _enter(self, growing: "_Growing", endpoint: int, depth: int) -> None:
+        growing.depth[endpoint] = depth
+        growing.below.setdefault(self._pod.tor[endpoint], []).append(endpoint)
+        heapq.heappush(growing.queue, (depth, -self._budget[endpoint], endpoint))
+
+    def _next(self, growing: "_Growing") -> tuple[int, int, bool] | None:
+        """Parent, its ToR or the one to enter, and whether it is another one; None: all is done, or nothing can be."""
+        size = growing.gigabits * _LESS
+        while growing.queue:
+            parent = growing.queue[0][2]
+            tor = self._pod.tor[parent]
+            if self._budget[parent] < size:
+                heapq.heappop(growing.queue)
+                continue
+            is_missing = bool(growing.missing.get(tor))
+            if growing.away and self._may_leave(growing, parent, size):
+                return parent, growing.away[-1], True
+            if is_missing:
+                return parent, tor, False
+            heapq.heappop(growing.queue)
+        return self._over(growing)
+
+    def _may_leave(self, growing: "_Growing", parent: int, size: float) -> bool:
+        """Whether another ToR can be entered from here, and those that wait below this one still be served."""
+        tor = self._pod.tor[parent]
+        if self._tor_budget[tor] < size or self._spare(growing.kind, tor) < size:
+            return False
+        is_free = not growing.missing.get(tor) or self._budget[parent] >= 2 * size
+        return is_free or self._others_can(growing, parent, size)
+
+    def _spare(self, kind: int, tor: int) -> float:
+        return self._together[kind][tor] - self._inside[kind][tor]
+
+    def _others_can(self, growing: "_Growing", parent: int, size: float) -> bool:
+        others = growing.below[self._pod.tor[parent]]
+        return any(self._budget[other] >= size for other in others if other != parent)
+
+    def _over(self, growing: "_Growing") -> tuple[int, int, bool] | None:
+        """Into a ToR once more where somebody elsewhere has time left; else whoever is busied least by it."""
+        size = growing.gigabits * _LESS
+        stuck = [tor for tor, missing in growing.missing.items() if missing and tor in growing.below]
+        if stuck:
+            able = [
+                (depth, parent)
+                for parent, depth in growing.depth.items()
+                if self._budget[parent] >= size and self._tor_budget[self._pod.tor[parent]] >= size
+            ]
+            if able:
+                return min(able)[1], stuck[0], True
+        best: tuple[float, int, int, bool] | None = None
+        for tor, missing in growing.missing.items():
+            for parent in growing.below.get(tor, ()) if missing else ():
+                after_s = (growing.gigabits - self._budget[parent]) / self._pod.nic_gbps[parent]
+                best = min(best or (after_s, parent, tor, False), (after_s, parent, tor, False))
+        if best is None and growing.away:
+            for tor, parents in growing.below.items():
+                for parent in parents if self._pod.tor_gbps[tor] > 0 else ():
+                    after_s = max(
+                        (growing.gigabits - self._budget[parent]) / self._pod.nic_gbps[parent],
+                        (growing.gigabits - self._tor_budget[tor]) / self._pod.tor_gbps[tor],
+                    )
+                    found = (after_s, parent, growing.away[-1], True)
+                    best = min(best or found, found)
+        return None if best is None else best[1:]
+
+    def _add(self, growing: "_Growing", parent: int, tor: int, is_between: bool) -> None:
+        child = growing.missing[tor].pop()
+        growing.edges.append((parent, child, growing.depth[parent]))
+        own = self._pod.tor[parent]
+        self._budget[parent] -= growing.gigabits
+        for kind in self._kinds_of[parent]:
+            self._together[kind][own] -= growing.gigabits
+        if is_between:
+            if growing.away and growing.away[-1] == tor:
+                growing.away.pop()
+            self._tor_budget[own] -= growing.gigabits
+        else:
+            self._inside[growing.kind][own] -= growing.gigabits
+        self._enter(growing, child, growing.depth[parent] + 1)
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A tree as it grows."""
+
+    gigabits: float
+    kind: int
+    missing: dict[int, list[int]] = field(default_factory=dict)  # [ToR]
+    away: list[int] = field(default_factory=list)  # ToRs that it has not entered
+    depth: dict[int, int] = field(default_factory=dict)  # of who has it
+    below: dict[int, list[int]] = field(default_factory=dict)  # [ToR], who has it
+    queue: list[tuple[int, float, int]] = field(default_factory=list)
+    edges: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class EdgeLaying:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancer.balance import _slowed
 from balancer.load_index import Worker
 from balancer.load_index_moves import MAX_MOVES
 from balancer.packing import MIN_GAIN_SHARE, NO_GAIN, SOURCES, Packing, _Load
 from balancer.packing import pack as pack_workers
-from balancer.packing_inputs import _slowed
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestState, RequestView
 
 CONFIGURATION = Configuration(

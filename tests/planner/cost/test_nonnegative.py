@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from planner.cost.nonnegative import Floats, nonnegative_least_squares
+from planner.cost.fit import Floats, nonnegative_least_squares
 
 
 @st.composite

@@ -17,6 +17,7 @@ from planner.model import Alternative, ConfigurationId, FleetPart
 from planner.solver.candidates import (
     CandidateFleet,
     UnusableFleet,
+    added_s,
     as_it_stands,
     homogeneous,
     longest,
@@ -31,8 +32,10 @@ from planner.solver.problem import Infeasible, MakespanProblem
 from planner.workload.sampled_lengths import SampledLengths
 
 REBALANCED, MIXED = "rebalanced", "mixed"
-# Requests up to which the solver is asked with every estimate of the lengths.
+# Requests up to which the solver is asked with every estimate of the lengths, and with every configuration.
 SOLVED_BY_ALL = 2_048
+# Times the GPU time of the best configuration, beyond which one is left out where there are more requests.
+FAR_MORE = 1.1
 # Times the seconds of the best fleet that was dealt, beyond which the solver has packed what merely might be long.
 FOUND_OUT = 1.5
 
@@ -161,7 +164,7 @@ def consider(
     families = [weigher.tried(*family) for family in _dealt(fleet, problems, only, only_as_deployed)]
     if only is None and fleet.configurations and not only_as_deployed:
         dealt = min((member for family in families for member in family.members), key=_screened_s, default=None)
-        asked = _for_the_solver(problems, dealt)
+        asked = _for_the_solver(problems, dealt, correction)
         mixed = weigher.tried(MIXED, None, [partial(_mixed, made, fleet) for made in asked])
         families.append(mixed if len(asked) == len(problems) else _unless_found_out(mixed, dealt))
     found = [] if current is None else [current]
@@ -202,13 +205,15 @@ def _dealt(
             yield f"{configuration.id} spread", configuration.id, tries
 
 
-def _for_the_solver(problems: Sequence[MakespanProblem], dealt: _Member | None) -> Sequence[MakespanProblem]:
-    """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`: from the same
-    estimate the solver either does a little better, or packs requests that merely might be long, and so it does from
-    each of the others."""
-    if dealt is None or len(problems[0].requests.ids) <= SOLVED_BY_ALL:
+def _for_the_solver(
+    problems: Sequence[MakespanProblem], dealt: _Member | None, correction: float
+) -> Sequence[MakespanProblem]:
+    """With few requests, every estimate. Else the one by which the best of the other fleets was `dealt`, with the
+    configurations alone that pay for some request: from the same estimate the solver either does a little better, or
+    packs requests that merely might be long, and so it does from each of the others."""
+    if len(problems) == 1 or dealt is None or len(problems[0].requests.ids) <= SOLVED_BY_ALL:
         return problems
-    return [problems[dealt.estimate]]
+    return [_narrowed(problems[dealt.estimate], dealt.screened_s / correction)]
 
 
 def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
@@ -217,6 +222,27 @@ def _unless_found_out(mixed: _Family, dealt: _Member | None) -> _Family:
         return mixed
     why = f"packed by one estimate of the lengths, it ends in {mixed.members[0].screened_s:.0f} s by the others"
     return mixed._replace(members=(), why_none=why)
+
+
+def _narrowed(problem: MakespanProblem, within_s: float) -> MakespanProblem:
+    """Without configurations on which every request takes far more GPU time than on another one: the room it takes
+    until `within_s`, as the solver's lower bound counts it."""
+    requests = problem.requests
+    context, remaining = requests.context_tokens, requests.remaining_tokens
+    footprint, shares = context + remaining, []
+    for kind in problem.configurations:
+        alone_s = kind.alpha_s * remaining
+        seats = np.maximum(footprint / kind.kv_capacity_tokens, 1 / kind.max_sequences)
+        work_s = kind.gpus * (added_s(kind.beta_s, kind.gamma_s, context, remaining) + alone_s * seats)
+        usable = (footprint <= kind.kv_capacity_tokens) & (alone_s < within_s)
+        shares.append(np.where(usable, work_s / np.where(usable, within_s - alone_s, 1.0), np.inf))
+    share = np.array(shares)
+    pays = ((share <= FAR_MORE * share.min(axis=0)) & np.isfinite(share)).any(axis=1)
+    deployed = {instance.configuration for instance in problem.current}
+    kept = tuple(
+        kind for kind, wanted in zip(problem.configurations, pays, strict=True) if wanted or kind.id in deployed
+    )
+    return replace(problem, configurations=kept) if pays.any() else problem
 
 
 def _mixed(problem: MakespanProblem, fleet: LiveFleet) -> CandidateFleet:

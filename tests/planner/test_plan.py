@@ -518,3 +518,26 @@ def test_with_many_requests_the_solver_is_asked_once_and_never_changes_what_else
     assert [option for option in once.alternatives if option.name != "mixed"] == others
     (mixed,) = (option for option in once.alternatives if option.name == "mixed")
     assert mixed.infeasible_because or mixed.total_s > 0
+
+
+def test_with_many_requests_the_solver_is_not_offered_what_takes_more_gpu_time_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wasteful = replace(TP4, id=ConfigurationId("slow"), alpha_s=1.0, beta_s=0.01)
+    offered: list[list[str]] = []
+
+    def counted(problem: MakespanProblem) -> Solution:
+        offered.append([kind.id for kind in problem.configurations])
+        return solve(problem)
+
+    monkeypatch.setattr(planner.solver.options, "solve", counted)
+    monkeypatch.setattr(planner.solver.options, "SOLVED_BY_ALL", 0)
+    plan = plan_of(lopsided_step(), replace(CONFIG, configurations=(TP2, wasteful)))
+    assert offered == [["tp2"]]
+    assert [option.name for option in plan.alternatives] == [
+        "as it stands",
+        "rebalanced",
+        "tp2 spread",
+        "slow spread",
+        "mixed",
+    ]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.client import responses as reasons
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
@@ -57,14 +58,13 @@ class HttpRequest:
         return {name.lower(): value for name, value in reversed(self.headers)}
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpAnswer(NamedTuple):
     """A whole answer."""
 
     body: bytes
     status: int = 200
     content_type: str = _JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
@@ -132,7 +132,7 @@ class HttpConnection(asyncio.Protocol):
     def whole(self, answer: HttpAnswer) -> None:
         assert self._transport is not None
         self.answered = True
-        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
+        more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items()) if answer.headers else ""
         head = (
             f"HTTP/1.1 {answer.status} {reasons.get(answer.status, 'Error')}\r\nContent-Type: {answer.content_type}\r\n"
             f"Content-Length: {len(answer.body)}\r\n{more}{self._connection_header()}\r\n"
@@ -283,14 +283,12 @@ class HttpConnection(asyncio.Protocol):
         self._headers.append((name, value))
         if len(name) + len(value) > MOST_FIELD_BYTES:
             raise _too_long()
-        if len(self._headers) > MOST_HEADERS:
-            raise HttpRefusal(f"there must be at most {MOST_HEADERS} headers", status=431)
 
     def on_headers_complete(self) -> None:
+        if len(self._headers) > MOST_HEADERS:
+            raise HttpRefusal(f"there must be at most {MOST_HEADERS} headers", status=431)
         self._framing_bytes = 0
         names = [name.lower() for name, _ in self._headers]
-        if self._parser.get_method() == b"CONNECT":
-            raise HttpRefusal("CONNECT: Method Not Allowed", status=405)
         if self._parser.get_http_version() == "1.1" and names.count(b"host") != 1:
             raise HttpRefusal(f"Host: must be given once, got {names.count(b'host')} of them", "Host")
         if b"content-length" in names and int(self._headers[names.index(b"content-length")][1]) > MOST_BODY_BYTES:
@@ -310,8 +308,10 @@ class HttpConnection(asyncio.Protocol):
             raise _too_large()
 
     def on_message_complete(self) -> None:
-        if self._parser.should_upgrade():  # it is read again, without
-            return
+        if self._parser.should_upgrade():
+            if self._parser.get_method() == b"CONNECT":
+                raise HttpRefusal("CONNECT: Method Not Allowed", status=405)
+            return  # it is read again, without
         headers = tuple(
             (name.decode("latin-1"), value.strip(b" \t").decode("utf-8", "surrogateescape"))
             for name, value in self._headers

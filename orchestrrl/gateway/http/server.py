@@ -135,11 +135,10 @@ class GatewayServer:
         await self._operators.close()
 
     async def _answer(self, routes: Routes, request: HttpRequest, connection: HttpConnection) -> None:
-        asked = f"{request.method} {cut(request.url, 100)}"
         try:
             answer = await self._handler(routes, request)(request, connection)
         except HttpRefusal as refusal:
-            log_refusal(asked, connection.peer, refusal.status, str(refusal))
+            log_refusal(f"{request.method} {cut(request.url, 100)}", connection.peer, refusal.status, str(refusal))
             answer = refusal_answer(refusal)
         if answer is not None:
             connection.whole(answer)

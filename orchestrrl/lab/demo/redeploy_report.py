@@ -42,10 +42,6 @@ def as_json(demo: RedeployDemo) -> dict[str, Any]:
             for outcome in demo.seeds
             for redeployment in outcome.free.failed_redeployments
         ],
-        "tokens_recomputed": {
-            "pinned": [outcome.pinned.tokens_recomputed for outcome in demo.seeds],
-            "free": [outcome.free.tokens_recomputed for outcome in demo.seeds],
-        },
         "fabric": [
             {
                 "seed": outcome.seed,

@@ -76,11 +76,10 @@ class RedeployArm:
     began_s: float
     record: DemoStepRecord
     snapshots: list[FlightSnapshot]
+    fabric_before: ObservedFabric | None  # None: there is none
+    fabric_after: ObservedFabric | None
     redeployments: list[ObservedRedeployment] = field(default_factory=list)
     failed_redeployments: list[Mapping[str, Any]] = field(default_factory=list)
-    tokens_recomputed: int = 0
-    fabric_before: ObservedFabric | None = None  # None: there is none
-    fabric_after: ObservedFabric | None = None
 
 
 @dataclass(slots=True)
@@ -141,7 +140,7 @@ async def _run(
 ) -> RedeployArm:
     control = stack.control
     known = {redeployment["redeployment_id"] for redeployment in await _redeployments(control)}
-    before = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
+    urls = [worker.url for worker in (await stack.stack.status()).workers]
     fabric_before = await fabric_now(control, stack.site)
     looks: list[FlightSnapshot] = []
 
@@ -152,15 +151,13 @@ async def _run(
             tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
             looks.append(FlightSnapshot(time.time(), at, tokens))
 
-    async with connected("simulated", [worker.url for worker in before.workers]) as clients, meanwhile(poll, LOOK_S):
+    async with connected("simulated", urls) as clients, meanwhile(poll, LOOK_S):
         url = stack.stack.gateway_url
         record = await run_step(scenario, step, lambda _: url, clients, progress, hold=True, begun=begun)
         ended_s = time.time()
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
-    after = await control.call(control.control.GetStatus, control_pb2.GetStatusRequest())
-    arm = RedeployArm(ended_s - record.makespan_s / scenario.speed, record, looks)
-    arm.fabric_before, arm.fabric_after = fabric_before, await fabric_now(control, stack.site)
-    arm.tokens_recomputed = after.tokens_recomputed - before.tokens_recomputed
+    began_s, fabric_after = ended_s - record.makespan_s / scenario.speed, await fabric_now(control, stack.site)
+    arm = RedeployArm(began_s, record, looks, fabric_before, fabric_after)
     for redeployment in await _redeployments(control):
         if redeployment["redeployment_id"] in known or not redeployment["plan_id"]:
             continue

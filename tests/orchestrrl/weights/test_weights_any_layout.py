@@ -230,12 +230,13 @@ def fleet(rng: random.Random, folder: Path) -> Iterator[tuple[list[Host], list[H
         Host(peer_of(f"gen{n}", PeerRole.ENGINE, rng.choice(SHARES)), folder / f"gen{n}")
         for n in range(rng.randint(2, 5))
     ]
-    for host in (*trainers, *engines):
+    hosts = (*trainers, *engines)
+    for host in hosts:
         host.start()
     try:
         yield trainers, engines
     finally:
-        for host in (*trainers, *engines):
+        for host in hosts:  # also those that a test has taken out of its lists
             host.stop()
 
 

@@ -1,20 +1,21 @@
 """`orchestrrl engine`: engines that come with OrchestrRL."""
 
-import asyncio
+import ast
 import inspect
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
-from pydantic import ValidationError
 
 from orchestrrl.cli.command import set_signature
 from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
-from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+
+if TYPE_CHECKING:
+    from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 
 FLAGS = {"max_model_len_tokens": "max-model-len"}  # those that do not have their field's name
 
@@ -37,6 +38,11 @@ def simulated(
 
     Example: `orchestrrl engine simulated --port 8100 --speed 30 --max-num-seqs 48`
     """
+    # Imported here so that help and completion need none of it.
+    from pydantic import ValidationError
+
+    from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+
     given["misreport"] = {name: value for name, _, value in (text.partition("=") for text in misreport or ())}
     if lengths is not None:
         given["lengths"] = _read_yaml(lengths)
@@ -49,30 +55,43 @@ def simulated(
 
 
 def _parameters() -> Iterator[inspect.Parameter]:
-    """Yield the command's own parameters, and one for each field of the options that has a description."""
+    """Yield the command's own parameters, and one for each field of the options that has a description. The fields are
+    read from the source: help and completion do without pydantic."""
     yield from (each for each in inspect.signature(simulated).parameters.values() if each.name != "given")
-    for name, field in SimulatedOptions.model_fields.items():
-        if field.description is None:
+    module = ast.parse(files("orchestrrl.lab.simulated_engine").joinpath("options.py").read_text("utf-8"))
+    model = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "SimulatedOptions")
+    kinds: dict[str, Any] = {"float | None": float | None, "Path | None": Path | None, "tuple[int, ...]": list[int]}
+    kinds |= {kind.__name__: kind for kind in (str, int, float, bool)}
+    for field in model.body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.value, ast.Call):
             continue
-        option = typer.Option(f"--{FLAGS.get(name, name.replace('_', '-'))}", help=field.description)
-        annotation: Any = list[int] if field.annotation == tuple[int, ...] else field.annotation
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
-        )
+        given = {each.arg: each.value for each in field.value.keywords}
+        if "description" not in given:
+            continue
+        name = ast.unparse(field.target)
+        flag = f"--{FLAGS.get(name, name.replace('_', '-'))}"
+        option = typer.Option(flag, help=ast.literal_eval(given["description"]))
+        annotation, default = kinds[ast.unparse(field.annotation)], ast.literal_eval(given["default"])
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, keyword, default=default, annotation=Annotated[annotation, option])
 
 
 set_signature(simulated, _parameters())
 
 
 def _read_yaml(path: Path) -> Any:
+    import yaml
+
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ProblemFaults([f"lengths: cannot be read: {error}"]) from error
 
 
-async def _serve(options: SimulatedOptions, host: str, port: int) -> None:
-    from orchestrrl.lab.simulated_engine.server import SimulatedServer  # here, as help needs no HTTP server
+async def _serve(options: "SimulatedOptions", host: str, port: int) -> None:
+    import asyncio
+
+    from orchestrrl.lab.simulated_engine.server import SimulatedServer
 
     try:
         async with SimulatedServer(options, host=host, port=port) as server:

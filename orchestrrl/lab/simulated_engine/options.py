@@ -57,7 +57,7 @@ class KvLink:
 
 class SimulatedOptions(BaseModel):
     """Everything that makes one simulated engine. Times are virtual seconds, except `tick_s`. Fields with a description
-    are options of `orchestrrl engine simulated`."""
+    are options of `orchestrrl engine simulated`, which reads them from this source: their defaults are literals."""
 
     # Seats, KV, prefill and the marginal step times are those of one data-parallel replica, as vLLM counts them.
 

@@ -123,20 +123,24 @@ def row_of(row: object, columns: Columns) -> tuple[object, ...]:
 
 def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> "Table":
     """Return a table of cells. Columns of figures are aligned to the right; all but the first column are left out where
-    no row has a value there. None and empty text show as `-`, booleans as yes and no."""
+    no row has a value there. None and empty text show as `-`, booleans as yes and no; rich's Text keeps its style."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[_shown(value) for value in row] for row in rows]
+    cells = [
+        [value if isinstance(value, Text) else Text(_shown(value), overflow="fold") for value in row] for row in rows
+    ]
     made = Table(title=title or None, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [place for place in range(len(columns)) if not (place and cells and all(r[place] == EMPTY for r in cells))]
+    shown = [
+        place for place in range(len(columns)) if not (place and cells and all(r[place].plain == EMPTY for r in cells))
+    ]
     for place in shown:
-        values = [row[place] for row in cells if row[place] != EMPTY]
+        values = [row[place].plain for row in cells if row[place].plain != EMPTY]
         figures = place > 0 and all(map(_FIGURE.match, values))
         made.add_column(columns[place], justify="right" if figures else "left", no_wrap=place == 0)
     for row in cells:
-        made.add_row(*(Text(row[place], overflow="fold") for place in shown))
+        made.add_row(*(row[place] for place in shown))
     return made
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
 from orchestrrl.cli.command import Reason, daemon_command
 from orchestrrl.cli.control import answer
@@ -265,10 +266,11 @@ def control_text(control: dict[str, Any] | None, now_unix_s: float | None = None
     return escape(words)
 
 
-def health_text(worker: dict[str, Any]) -> str:
+def health_text(worker: dict[str, Any]) -> Text:
     """Its health, as far as the daemon knows it, and that an operator drains it."""
     health = worker["health"] or UNKNOWN if worker["reported"] else "no agent"
-    return f"{health}, draining" if worker["draining"] else str(health)
+    colour = HEALTH_COLOURS.get(worker["health"] or "", "yellow")
+    return Text(f"{health}, draining" if worker["draining"] else str(health), colour)
 
 
 def kv_used(worker: dict[str, Any]) -> float | None:
@@ -281,6 +283,7 @@ def ago(age_s: float | None) -> str:
     return "never" if age_s is None else f"{duration(age_s)} ago"
 
 
+HEALTH_COLOURS = {"ok": "green", "slow": "yellow", "gone": "red", "nonsense": "red"}
 WORKER_COLUMNS: Columns = {
     "worker": "engine_id",
     "health": health_text,

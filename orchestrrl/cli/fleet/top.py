@@ -18,12 +18,14 @@ from orchestrrl.cli.fleet.status import (
     control_text,
     fetch_status,
     fetch_weights,
+    kv_used,
     summary,
     trouble,
     weights_summary,
 )
+from orchestrrl.cli.formats import bar, percent
 from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text
-from orchestrrl.cli.output import Output, print_line, stdout, table
+from orchestrrl.cli.output import Columns, Output, print_line, stdout, table
 from orchestrrl.cli.plan.explain import headline
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.core.errors import OrchestrRLError, Permanent
@@ -80,7 +82,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [*whole[: 4 + len(worries)], *barrier_summary(status["barrier"])]
     parts += weights_summary(seen["weights"], status["now_unix_s"])
     parts += redeploy_text.redeployment_summary(status["redeployment"])
-    parts.append(table("", WORKER_COLUMNS, status["workers"]))
+    parts.append(table("", _columns(status["workers"]), status["workers"]))
     if balance is not None:
         parts += [*reasons(balance), *_moves(balance["moves"])]
     else:
@@ -99,6 +101,21 @@ async def _next_picture(client: ControlClient) -> RenderableType:
         return picture(await fetch_all(client))
     except OrchestrRLError as error:
         return f"[red]{escape(str(error))}[/red]"
+
+
+def _columns(workers: list[dict[str, Any]]) -> Columns:
+    """Those of `orchestrrl status`, with bars where a load has a most."""
+    most_waiting = max((worker["waiting"] for worker in workers), default=0)
+    return {
+        **WORKER_COLUMNS,
+        "run": lambda worker: _bar(worker["running"], worker["max_sequences"] or worker["running"]),
+        "wait": lambda worker: _bar(worker["waiting"], most_waiting),
+        "KV used": lambda worker: None if (used := kv_used(worker)) is None else _bar(used, 1.0, percent(used)),
+    }
+
+
+def _bar(value: float, full: float, text: str = "") -> str:
+    return f"{bar(value / full if full else 0.0, 12 if stdout().width >= 140 else 4)} {text or value}"
 
 
 def _moves(listed: list[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Output, cells_table, raise_faults
+from orchestrrl.cli.output import Output, raise_faults, table
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.core.errors import ProblemFaults
 
@@ -63,7 +63,7 @@ def gen(
     outcome = with_progress(lambda report: run_scenario(loaded, chosen, numbers or loaded.seeds, report))
     pictures = draw(outcome, plot) if plot else []
     wrote = [escape(f"wrote {path}") for path in pictures]
-    shown = cells_table(escape(loaded.name), COLUMNS, rows(outcome))
+    shown = table(escape(loaded.name), COLUMNS, rows(outcome))
     return Output(as_json(outcome), [shown, LEGEND, *marks(outcome), *wrote])
 
 

@@ -1,6 +1,6 @@
 """What a run of scenarios came to: one JSON object, a table's rows, pictures."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,20 +13,6 @@ from orchestrrl.lab.sim.run import ArmRun, NotKnowing, ScenarioOutcome
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = (
-    "arm",
-    "begins",
-    "step s",
-    "per s",
-    "gain",
-    "paper",
-    "idle",
-    "moves",
-    "redeployments",
-    "recomputed",
-    "preempted",
-    "off",
-)
 # Of the seeds' figures those that are reported by their names, as medians.
 MEDIANS = (
     *("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions"),
@@ -102,23 +88,26 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
     }
 
 
-def rows(outcome: ScenarioOutcome) -> Iterator[tuple[object, ...]]:
+def rows(outcome: ScenarioOutcome) -> Iterator[dict[str, Any]]:
+    """The fields of each arm, to be shown in COLUMNS."""
     for run in outcome.arms:
-        fields = _arm_json(outcome, run)
-        yield (
-            run.arm,
-            run.configuration,
-            f"{run.makespan_s:.1f}",
-            f"{fields['samples_per_s']:.2f}",
-            _decimals(fields["gain_vs_verl_to"]),
-            _decimals(fields["paper_gain"]),
-            f"{fields['idle_fraction']:.0%}",
-            _count(fields["moves"]),
-            _count(fields["redeployments"]),
-            _count(fields["tokens_recomputed"]),
-            _count(fields["preemptions"]),
-            None if fields["plan_error"] is None else f"{fields['plan_error']:.0%}",
-        )
+        yield {"arm": run.arm, **_arm_json(outcome, run)}
+
+
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "arm": lambda row: row["arm"],
+    "begins": lambda row: row["begins_with"],
+    "step s": lambda row: f"{row['makespan_s']:.1f}",
+    "per s": lambda row: f"{row['samples_per_s']:.2f}",
+    "gain": lambda row: _decimals(row["gain_vs_verl_to"]),
+    "paper": lambda row: _decimals(row["paper_gain"]),
+    "idle": lambda row: f"{row['idle_fraction']:.0%}",
+    "moves": lambda row: _count(row["moves"]),
+    "redeployments": lambda row: _count(row["redeployments"]),
+    "recomputed": lambda row: _count(row["tokens_recomputed"]),
+    "preempted": lambda row: _count(row["preemptions"]),
+    "off": lambda row: None if row["plan_error"] is None else f"{row['plan_error']:.0%}",
+}
 
 
 def _count(value: float) -> str | None:

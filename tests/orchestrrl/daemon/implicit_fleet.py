@@ -15,7 +15,7 @@ from planner.cost.engines import ENGINES
 from planner.cost.hardware import GPUS
 from planner.cost.models import MODELS
 from planner.cost.predict import predict
-from planner.model import EngineId, FastPolicy, Parallelism
+from planner.model import FastPolicy, Parallelism
 
 MODEL = "qwen2.5-14b"
 ON_H200 = ServingFacts(model=f"Qwen/{MODEL}", tp=1, gpu="NVIDIA H200")
@@ -63,11 +63,8 @@ class ImplicitWorld(World):
 
     async def __aenter__(self) -> "ImplicitWorld":
         await super().__aenter__()
-        for placement in self.placements:
-            engine = placement.engine
-            self.control_plane.fleet.state.add_engine(
-                EngineFacts(engine, self.engines[engine].url, gpus=placement.gpus)
-            )
+        for engine, gpus in self.placements.items():
+            self.control_plane.fleet.state.add_engine(EngineFacts(engine, self.engines[engine].url, gpus=gpus))
         return self
 
 
@@ -78,7 +75,7 @@ async def step_of(
     scenario = parse_scenario(SCENARIO)
     world = ImplicitWorld(scenario, journal, facts, policy)
     (requests,) = steps_of(scenario, seed)
-    ids = [EngineId(placement.engine) for placement in world.placements]
+    ids = list(world.placements)
     # As a router deals them that keeps a prompt's samples together.
     dealt = [ids[place // scenario.workload.samples % len(ids)] for place in range(len(requests))]
     async with world:

@@ -576,14 +576,18 @@ def slowed(kind: EngineKind, factor: float) -> EngineKind:
 
 
 async def one_step(
-    scenario: GenerationScenario, factor: float, journal: Path, *, profiled: bool = False
+    scenario: GenerationScenario, factor: float, journal: Path, *, curve: Curve | None = None
 ) -> tuple[World, list[tuple[float, float, float]]]:
-    """A step's plans: when each was made in it, and its predicted and actual seconds to the end."""
+    """A step's plans: when each was made in it, and its predicted and actual seconds to the end. With a `curve` of its
+    step times, the engine is known by a profile."""
     told = kinds_of(scenario)
     (name,) = told
+    if curve is not None:
+        step_time = replace(told[name].profile.step, base_s=curve)
+        told[name] = replace(told[name], profile=replace(told[name].profile, step=step_time))
     real = {name: slowed(told[name], factor)}
     fleet = fleet_section(scenario, told)
-    if profiled:  # with its curve, where the daemon's configuration has room for a line only
+    if curve is not None:  # with its curve, where the daemon's configuration has room for a line only
         dated = replace(told[name].profile, provenance=Provenance(ProfileSource.MEASURED, "2026-01-01"))
         write_profile(journal.with_suffix(".yaml"), profile(dated))
         fleet = {"gpus": fleet["gpus"], "profile": str(journal.with_suffix(".yaml"))}
@@ -636,10 +640,9 @@ async def test_plans_foresee_what_slower_engines_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 async def test_plans_foresee_what_engines_take_whose_step_times_bend(tmp_path: Path, factor: float) -> None:
-    curve = "base_s: {sequences: [1, 4, 16, 64], seconds: [0.008, 0.02, 0.04, 0.05]},"
-    text = SCENARIO.replace("alpha_s: 0.02, beta_s: 1.0e-4,", curve).replace("max_sequences: 16", "max_sequences: 64")
-    scenario = parse_scenario(text.replace("prompts: 12", "prompts: 48"))
-    _, outcomes = await one_step(scenario, factor, tmp_path / "journal.sqlite", profiled=True)
+    curve = Curve((1.0, 4.0, 16.0, 64.0), (0.008, 0.02, 0.04, 0.05))
+    text = SCENARIO.replace("max_sequences: 16", "max_sequences: 64").replace("prompts: 12", "prompts: 48")
+    _, outcomes = await one_step(parse_scenario(text), factor, tmp_path / "journal.sqlite", curve=curve)
     later = [(predicted_s, actual_s) for at_s, predicted_s, actual_s in outcomes if factor == 1.0 or at_s > 10]
     missed_s = sum(abs(predicted_s - actual_s) for predicted_s, actual_s in later)
     assert len(later) >= 5

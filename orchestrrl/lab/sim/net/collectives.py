@@ -200,7 +200,7 @@ class RingChoice:
         return plateau * (latency.base_s + inside * nvlink_s + self.rounds * step_s)
 
     def seconds(self, size: float, servers: Servers) -> float:
-        """Of `size` bytes, on a network that is in nobody's way: the alpha-beta model."""
+        """Return the time of `size` bytes on a network without other traffic: the alpha-beta model."""
         shape, rate = self.shape, servers.nvlink_bytes_per_s
         if shape.servers > 1:
             rate = min(rate, servers.nic_bytes_per_s * shape.channels)

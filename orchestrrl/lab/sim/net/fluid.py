@@ -180,13 +180,13 @@ def _drained(
     return end_s, behind
 
 
-def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer], *, tolerance: float = TOLERANCE) -> Floats:
+def seconds(network: LinkNetwork, transfers: Sequence[MessageTransfer]) -> Floats:
     """[transfer], all beginning together. Each ends when its last flow does, its rounds' latency later. A message of
     one round takes as long as the slowest; those of several rounds go from server to server, in turn over every flow
     that leaves one: they take these flows' mean each."""
     flows = GpuFlows.joined([each.flows for each in transfers])
     routes = network.routes(flows)
-    ends_s = finish_s(network, flows, routes, tolerance=tolerance)
+    ends_s = finish_s(network, flows, routes)
     elapsed_s, begin = np.array([each.overhead_s for each in transfers], np.float64), 0
     for i, each in enumerate(transfers):
         end = begin + len(each.flows)

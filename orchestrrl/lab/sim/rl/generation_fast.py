@@ -250,7 +250,7 @@ class _FastFleet:
             self._balance(snapshot, step)
 
     def _snapshot(self, started_s: float) -> Snapshot:
-        """What agents and a gateway would tell, without their delays: every age is 0."""
+        """Return what agents and a gateway would report, without their delays: every age is 0."""
         running, finished = self._running(), tuple(self._finished)
         return Snapshot(
             now_s=self._now_s,

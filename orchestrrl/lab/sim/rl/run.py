@@ -169,8 +169,8 @@ def _streamed(stream: ResponseStream) -> str:
     return f"answers of a step are {size} on their way to training, {at_once} if all went at once"
 
 
-def _thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
     """Evenly, the first and the last kept."""
-    if len(points) <= most:
+    if len(points) <= MOST_POINTS:
         return tuple(points)
-    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
+    return tuple(points[round(i * (len(points) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS))

@@ -12,7 +12,6 @@ is retained where the next window does not cover the change).
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
@@ -84,12 +83,6 @@ def _of_rank(
     return (done_s if first_s is None else first_s), at_s
 
 
-class CircuitCourse(StrEnum):
-    KEEP = "keep"  # one plan for the whole iteration
-    REDUCE = "reduce"  # other circuits for gradients, back while the optimizer steps
-    REDUCE_AND_GATHER = "reduce_and_gather"  # other circuits for gradients and parameters, back before the first pass
-
-
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """Seconds of all of a rank's gradients, and parameters, on one network; infinite where there is no way."""
@@ -100,7 +93,6 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    course: CircuitCourse
     seconds: float  # of the iteration
     schedule: PipelineSchedule
     reduced: GradientReduction
@@ -125,28 +117,31 @@ def _passes(given: StageLoad, gather_s: float) -> tuple[PipelineSchedule, float]
 
 
 def _kept(given: StageLoad, kept: Gradients, optimizer_s: float) -> Taken:
+    """One plan for the whole iteration."""
     schedule, shift_s = _passes(given, kept.gather_s)
     done = reduced(given, schedule, kept.reduce_s)
-    return Taken(CircuitCourse.KEEP, shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
+    return Taken(shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
 
 
 def _for_reduction(
     given: StageLoad, kept: Gradients, changed: Gradients, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
+    """Other circuits for gradients, back while the optimizer steps."""
     schedule, shift_s = _passes(given, kept.gather_s)
     from_s = last_sent_s(given, schedule) + reconfigures_s
     done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
     back_s = max(optimizer_s, reconfigures_s)
-    return Taken(CircuitCourse.REDUCE, shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
+    return Taken(shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
 
 
 def _for_both(given: StageLoad, changed: Gradients, optimizer_s: float, reconfigures_s: float) -> Taken:
+    """Other circuits for gradients and parameters, back before the first pass."""
     schedule = given.schedule()
     from_s = last_sent_s(given, schedule) + reconfigures_s
     done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
     shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, schedule))
     seconds = shift_s + done.seconds + optimizer_s
-    return Taken(CircuitCourse.REDUCE_AND_GATHER, seconds, schedule, done, changed.gather_s, shift_s)
+    return Taken(seconds, schedule, done, changed.gather_s, shift_s)
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
@@ -219,6 +214,7 @@ def gradients(network: LinkNetwork, exchanges: Mapping[str, GroupCollective]) ->
     )
 
 
+LEAST_WINDOW_S = 1e-9
 Sent = tuple[str, float, float]  # group, from, to
 
 
@@ -268,7 +264,7 @@ def _offsets(given: StageLoad, each: Pass) -> list[Sent]:
     return found
 
 
-def windows(found: tuple[CollectiveBoundary, ...], least_s: float = 1e-9) -> tuple[OverlapWindow, ...]:
+def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
     """Between collectives, where none is under way."""
     if len(found) < 2:
         return ()
@@ -277,7 +273,7 @@ def windows(found: tuple[CollectiveBoundary, ...], least_s: float = 1e-9) -> tup
     until_s = np.maximum.accumulate(end_s)
     fresh = np.concatenate([[True], end_s[1:] > until_s[:-1]])
     latest = np.maximum.accumulate(np.where(fresh, np.arange(len(found)), 0))  # whose end `until_s` is
-    gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + least_s)
+    gaps = np.flatnonzero(begin_s[1:] > until_s[:-1] + LEAST_WINDOW_S)
     rows = zip(until_s[gaps].tolist(), begin_s[gaps + 1].tolist(), latest[gaps].tolist(), gaps.tolist(), strict=True)
     return tuple(
         OverlapWindow(from_s, to_s, found[last].group, found[gap + 1].group) for from_s, to_s, last, gap in rows
@@ -322,7 +318,6 @@ def _iteration_of(found: TrainingOnFabric, taken: Taken, free: Taken, step_s: fl
         boundaries=sent,
         windows=windows(sent),
         waits_s=parts["circuits"],
-        circuits=str(taken.course),
     )
 
 

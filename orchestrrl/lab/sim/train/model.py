@@ -190,4 +190,3 @@ class TrainingIteration:
     boundaries: tuple[CollectiveBoundary, ...]
     windows: tuple[OverlapWindow, ...]
     waits_s: float = 0.0  # of parts_s: for circuits that were not there in time
-    circuits: str = "keep"  # how they were used: see CircuitCourse

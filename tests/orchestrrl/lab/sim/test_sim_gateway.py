@@ -31,7 +31,7 @@ NARROW = kinds(scenario())[ConfigurationId("narrow")]
 
 
 def virtual_engines(count: int) -> list[VirtualEngine]:
-    return [VirtualEngine.start(EngineId(f"e{n}"), NARROW, (GpuId(n),), f"http://e{n}.sim", 0.0) for n in range(count)]
+    return [VirtualEngine(EngineId(f"e{n}"), NARROW, (GpuId(n),), f"http://e{n}.sim", 0.0) for n in range(count)]
 
 
 def routes(engines: Sequence[VirtualEngine]) -> tuple[EngineRoute, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrrl.cli.main import main
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.lab.simulated_engine.weights import WeightsFace
+from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.orders import PeerOrders
 
@@ -56,7 +56,7 @@ class Marked:
 
 
 def mark_all(marked: Marked) -> None:
-    append, act, moved, take_s = Journal.append, PeerOrders._act, ThreadedCarrier._moved, WeightsFace._take_s
+    append, act, moved, take_s = Journal.append, PeerOrders._act, ThreadedCarrier._moved, ManagedFace._take_s
 
     def appending(journal: Journal, at_s: float, kind: EntryKind, subject: str, body: Any) -> int:
         here = {"kind": str(kind), "step": body.get("step")} if kind in OURS else None
@@ -77,14 +77,14 @@ def mark_all(marked: Marked) -> None:
         moved(carrier, run, size)
         marked.at("received" if run.is_receiver else "sent")
 
-    async def taking(face: WeightsFace, virtual_s: float) -> None:
+    async def taking(face: ManagedFace, virtual_s: float) -> None:
         marked.at("load")
         await take_s(face, virtual_s)
 
     Journal.append = appending  # type: ignore[method-assign, assignment]
     PeerOrders._act = acting  # type: ignore[method-assign, assignment]
     ThreadedCarrier._moved = moving  # type: ignore[method-assign, assignment]
-    WeightsFace._take_s = taking  # type: ignore[method-assign, assignment]
+    ManagedFace._take_s = taking  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrrl", "planner", "balancer", "ocs_drivers")
 # Assignments that fill in no part of ours, or cannot come sooner, with the reason of each.
 ALLOWED = {
-    ("orchestrrl/cli/ocs/emulate.py", "device.on_setter"): "the terminal follows a device while a client is served",
+    ("orchestrrl/cli/ocs/emulator.py", "device.on_setter"): "the terminal follows a device while a client is served",
     ("orchestrrl/gateway/http/server.py", "connection.on_writable"): "the connection is one request's, not a part",
 }
 

@@ -17,7 +17,7 @@ PROCESSES = {
     # The clients of engines that agents and gateways have.
     "orchestrrl.lab.simulated_engine.client": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
     "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
-    "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"prometheus_client"},
+    "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"httptools", "prometheus_client"},
     "orchestrrl.weights.peer.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
     "orchestrrl.lab.simulated_engine.server": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
     "orchestrrl.daemon.running": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},

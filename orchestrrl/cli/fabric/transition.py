@@ -4,21 +4,11 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import Field
 from rich.markup import escape
 
 from orchestrrl.cli.command import ProblemFile, problem_command
-from orchestrrl.cli.fabric.cabling import (
-    CABLING_CHECKS,
-    CabledSwitchPart,
-    CrossConnectPart,
-    cabling,
-    cross_connects,
-    port_pairs,
-)
 from orchestrrl.cli.formats import bar, duration
 from orchestrrl.cli.output import Output, View, cells_table, fields
-from orchestrrl.cli.problem import ProblemPart, read_problem
 
 if TYPE_CHECKING:
     from planner.fabric.model import Pair, PortPair
@@ -54,6 +44,8 @@ def fabric_transition(file: ProblemFile) -> Output:
 
         orchestrrl fabric transition - --json < transition.json
     """
+    from orchestrrl.cli.fabric.transition_problem import CHECKS, TransitionFile, problem_of
+    from orchestrrl.cli.problem import read_problem
     from planner.fabric.transition import transition
 
     problem = problem_of(read_problem(file, TransitionFile, CHECKS))
@@ -61,24 +53,6 @@ def fabric_transition(file: ProblemFile) -> Output:
     found = transition(problem)
     solve_s = time.perf_counter() - started_s
     return Output(_json(problem, found), _view(problem, found, solve_s))
-
-
-class TransitionFile(ProblemPart):
-    switches: list[CabledSwitchPart]
-    current: list[CrossConnectPart]
-    target: list[CrossConnectPart]
-    max_moves_per_stage: int = Field(ge=1, lt=2**53)
-    min_fraction: float = Field(ge=0, le=1)
-
-
-CHECKS = (*CABLING_CHECKS, cross_connects("current", "target", ends_differ=True))
-
-
-def problem_of(read: TransitionFile) -> "TransitionProblem":
-    from planner.fabric.transition import TransitionProblem
-
-    current, target = port_pairs(read.current), port_pairs(read.target)
-    return TransitionProblem(cabling(read.switches), current, target, read.max_moves_per_stage, read.min_fraction)
 
 
 def _json(problem: "TransitionProblem", found: "Transition") -> dict[str, Any]:

@@ -12,9 +12,11 @@ from orchestrrl.cli.fleet import status
 from orchestrrl.cli.fleet.engine import simulated
 from orchestrrl.cli.gateway import gateway
 from orchestrrl.cli.main import application, load
+from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
 from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES, AffinitySlack
+from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
 
@@ -38,6 +40,7 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
     for name, parameter in inspect.signature(simulated).parameters.items():
         if name in SimulatedOptions.model_fields and name not in ("lengths", "misreport"):
             assert parameter.default == getattr(options, name), name
+    assert EMULATED_PROTOCOLS == PROTOCOLS
     flags = inspect.signature(gateway).parameters
     kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S}
     assert {name: flags[name].default for name in kept} == kept

@@ -14,7 +14,7 @@ from ocs_drivers.emulators.registry import EMULATORS, make_emulator
 from ocs_drivers.model import CrossConnect
 from ocs_drivers.registry import make_driver
 from orchestrrl.cli.main import application
-from orchestrrl.cli.ocs import emulate as ocs_emulate
+from orchestrrl.cli.ocs import emulator as ocs_emulator
 from orchestrrl.lab.emulated_switch import GrpcEmulator
 
 DEADLINE_S = 120.0
@@ -23,7 +23,7 @@ PATIENT = {"tune_timeout_s": DEADLINE_S}
 
 def configured(protocol: str, address: str) -> dict[str, Any]:
     """What the command prints for a configuration, read as one."""
-    item: dict[str, Any] = yaml.safe_load(ocs_emulate._configured(protocol, address))
+    item: dict[str, Any] = yaml.safe_load(ocs_emulator._configured(protocol, address))
     return item
 
 

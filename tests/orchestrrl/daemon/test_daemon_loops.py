@@ -23,7 +23,7 @@ from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from planner.admission import ControlState
-from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId, Snapshot
+from planner.model import ConfigurationId, EngineHealth, EngineId, Mode, Plan, RequestId
 from planner.move_methods import FIXED_PRIOR_S
 
 TP2 = "{id: tp2, gpus: 2, alpha_s: 0.02, beta_s: 1e-4, gamma_s: 4e-8, kv_capacity_tokens: 100000, max_sequences: 4, \
@@ -437,7 +437,7 @@ class Deployed:
         self.error = error
         self.plans: list[Plan] = []
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot) -> RedeploymentOutcome:
+    async def carry_out(self, plan: Plan) -> RedeploymentOutcome:
         self.plans.append(plan)
         with self.turn.preparing():
             await self.clock.sleep(2.0)

@@ -53,6 +53,8 @@ DOMAINS: dict[str, tuple[str, ...]] = {
         "orchestrrl/core/journal/values.py",
     ),
     "operations": (
+        "orchestrrl/core/operation.py",
+        "orchestrrl/core/delivery.py",
         "orchestrrl/core/operation_runner.py",
         "orchestrrl/core/unknown_outcomes.py",
         "orchestrrl/core/nodes.py",

@@ -18,7 +18,7 @@ from http.client import responses as reasons
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from httptools import HttpParserCallbackError, HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from orchestrrl.core.errors import cut
 from orchestrrl.gateway.http.field_types import HttpRefusal
@@ -112,8 +112,10 @@ class HttpConnection(asyncio.Protocol):
     def _begin_request(self) -> None:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._head_bytes = 0
+        self._has_head = False  # what comes as a header is a trailer, which is left out
+        self._continue_due = False
+        self._body = bytearray()
 
     @property
     def peer(self) -> object:
@@ -216,6 +218,7 @@ class HttpConnection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._stop_timer()
         self._requests.clear()
+        self._begin_request()
         if self._task is not None:
             self._cut(self._task)
 
@@ -234,9 +237,10 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusing:
             return
+        is_ahead = self._task is not None or bool(self._requests)  # and not the request that is answered next
         self._feed(data)
         self._advance()
-        if self._task is not None or self._requests:
+        if is_ahead and (self._task is not None or self._requests):
             self._ahead_bytes += len(data)
             if self._ahead_bytes > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
                 self._paused = True
@@ -252,11 +256,14 @@ class HttpConnection(asyncio.Protocol):
                 except HttpParserUpgrade as upgrade:
                     data = self._without_upgrade() + data[upgrade.args[0] :]
             if self._framing_bytes > MOST_FRAMING_BYTES:
-                raise HttpRefusal("a head, a chunk size or a trailer has no end", status=431)
+                raise _endless()
         except (HttpParserError, HttpRefusal) as error:
             # What has begun is refused after the answers to what came before it.
             cause = error.__context__ if isinstance(error, HttpParserError) else error
             refusal = cause if isinstance(cause, HttpRefusal) else _parser_refusal(error, data)
+            if isinstance(error, HttpParserCallbackError) and refusal is not cause:
+                logger.error("a request could not be read", exc_info=cause)
+                refusal = HttpRefusal(DEFECT, status=500)
             self._refusing = True
             self._ended()
             self._requests.append(refusal)
@@ -264,7 +271,8 @@ class HttpConnection(asyncio.Protocol):
     def _without_upgrade(self) -> bytes:
         """Return the head of a request that asks for another protocol without that: the parser leaves out its body."""
         headers = [b"%b: %b\r\n" % header for header in self._headers if header[0].lower() != b"upgrade"]
-        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._url, b"".join(headers))
+        line = b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
+        head = b"%b\r\n%b\r\n" % (line, b"".join(headers))
         self._parser = HttpRequestParser(self)
         self._begin_request()
         return head
@@ -276,20 +284,29 @@ class HttpConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        if len(self._url) > MOST_FIELD_BYTES:
-            raise _too_long()
+        self._check_size(len(self._url), len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
-        if len(name) + len(value) > MOST_FIELD_BYTES:
-            raise _too_long()
+        self._check_size(len(name) + len(value), len(name) + len(value))
+        if not self._has_head:
+            self._headers.append((name, value))
+
+    def _check_size(self, field_bytes: int, more_bytes: int) -> None:
+        self._head_bytes += more_bytes
+        if field_bytes > MOST_FIELD_BYTES:
+            raise HttpRefusal(
+                f"the request line and each header must have at most {MOST_FIELD_BYTES} bytes", status=431
+            )
+        if self._head_bytes > MOST_FRAMING_BYTES:
+            raise _endless()
 
     def on_headers_complete(self) -> None:
         if len(self._headers) > MOST_HEADERS:
             raise HttpRefusal(f"there must be at most {MOST_HEADERS} headers", status=431)
-        self._framing_bytes = 0
+        self._framing_bytes, self._has_head = 0, True
         names = [name.lower() for name, _ in self._headers]
-        if self._parser.get_http_version() == "1.1" and names.count(b"host") != 1:
+        is_latest = self._parser.get_http_version() == "1.1"
+        if is_latest and names.count(b"host") != 1:
             raise HttpRefusal(f"Host: must be given once, got {names.count(b'host')} of them", "Host")
         if b"content-length" in names and int(self._headers[names.index(b"content-length")][1]) > MOST_BODY_BYTES:
             raise _too_large()
@@ -297,14 +314,12 @@ class HttpConnection(asyncio.Protocol):
             expected = self._headers[names.index(b"expect")][1].strip().decode(errors="replace")
             if expected.lower() != "100-continue":
                 raise HttpRefusal(f"Expect: must be 100-continue, got {cut(repr(expected), 80)}", "Expect", status=417)
-            if self._task is None and not self._requests and self._transport is not None:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._continue_due = is_latest and not self._parser.should_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
-        self._body.append(body)
-        self._body_bytes += len(body)
-        if self._body_bytes > MOST_BODY_BYTES:
+        self._body += body
+        if len(self._body) > MOST_BODY_BYTES:
             raise _too_large()
 
     def on_message_complete(self) -> None:
@@ -318,7 +333,7 @@ class HttpConnection(asyncio.Protocol):
         )
         method, url = self._parser.get_method().decode(), self._url.decode("utf-8", "surrogateescape")
         version, keep_alive = self._parser.get_http_version(), self._parser.should_keep_alive()
-        self._requests.append(HttpRequest(method, url, headers, b"".join(self._body), version, keep_alive))
+        self._requests.append(HttpRequest(method, url, headers, bytes(self._body), version, keep_alive))
         self._ended()
 
     def _ended(self) -> None:
@@ -337,6 +352,8 @@ class HttpConnection(asyncio.Protocol):
         """Answer the next request, if there is one and the client has read the answers before."""
         if self._task is not None or not self.writable or self._transport is None or self._transport.is_closing():
             return
+        if self._refusing and not self._requests:  # it has been refused
+            return
         if self._requests:
             request = self._requests.popleft()
             self.answered = False
@@ -347,9 +364,15 @@ class HttpConnection(asyncio.Protocol):
             self._keep, self._version, self._bodiless = request.keep_alive, request.version, request.method == "HEAD"
             self._task = asyncio.get_running_loop().create_task(self._server.answer(request, self))
             self._task.add_done_callback(self._over)
+        if self._requests:
             return
         self._ahead_bytes = 0
         self._resume_reading()
+        if self._task is not None:
+            return
+        if self._continue_due:
+            self._continue_due = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self._begun and self._timer is None:
             slow = HttpRefusal(f"the request was not all there after {REQUEST_WITHIN_S:g} s", status=408)
             self._timer = asyncio.get_running_loop().call_later(REQUEST_WITHIN_S, self.refuse, slow)
@@ -375,8 +398,8 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
 
-def _too_long() -> HttpRefusal:
-    return HttpRefusal(f"the request line and each header must have at most {MOST_FIELD_BYTES} bytes", status=431)
+def _endless() -> HttpRefusal:
+    return HttpRefusal("a head, a chunk size or a trailer has no end", status=431)
 
 
 def _too_large() -> HttpRefusal:

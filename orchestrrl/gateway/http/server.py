@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +41,7 @@ from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId, MoveMethod, RequestId, RequestMove
 
 DRAIN_POLL_S = 0.05
+OPERATORS_WITHIN_S = 1.0  # for the answers to operators, at the end
 
 ENDPOINTS = {"/v1/completions": CompletionEndpoint.COMPLETIONS, "/v1/chat/completions": CompletionEndpoint.CHAT}
 OPERATOR_PREFIX = "/orchestrrl/"
@@ -132,13 +133,16 @@ class GatewayServer:
 
     async def close(self) -> None:
         await self.trainers.close()
+        until_s = self._gateway.clock.now_s() + OPERATORS_WITHIN_S
+        while self._operators.busy and self._gateway.clock.now_s() < until_s:
+            await self._gateway.clock.sleep(DRAIN_POLL_S)
         await self._operators.close()
 
     async def _answer(self, routes: Routes, request: HttpRequest, connection: HttpConnection) -> None:
         try:
             answer = await self._handler(routes, request)(request, connection)
         except HttpRefusal as refusal:
-            log_refusal(f"{request.method} {cut(request.url, 100)}", connection.peer, refusal.status, str(refusal))
+            log_refusal(_asked(request), connection.peer, refusal.status, str(refusal))
             answer = refusal_answer(refusal)
         if answer is not None:
             connection.whole(answer)
@@ -148,16 +152,17 @@ class GatewayServer:
         method = "GET" if request.method == "HEAD" else request.method
         if (handler := routes.get((request.url, method))) is not None:
             return handler
-        path = _parts(request).path
-        if (handler := routes.get((unquote(path), method))) is not None:
+        path, _ = _target(request)
+        if (handler := routes.get((path, method))) is not None:
             return handler
-        asked = f"{request.method} {cut(unquote(path), 100)}"
+        asked = _asked(request)
         if routes is self.routes and path.startswith(OPERATOR_PREFIX):
             url = self._operator_url(request)
             where = "is not served" if url is None else f"is at {url}"
             raise HttpRefusal(f"{asked}: Not Found; the operator API {where}", status=404)
         if allowed := [method for other, method in routes if other == path]:
-            raise HttpRefusal(f"{asked}: Method Not Allowed", status=405, headers={"Allow": ",".join(allowed)})
+            listed = ",".join("GET,HEAD" if method == "GET" else method for method in allowed)
+            raise HttpRefusal(f"{asked}: Method Not Allowed", status=405, headers={"Allow": listed})
         raise HttpRefusal(f"{asked}: Not Found", status=404)
 
     # --- OpenAI ------------------------------------------------------------------------------------------------------
@@ -176,7 +181,7 @@ class GatewayServer:
             return json_answer(response(job.request.form, job.records, job.request.answers_per_prompt))
         error = job.failure.error.get("error")
         message = str(error.get("message") if isinstance(error, Mapping) else error)
-        log_refusal(f"{request.method} {request.url}", connection.peer, job.failure.status, message)
+        log_refusal(_asked(request), connection.peer, job.failure.status, message)
         return json_answer(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
@@ -245,7 +250,7 @@ class GatewayServer:
 
     async def _requests(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         """The ledger: everything in flight and what ended last. `?id=R` gives the tokens of R too."""
-        wanted = next(iter(parse_qs(_parts(request).query).get("id", ())), None)
+        wanted = next(iter(parse_qs(_target(request)[1], keep_blank_values=True).get("id", ())), None)
         now_s = self._gateway.clock.now_s()
         if wanted is not None:
             record = self._gateway.ledger.get(RequestId(wanted))
@@ -274,11 +279,24 @@ class GatewayServer:
         return RequestMove(*ids, method=item.method)
 
 
-def _parts(request: HttpRequest) -> SplitResult:
-    try:
-        return urlsplit(request.url)
-    except ValueError as error:
-        raise HttpRefusal(f"the request line must have a URL, got {cut(repr(request.url), 80)}") from error
+def _target(request: HttpRequest) -> tuple[str, str]:
+    """Return the path, without percent-encoding, and the query."""
+    url = request.url
+    if not url.startswith("/"):
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise HttpRefusal(f"the request line must have a URL, got {cut(repr(url), 80)}") from error
+        url = f"{parts.path}?{parts.query}"
+    path, _, query = url.partition("?")
+    return path if "%2f" in path.lower() else unquote(path), query  # an encoded slash separates nothing
+
+
+def _asked(request: HttpRequest) -> str:
+    """Return the request for a message: without the query and the login of its URL, which may be secrets."""
+    with suppress(HttpRefusal):
+        return f"{request.method} {cut(_target(request)[0], 100)}"
+    return request.method
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:

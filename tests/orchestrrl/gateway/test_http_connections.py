@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from orchestrrl.gateway.http import connections
 from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, HttpServer
 
 DEADLINE_S = 120.0
@@ -97,6 +98,43 @@ async def test_a_body_in_chunks_between_others(served: Fixture) -> None:
     assert served.bodies == [b"one", b"abc", b"two"]
 
 
+async def test_trailers_are_no_headers(served: Fixture) -> None:
+    chunked = LINE + b"\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+    await served.talk(chunked + b"X-Request-Id: t\r\nAuthorization: Bearer t\r\n\r\n", usual(b"two"), until=b"<two>")
+    assert served.bodies == [b"abc", b"two"]
+    assert served.seen[0].headers == (("Host", "h"), ("Transfer-Encoding", "chunked"))
+
+
+async def test_a_body_is_asked_for_when_its_turn_comes(served: Fixture) -> None:
+    asked = LINE + b"\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+    reader, writer = await asyncio.open_connection(served.host, served.port)
+    writer.write(usual(b"one") + asked)
+    async with asyncio.timeout(DEADLINE_S):
+        assert b"<one>HTTP/1.1 100 Continue\r\n\r\n" in await reader.readuntil(b"100 Continue\r\n\r\n")
+        writer.write(b"two" + asked.replace(b"1.1", b"1.0") + b"six")
+        rest = await reader.readuntil(b"<six>")
+    writer.close()
+    assert served.bodies == [b"one", b"two", b"six"]
+    assert b"100 Continue" not in rest  # HTTP/1.0 has none
+
+
+async def test_another_protocol_is_not_taken_up_from_http_1_0(served: Fixture) -> None:
+    asked = b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    assert (await served.talk(asked, until=b"<>")).startswith(b"HTTP/1.1 200 ")
+    assert served.seen[0].version == "1.0"
+
+
+async def test_a_defect_in_reading_is_none_of_the_client(
+    served: Fixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> HttpRequest:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(connections, "HttpRequest", broken)
+    assert (await served.talk(usual(b"one"), until=b"\r\n")).startswith(b"HTTP/1.1 500 ")
+    assert "RuntimeError: a defect" in caplog.text
+
+
 @pytest.mark.parametrize("body", [b"", b"ab"])
 async def test_another_protocol_is_not_taken_up(served: Fixture, body: bytes) -> None:
     """Java's client asks for HTTP/2 with its first request."""
@@ -130,7 +168,12 @@ async def test_nonsense_is_refused(served: Fixture) -> None:
     assert (await served.talk(b"hello\r\n\r\n", until=b"\r\n")).startswith(b"HTTP/1.1 400 ")
 
 
-@pytest.mark.parametrize("head", [b"X-A: %b\r\n" % (b"a" * 9_000), b"".join(b"X-%d: a\r\n" % n for n in range(200))])
+MANY = b"".join(b"X-%d: %b\r\n" % (number, b"a" * 7_000) for number in range(14))
+
+
+@pytest.mark.parametrize(
+    "head", [b"X-A: %b\r\n" % (b"a" * 9_000), b"".join(b"X-%d: a\r\n" % n for n in range(200)), MANY]
+)
 async def test_heads_are_bounded(served: Fixture, head: bytes) -> None:
     answer = await served.talk(LINE + b"\r\nHost: h\r\n" + head + b"\r\n", until=b"\r\n")
     assert answer.startswith(b"HTTP/1.1 431 ")

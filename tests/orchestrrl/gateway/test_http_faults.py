@@ -170,7 +170,23 @@ async def test_no_credential_gets_into_the_log_or_an_answer(harness: HttpHarness
         _, answer = await harness.send(request(BODY, headers=headers))
         assert b"s3cret" not in answer
     await harness.send(asking(min_tokens="a"))
+    for url in (b"/v1/completions?key=s3cret", b"http://me:s3cret@h/v1/completions", b"http://me:s3cret@h/nothing"):
+        await harness.send(asking(min_tokens="a").replace(b"/v1/completions", url))
     assert not any("s3cret" in line for line in harness.log.take())
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        (b"GET //x/health", 404, "GET //x/health: Not Found"),
+        (b"GET /v1%2Fmodels", 404, "GET /v1%2Fmodels: Not Found"),
+        (b"DELETE /%76%31/models", 405, "DELETE /v1/models: Method Not Allowed"),
+        (b"GET /%6frchestrrl/requests", 404, "the operator API"),
+    ],
+)
+async def test_a_path_is_what_it_is_written_as(harness: HttpHarness, asked: bytes, status: int, words: str) -> None:
+    got, answer = await harness.send(asked + b" HTTP/1.1\r\nHost: h\r\n\r\n")
+    assert (got, words in json.loads(answer)["error"]["message"]) == (status, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

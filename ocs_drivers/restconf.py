@@ -150,14 +150,19 @@ class RestconfWire(yang.PolatisWire):
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
     async def _get(self, path: str, parse: Callable[[object], T]) -> T | None:
-        """None: the switch has no such data."""
+        """None: the switch has no such data. An answer without the container that was asked for is nonsense."""
         command = f"GET {self._root}{path}"
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return None
         check_status(answer, command, is_setter=False, text=_errors(answer))
         try:
-            return parse(parse_json(answer.body))
+            body = parse_json(answer.body)
+            name = path.rpartition("/")[2].rpartition(":")[2]
+            # A leaf that facts can do without.
+            if not path.endswith(yang.STARTUP_MODE) and not isinstance(yang.found(body, name), Mapping):
+                raise ValueError(f"must hold an object {name}, got {yang.shown(body)}")
+            return parse(body)
         except ValueError as error:
             raise nonsense(error, answer, command, is_setter=False) from None
 

@@ -144,6 +144,47 @@ async def test_refusals_are_told_in_the_switchs_words() -> None:
             await driver.facts()
 
 
+def answering(emulator: RestconfEmulator, told: dict[str, object]) -> None:
+    """A GET of what is named so is answered with this."""
+    dispatch = emulator._dispatch
+
+    async def answer(method: str, path: str, body: bytes) -> EmulatedReply:
+        name = path.rpartition(":")[2]
+        return EmulatedReply(200, told[name]) if name in told else await dispatch(method, path, body)
+
+    emulator._dispatch = answer  # type: ignore[method-assign]
+
+
+STARTING: dict[str, object] = {"status": {"state": "starting"}}
+
+
+@pytest.mark.parametrize("body", [{}, STARTING, {"optical-switch:NAME": None}])
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [
+        ("cross-connects", "cross_connects"),
+        ("port-config", "ports"),
+        ("opm-power", "ports"),
+        ("product-information", "facts"),
+        ("modules-state", "facts"),
+        ("restconf-state/capabilities", "facts"),
+    ],
+)
+async def test_an_answer_without_what_was_asked_is_nonsense(name: str, verb: str, body: dict[str, object]) -> None:
+    """It must not read as if no circuits, ports or features were there."""
+    told = {key.replace("NAME", name): value for key, value in body.items()}
+    async with switch({"power": True}, power=True) as (driver, emulator, _):
+        answering(emulator, {name: told})
+        async with refusal(DriverPermanent, "answered nonsense", f"must hold an object {name.rpartition('/')[2]}"):
+            await getattr(driver, verb)()
+
+
+async def test_facts_do_without_a_startup_mode() -> None:
+    async with switch() as (driver, emulator, _):
+        answering(emulator, {"startup-mode": {}})
+        assert (await driver.facts()).boot is BootBehaviour.UNKNOWN
+
+
 async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
     driver = make_driver("restconf", "ocs1", {"address": "127.0.0.1:1"})
     async with refusal(DriverRetryable, "ocs1", "the connection failed"):

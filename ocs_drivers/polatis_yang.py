@@ -186,6 +186,18 @@ def cross_connects(data: object) -> list[CrossConnect]:
     return list(listed.values())
 
 
+def port_entries(data: object) -> dict[int, Mapping[str, object]]:
+    """The entries of `port-config`, or of `ports` of older revisions, by port number."""
+    listed: dict[int, Mapping[str, object]] = {}
+    for container in ("port-config", "ports"):
+        for entry in entries(mapping(found(data, container), container), "port"):
+            number = parse_port(entry.get("port-id"))
+            if number in listed:
+                raise ValueError(f"port {number} is listed twice")
+            listed[number] = entry
+    return listed
+
+
 def ports(data: object) -> list[PortState]:
     """Of `port-config`, whose power stands in `opm-power`, or of `ports` of older revisions, which has both."""
     powers = {
@@ -193,17 +205,13 @@ def ports(data: object) -> list[PortState]:
         for entry in entries(mapping(found(data, "opm-power"), "opm-power"), "port")
         if "power" in entry
     }
-    states: dict[int, PortState] = {}
-    for container in ("port-config", "ports"):
-        for entry in entries(mapping(found(data, container), container), "port"):
-            number = parse_port(entry.get("port-id"))
-            status = parse_status(entry.get("status", entry.get("port-status")))
-            opm = entry.get("opm")
-            power = opm.get("power") if isinstance(opm, Mapping) else None
-            if number in states:
-                raise ValueError(f"port {number} is listed twice")
-            states[number] = PortState(number, status, powers.get(number) if power is None else parse_power(power))
-    return list(states.values())
+    states: list[PortState] = []
+    for number, entry in port_entries(data).items():
+        status = parse_status(entry.get("status", entry.get("port-status")))
+        opm = entry.get("opm")
+        power = opm.get("power") if isinstance(opm, Mapping) else None
+        states.append(PortState(number, status, powers.get(number) if power is None else parse_power(power)))
+    return states
 
 
 def boot(data: object) -> BootBehaviour:
@@ -268,10 +276,12 @@ class PolatisWire(SwitchWire):
 
     async def read_facts(self) -> SwitchFacts:
         containers: dict[str, Sequence[str]] = {"product-information": (), STARTUP_MODE: (), **self._ports()}
-        product, states, starts = await self.read(containers, lambda data: (information(data), ports(data), boot(data)))
+        product, listed, starts = await self.read(
+            containers, lambda data: (information(data), port_entries(data), boot(data))
+        )
         if product is None:
             raise DriverPermanent(f"there is no {MODULE} model{self.hint}")
-        connectivity, ingress, egress = sides(product["model-name"], [port.port for port in states], self._size)
+        connectivity, ingress, egress = sides(product["model-name"], listed, self._size)
         return SwitchFacts(
             vendor=product["manufacturer"] or "Polatis",
             model=product["model-name"] or "unknown",

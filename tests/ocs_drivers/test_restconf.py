@@ -185,6 +185,17 @@ async def test_facts_do_without_a_startup_mode() -> None:
         assert (await driver.facts()).boot is BootBehaviour.UNKNOWN
 
 
+async def test_a_status_that_is_not_understood_hides_no_circuits() -> None:
+    async with switch() as (driver, emulator, _):
+        emulator.device.model.add((ONE,))
+        ports = [{"port-id": port, "status": "WARMING" if port == 3 else "ENABLED"} for port in range(1, 33)]
+        answering(emulator, {"port-config": {"optical-switch:port-config": {"port": ports}}})
+        assert len((await driver.facts()).ingress_ports) == 16
+        assert await connected(driver) == {ONE}
+        async with refusal(DriverPermanent, "WARMING"):
+            await driver.ports()
+
+
 async def test_nobody_there_is_retryable_and_nothing_was_sent() -> None:
     driver = make_driver("restconf", "ocs1", {"address": "127.0.0.1:1"})
     async with refusal(DriverRetryable, "ocs1", "the connection failed"):

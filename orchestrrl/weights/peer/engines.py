@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,8 @@ class PeerEngines:
     async def watch(self, interval_s: float) -> None:
         while True:
             await self.refresh()
+            # A fresh server takes seconds; of one that names its version this is known since it was asked for that.
+            await self._take_sums([own for own in self._own.values() if own.has is None], ASK_S)
             await self._clock.sleep(interval_s)
 
     async def refresh(self) -> None:
@@ -212,14 +214,16 @@ class PeerEngines:
 
     async def take_sums(self) -> bool:
         """Whether any would have the sum of a folder taken in a load, and says so soon."""
+        return await self._take_sums(self._own.values(), SOON_S)
 
+    async def _take_sums(self, owns: Iterable[_Own], within_s: float) -> bool:
         async def one(engine: Engine) -> bool:
             with suppress(OrchestrRLError, TimeoutError):  # it is said by whatever needs it
-                async with asyncio.timeout(SOON_S):
+                async with asyncio.timeout(within_s):
                     return await weights_engine(engine).takes_sums()
             return False
 
-        return any(await asyncio.gather(*(one(own.engine) for own in self._own.values())))
+        return any(await asyncio.gather(*(one(own.engine) for own in owns)))
 
     async def _loaded(self, own: _Own) -> LoadedWeights | None:
         """Its own word. It may name a version without a sum of it: that is told again as it was when it was brought."""

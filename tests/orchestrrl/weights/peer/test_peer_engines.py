@@ -41,6 +41,31 @@ class BusyEngine:
         return self.mode is not None
 
 
+class FreshEngine:
+    """A server that was just started: it names no version, and takes 3 virtual seconds to say how it loads, once."""
+
+    url = "http://e0"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.weights = self
+        self._said = False
+        self._ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now_s() + self._ahead_s)
+
+    async def loaded(self) -> None:
+        return None
+
+    async def takes_sums(self) -> bool:
+        if not self._said:
+            self._ahead_s += 3.0
+            for _ in range(5):  # a limit that is over by then ends this
+                await asyncio.sleep(0)
+            self._said = True
+        return True
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> BusyEngine:
     engine = BusyEngine()
@@ -81,3 +106,15 @@ async def test_what_ends_in_time_leaves_it_at_rest(engine: BusyEngine) -> None:
     engine.has_request = False
     assert await resting == "e0 is paused"
     assert engine.calls == ["wait", "keep"]
+
+
+async def test_how_a_fresh_engine_loads_is_known_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its folder is summed while requests stand still: what has to be known soon is then not waited for."""
+    engine = FreshEngine(monkeypatch)
+    monkeypatch.setattr(peer_engines, "connect", lambda *_, **__: engine)
+    engines = _engines()
+    watching = asyncio.create_task(engines.watch(5.0))
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert await engines.take_sums()
+    watching.cancel()

@@ -69,15 +69,13 @@ class TreeTransfer:
         record.state(SyncState.PLANNING)
         await self._trainers_there()
         have = await self._have(receivers)
-        wanted = {*receivers, *(each.peer for each in self._publications)}
-        peers = [peer for id, peer in acts.hub.attached().items() if id in wanted]
-        planned = await self._plan(peers, acts.circuits.network(), have)
+        planned = await self._plan(receivers, acts.circuits.network(), have)
         self._is_up = True
         brought: BroughtUp
         map: VersionMap
         brought, map = await each_done([self._bring_up(planned), self._sums(planned)])
         if brought.notes:  # it is not as the plan had it
-            planned = await self._plan(peers, brought.network, have)
+            planned = await self._plan(receivers, brought.network, have)
         record.put(
             bytes=planned.bytes,
             estimate_s=planned.estimate_s,
@@ -122,8 +120,10 @@ class TreeTransfer:
         return found
 
     async def _plan(
-        self, peers: Sequence[Peer], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
+        self, receivers: Collection[PeerId], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
     ) -> PlannedSync:
+        wanted = {*receivers, *(each.peer for each in self._publications)}
+        peers = [peer for id, peer in self._acts.hub.attached().items() if id in wanted]
         self._plans += 1
         version, settings = self._record.report.version, self._acts.settings
         name = f"{self._record.id}.{self._plans}"

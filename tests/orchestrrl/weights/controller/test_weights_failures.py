@@ -1,5 +1,6 @@
 """What goes wrong on a version's way, what becomes of it, and who is told."""
 
+from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -10,10 +11,12 @@ from weights_harness import START_S, TENSORS, Harness, played
 
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
+from orchestrrl.daemon.weight_circuits import PacketNetwork
 from orchestrrl.weights import controller
+from orchestrrl.weights.controller.actions import BroughtUp
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.orders import RestEngine
+from orchestrrl.weights.orders import CarryEdges, RestEngine
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
@@ -97,6 +100,30 @@ def test_an_engine_whose_peer_is_away_for_a_moment_is_waited_for(tmp_path: Path)
         assert harness.sync.report(sync_id).detail == ""
         report = await harness.report(sync_id)
         assert (report.code, report.attempt) == ("done", 1)
+
+    played(tmp_path, scene)
+
+
+def test_a_peer_that_comes_back_elsewhere_while_circuits_come_up_gets_its_bytes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Circuits that are not as the plan had them make another one, of peers as they are by then."""
+
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        p1, introduced = harness.peer("p1"), harness.peer("p1").peer
+
+        async def bring_up(self: PacketNetwork, *_: Any, **__: Any) -> BroughtUp:
+            p1.die()
+            monkeypatch.setattr(p1, "peer", lambda: replace(introduced(), transports={"tcp": "p1:2"}))
+            p1.come_back()
+            return BroughtUp(self.network(), ("p1 is joined otherwise",))
+
+        monkeypatch.setattr(PacketNetwork, "bring_up", bring_up)
+        report = await harness.report(harness.publish(2))
+        assert (report.code, report.attempt) == ("done", 1)
+        edges = [e for order in p1.orders if isinstance(order, CarryEdges) for e in order.edges]
+        assert {e.address for e in edges if e.dst == "p1" and e.id.startswith(report.id)} == {"p1:2"}
 
     played(tmp_path, scene)
 

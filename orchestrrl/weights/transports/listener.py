@@ -24,7 +24,7 @@ from pathlib import Path
 from orchestrrl.weights.transports.base import LinkBroken, NotYet
 
 MAGIC = b"ORlw"
-VERSION = 1
+VERSION = 2
 GREETING = struct.Struct("!4sBH")
 MOST_BYTES = 1024  # of a key, or an answer
 INTRODUCED_WITHIN_S = 5.0

@@ -23,10 +23,11 @@ class TestTcp(TransportConformance):
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             GREETING.pack(b"ELSE", VERSION, 3) + b"key",
             GREETING.pack(MAGIC, VERSION + 1, 3) + b"key",
+            GREETING.pack(MAGIC, 1, 3) + b"key",  # it meets for groups in another way
             GREETING.pack(MAGIC, VERSION, MOST_BYTES + 1) + b"k" * 10_000,
             GREETING.pack(MAGIC, VERSION, 2) + b"\xff\xfe",
         ],
-        ids=["http", "magic", "version", "length", "not text"],
+        ids=["http", "magic", "version", "first version", "length", "not text"],
     )
     def test_strangers_are_shown_out(self, said: bytes) -> None:
         with socket.create_connection(parts_of(self.two.address)) as stranger:

@@ -47,27 +47,32 @@ class GroupTransport(ABC):
         return self._listener.open()
 
     def accept(self, key: str, timeout_s: float) -> IncomingLink:
-        prefix = secrets.token_hex(8)
-        meeting = self._listener.accept(key, timeout_s, f"{self._own_store} {prefix}".encode())
-        return GroupIncoming(self._made(meeting, self._own_store, prefix, RECEIVER), meeting)
+        answer = f"{self._own_store} {secrets.token_hex(8)}".encode()
+        meeting = self._listener.accept(key, timeout_s, answer)
+        return GroupIncoming(self._made(meeting, answer, RECEIVER), meeting)
 
     def dial(self, address: str, key: str, timeout_s: float) -> OutgoingLink:
         meeting, answer = knock(address, key, timeout_s)
-        store, prefix = answer.decode().split()
-        return GroupOutgoing(self._made(meeting, store, prefix, SENDER), meeting)
+        return GroupOutgoing(self._made(meeting, answer, SENDER), meeting)
 
     def close(self) -> None:
         self._listener.close()
-        self._stores.clear()
+        with self._connecting:
+            self._stores.clear()
 
-    def _made(self, meeting: socket.socket, store: str, prefix: str, rank: int) -> "JoinedGroup":
+    def _made(self, meeting: socket.socket, answer: bytes, rank: int) -> "JoinedGroup":
+        store = ""
         try:
+            store, prefix = answer.decode().split()
             return self._join(dist.PrefixStore(prefix, self._connected(store)), rank)
-        except RuntimeError as error:  # all of torch.distributed's are
+        except BaseException as error:
             meeting.close()
             if rank == SENDER:
-                self._stores.pop(store, None)
-            raise LinkBroken(f"no group with the other end: {_short(error)}") from error
+                with self._connecting:
+                    self._stores.pop(store, None)
+            if isinstance(error, RuntimeError | ValueError):  # of torch.distributed, or of an answer that is none
+                raise LinkBroken(f"no group with the other end: {_short(error)}") from error
+            raise
 
     def _connected(self, address: str) -> Any:
         host, port = parts_of(address)

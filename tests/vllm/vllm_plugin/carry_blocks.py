@@ -24,16 +24,16 @@ def caches(seed: int, *, in_one_piece: bool) -> dict[str, torch.Tensor]:
     return {"first": first, "second": second, "third": second}
 
 
-def until_ended(porter: kv_handover.Porter) -> tuple[set[str], set[str], set[str]]:
+def until_ended(worker: kv_handover.KvWorker) -> tuple[set[str], set[str], set[str]]:
     deadline_s = time.monotonic() + DEADLINE_S
-    while not any(ended := porter.ended()):
+    while not any(ended := worker.ended()):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     return ended
 
 
 def carry(store: KvEntryStore, *, in_one_piece: bool) -> KvBlockLayout:
-    source, target = (kv_handover.Porter(store, rank=0, num_blocks=BLOCKS) for _ in range(2))
+    source, target = (kv_handover.KvWorker(store, rank=0, num_blocks=BLOCKS) for _ in range(2))
     there, here = caches(1, in_one_piece=in_one_piece), caches(2, in_one_piece=in_one_piece)
     untouched = {name: cache.clone() for name, cache in here.items()}
     source.register(there)

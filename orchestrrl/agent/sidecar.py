@@ -110,4 +110,5 @@ class Agent:
         return telemetry_codec.ENGINE_REPORT.to_pb(await self._outgoing.next_report())
 
     async def _refuse(self, operation: Operation) -> OperationResult:
+        """Refuse the daemon's orders. Raises Permanent, which the link returns as a failed result."""
         raise Permanent(f"{self._id} is an agent: {operation.action.kind} is for gateways")

@@ -132,12 +132,10 @@ def cells_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[obje
         [value if isinstance(value, Text) else Text(_shown(value), overflow="fold") for value in row] for row in rows
     ]
     made = Table(title=title or None, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [
-        place for place in range(len(columns)) if not (place and cells and all(r[place].plain == EMPTY for r in cells))
-    ]
+    values = [[row[place].plain for row in cells if row[place].plain != EMPTY] for place in range(len(columns))]
+    shown = [place for place in range(len(columns)) if not place or values[place] or not cells]
     for place in shown:
-        values = [row[place].plain for row in cells if row[place].plain != EMPTY]
-        figures = place > 0 and all(map(_FIGURE.match, values))
+        figures = place > 0 and all(map(_FIGURE.match, values[place]))
         made.add_column(columns[place], justify="right" if figures else "left", no_wrap=place == 0)
     for row in cells:
         made.add_row(*(row[place] for place in shown))

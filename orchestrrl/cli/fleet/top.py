@@ -104,7 +104,7 @@ async def _next_picture(client: ControlClient) -> RenderableType:
 
 
 def _columns(workers: list[dict[str, Any]]) -> Columns:
-    """Those of `orchestrrl status`, with bars where a load has a most."""
+    """Return the columns of `orchestrrl status`, with bars for loads that have a maximum."""
     most_waiting = max((worker["waiting"] for worker in workers), default=0)
     return {
         **WORKER_COLUMNS,

@@ -337,7 +337,7 @@ async def test_weights_change_under_a_running_request(
     operator = await harness.server.start_operator("127.0.0.1", 0)
 
     async def barrier(path: str, asked: dict[str, Any]) -> dict[str, Any]:
-        async with pair.http.post(f"{operator}/orchestrrl/barrier/{path}", json=asked) as response:
+        async with pair.http.post(f"{operator}/orchestrrl/{path}", json=asked) as response:
             assert response.status == 200, await response.text()
             told: dict[str, Any] = await response.json()
             return told

@@ -85,6 +85,7 @@ class Harness:
     def make_gateway(self, name: str) -> MarkedProcess:
         words = ["--listen", f"127.0.0.1:{free_port()}", "--engine-kind", "simulated"]
         words += ["--daemon", self.daemon_address, "--id", name, "--drain-s", "0"]
+        words += ["--policy", "round_robin"]  # requests are on all engines, however slow one seemed
         command = command_of("gateway", *words, "--ledger", self.folder / f"{name}.ledger")
         return MarkedProcess(name, command, self.folder, cwd=self.folder)
 

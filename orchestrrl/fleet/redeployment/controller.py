@@ -8,7 +8,7 @@ actions.py's, where engines go targets.py's.
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -83,6 +83,7 @@ class RedeploymentController:
         ours = self._ours() if opened is None else (*opened.intent.old, *opened.intent.new, *opened.intent.asleep)
         if ours is not None:
             await self._end_strangers({spec.engine for spec in ours})
+        self._drop_stopped(() if opened is None else (*opened.intent.old, *opened.intent.new))
         if opened is None:
             for deployed in [each for each in self._running.values() if each.life is EngineLife.ENDED]:
                 await self._bury(deployed)
@@ -141,6 +142,14 @@ class RedeploymentController:
     def _ours(self) -> tuple[EngineSpec, ...] | None:
         """None where that is not known: all that is found is adopted then."""
         return None if self._fleet is None else (*self._fleet.serving, *self._fleet.asleep)
+
+    def _drop_stopped(self, under_way: Collection[EngineSpec]) -> None:
+        """Engines of redeployments that do not serve are no routes. The last ones of an earlier daemon may name them,
+        and another engine may have their address by now."""
+        there = {engine for engine, up in self._running.items() if up.life is not EngineLife.ENDED and not up.lent}
+        redeployed = (spec for report in self.history() for spec in (*report.old, *report.new))
+        for engine in sorted({spec.engine for spec in (*under_way, *redeployed)} - there):
+            self._control_plane.engine_stopped(engine)
 
     async def _end_strangers(self, ours: set[EngineId]) -> None:
         for engine in [engine for engine in self._running if engine not in ours]:

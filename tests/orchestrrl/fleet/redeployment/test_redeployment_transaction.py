@@ -45,6 +45,7 @@ def check_whole(harness: Harness, engines: set[str], requests: int = 6) -> None:
     """The fleet is these engines, all of them get requests, and none is anywhere else."""
     assert set(harness.machines.alive()) == engines
     assert serving(harness) == engines
+    assert {str(route.engine) for route in harness.gateway.routes.routes} == engines
     assert not harness.gateway.held
     assert len(harness.gateway.requests) == requests
     assert {str(view.engine) for view in harness.gateway.requests.values()} <= engines
@@ -166,6 +167,26 @@ async def test_killed_again_on_the_way_back(harness: Harness) -> None:
             await harness.clock.advance(10.0)
     harness.killed_after = None
     async with harness.daemon():
+        report = await harness.until_ended()
+        assert report.state is OperationState.ROLLED_BACK
+        check_whole(harness, {"a", "b", "w"})
+
+
+async def test_an_engine_that_an_earlier_daemon_routed_to_and_stopped_is_no_route(harness: Harness) -> None:
+    """Another engine may have come up at its address."""
+    async with harness.daemon() as redeployer:
+        new = EngineId(f"{redeployer.begin(TO_TP2)}.0")
+        while new not in harness.machines.alive():
+            await harness.clock.advance(0.1)
+        harness.plane.fleet.engine_reported(engine_report(new), 1)
+        await harness.clock.advance(1.0)
+        (routes,) = harness.entries(EntryKind.ROUTES)[-1:]
+        assert str(new) in str(routes.body)
+        harness.killed_after = 0
+    del harness.machines.engines[new]
+    harness.killed_after = None
+    async with harness.daemon():
+        assert str(new) not in {str(route.engine) for route in harness.gateway.routes.routes}
         report = await harness.until_ended()
         assert report.state is OperationState.ROLLED_BACK
         check_whole(harness, {"a", "b", "w"})

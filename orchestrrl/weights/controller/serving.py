@@ -6,7 +6,7 @@ an engine that a peer was started with is that peer's. No engine is two peers'.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -40,10 +40,10 @@ def served(
     now_s: float,
     patience_s: float,
     *,
-    keep_unknown: bool = False,
+    gone: Collection[EngineId] | None = None,
 ) -> AssignedEngines:
-    """Assign engines to the peers that serve them. A peer that has gone for less than `patience_s` keeps its
-    own. Pure."""
+    """Assign engines to the peers that serve them. A peer that has gone for less than `patience_s` keeps its own, and
+    where it is known which engines are `gone`, every peer keeps the unknown ones that are not. Pure."""
     there = {
         id: state for id, state in sorted(peers.items()) if state.attached or now_s - state.last_report_s < patience_s
     }
@@ -71,10 +71,10 @@ def served(
             unserved[engine] = f"its peer {holder} is not attached"
         if all(id == holder for id in has):  # another lets go of it first
             wanted[holder][engine] = now.url
-    if keep_unknown:
+    if gone is not None:
         for id in wanted:
             for each in there[id].peer.engines:
-                if each.given and each.engine not in engines:
+                if each.given and each.engine not in engines and each.engine not in gone:
                     wanted[id][each.engine] = each.url
     return AssignedEngines(wanted, unserved)
 
@@ -151,8 +151,8 @@ class PeerAssignments:
     # --- inside
 
     def _served(self, now_s: float) -> AssignedEngines:
-        keep_unknown = now_s - self._began_s < UNKNOWN_FOR_S
-        return served(self.engines(), self._hub.peers, now_s, self._patience_s, keep_unknown=keep_unknown)
+        gone = self.seen if now_s - self._began_s < UNKNOWN_FOR_S else None  # of those that it does not know now
+        return served(self.engines(), self._hub.peers, now_s, self._patience_s, gone=gone)
 
     async def _send(self, peer: PeerId, engines: Mapping[EngineId, str]) -> None:
         try:

@@ -107,6 +107,21 @@ def test_who_was_told_of_an_engine_serves_it_after_its_restart_and_the_daemons(t
     played(tmp_path, scene)
 
 
+def test_an_engine_that_leaves_soon_after_the_daemon_came_is_served_no_longer(tmp_path: Path) -> None:
+    """What a daemon that has just come does not know stays its peer's, what it has seen leave does not."""
+
+    async def scene(harness: Harness) -> None:
+        serving_peer(harness, "p3", "h3")
+        harness.come("e3", "h3")
+        await _begun(harness)
+        assert serves(harness, "p3") == {"e3"}
+        harness.leave("e3")
+        await harness.pass_time(3.0)
+        assert serves(harness, "p3") == set()
+
+    played(tmp_path, scene)
+
+
 def test_of_two_the_first_by_id_serves_it_and_keeps_it(tmp_path: Path) -> None:
     async def scene(harness: Harness) -> None:
         serving_peer(harness, "p4", "h3")
@@ -477,6 +492,6 @@ def test_no_engine_is_two_peers_and_who_can_be_served_is(
     held = {each.engine for state in there.values() for each in state.peer.engines}
     for engine in engines:
         assert engine in givers or engine in found.unserved or engine in held
-    kept = served({}, states, 100.0, 5.0, keep_unknown=True)
+    kept = served({}, states, 100.0, 5.0, gone=())
     for id, wanted in kept.wanted.items():
         assert wanted == {each.engine: each.url for each in states[id].peer.engines if each.given}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from orchestrrl import __version__
-from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import Describe, EngineWatch
+from orchestrrl.agent.watch import Describe, EngineWatch, HealthLimits
 from orchestrrl.core.addresses import host_id
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent

@@ -16,7 +16,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.agent.health import HealthLimits
+    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.engines.base import Engine
     from planner.model import EngineId, NodeId
 
@@ -53,8 +53,8 @@ def agent(
     Example: `orchestrrl agent --rings /dev/shm/orchestrrl-rings`
     """
     # Imported here so that help and completion need none of it.
-    from orchestrrl.agent.health import HealthLimits
     from orchestrrl.agent.probe_link import WindowReporter
+    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.core.clock import WallClock
     from orchestrrl.engines.base import connect
     from orchestrrl.rpc.channel import first_of

@@ -8,7 +8,7 @@ the journal and go the same way.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from pydantic import TypeAdapter
@@ -19,9 +19,18 @@ from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.kinds import NODE_OPERATIONS
 from orchestrrl.core.journal.store import Journal, JournalEntry
 from orchestrrl.core.operation_journal import OperationJournal
-from orchestrrl.core.operations import Action, Operation, OperationId, OperationResult, OperationStatus
+from orchestrrl.core.operations import (
+    Action,
+    MoveRequests,
+    MovesOutcome,
+    Operation,
+    OperationId,
+    OperationItemResult,
+    OperationResult,
+    OperationStatus,
+)
 from orchestrrl.core.unknown_outcomes import OperationEvidence, settle
-from planner.model import NodeId
+from planner.model import NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +102,31 @@ class OperationRunner:
         except Retryable as error:
             self._end(opened, OperationStatus.FAILED, f"nothing was sent: {error}")
         return await future
+
+    async def run_moves(
+        self, moves: Sequence[RequestMove], gateway_of: Callable[[RequestId], NodeId | None], valid_for_s: float
+    ) -> MovesOutcome:
+        """Have every gateway move its own requests, all gateways at once. A request occurs at most once."""
+        by_gateway: dict[NodeId, list[RequestMove]] = {}
+        outcome: dict[RequestId, OperationItemResult] = {}
+        for move in moves:
+            gateway = gateway_of(move.request)
+            if gateway is None:
+                detail = "no gateway has it in flight"
+                outcome[move.request] = OperationItemResult(move.request, done=False, detail=detail)
+            else:
+                by_gateway.setdefault(gateway, []).append(move)
+        results = await asyncio.gather(
+            *(self.run(gateway, MoveRequests(tuple(held)), valid_for_s) for gateway, held in by_gateway.items())
+        )
+        for held, result in zip(by_gateway.values(), results, strict=True):
+            told = {item.id: item for item in result.items}
+            silent = result.detail or f"{result.status}, without a reason"
+            for move in held:
+                outcome[move.request] = told.get(move.request) or OperationItemResult(
+                    move.request, done=False, detail=silent
+                )
+        return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
 
     def receive(self, result: OperationResult) -> None:
         """A node's word. A repeated one, or one about a closed operation, changes nothing."""

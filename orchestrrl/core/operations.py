@@ -168,3 +168,11 @@ def status_of(items: tuple[OperationItemResult, ...]) -> OperationStatus:
     if done == len(items):
         return OperationStatus.DONE
     return OperationStatus.PARTIAL if done else OperationStatus.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class MovesOutcome:
+    """What became of each move, in the order in which they were asked for, and the operations behind them."""
+
+    items: tuple[OperationItemResult, ...]
+    operations: tuple[OperationResult, ...]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import EngineWatch
+from orchestrrl.agent.watch import EngineWatch, HealthLimits
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.nodes import NodeKind, NodeRegistry
 from orchestrrl.engines.base import Engine, connect

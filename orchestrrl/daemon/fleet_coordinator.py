@@ -18,13 +18,13 @@ from orchestrrl.core.defects import MOVES
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind, NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import MoveRequests, Operation, OperationResult
+from orchestrrl.core.operations import MoveRequests, MovesOutcome, Operation, OperationResult
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.fleet.cancellation import Canceller
 from orchestrrl.fleet.membership_changes import MembershipChanges, engine_facts
-from orchestrrl.fleet.move_orders import MovedRequest, MovesOutcome, checked_move, moved_requests, run_moves
+from orchestrrl.fleet.move_orders import MovedRequest, checked_move, moved_requests
 from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, ReportAck
@@ -209,7 +209,7 @@ class FleetCoordinator:
         versions = self.routes.kv_versions(snapshot.engines)
         priced = choose_move_methods(moves, self.planning.identified(snapshot), self.planning.move_costing(versions))
         named = [replace(m, from_engine=self.state.own_name(m.request, m.from_engine)) for m in priced]
-        return await run_moves(self.runner, named, self.state.gateway_of, self.config.fast.operation_expiry_s)
+        return await self.runner.run_moves(named, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
     def start_moves(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> asyncio.Task[MovesOutcome]:
         task = asyncio.create_task(self.carry_out(moves, snapshot))

@@ -48,7 +48,7 @@ class EngineCapabilities:
 @dataclass(frozen=True, slots=True)
 class EngineSample:
     """One reading of an engine's metrics. Totals are counters since the engine's start; prompt tokens that were loaded
-    do not count as such. The agent that takes it adds the times and the rate (agent/health.py)."""
+    do not count as such. The agent that takes it adds the times and the rate (agent/watch.py)."""
 
     running: int
     waiting: int

@@ -20,7 +20,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.errors import Permanent, ProblemFaults, shorten
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.fleet.move_orders import MovesOutcome
+from orchestrrl.core.operations import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import EngineFacts, FleetState
 from planner.model import ConfigurationId, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot

@@ -1,21 +1,11 @@
-"""Moves of requests -> one operation per gateway that holds them, an outcome per move, and predicted against actual."""
+"""Moves of requests: the check of an operator's own, and predicted against actual of those that were carried out."""
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
-from planner.model import EngineHealth, EngineId, MoveMethod, NodeId, RequestId, RequestMove, Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class MovesOutcome:
-    """What became of each move, in the order in which they were asked for, and the operations behind them."""
-
-    items: tuple[OperationItemResult, ...]
-    operations: tuple[OperationResult, ...]
+from orchestrrl.core.operations import OperationItemResult
+from planner.model import EngineHealth, EngineId, MoveMethod, RequestId, RequestMove, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +41,6 @@ def checked_move(snapshot: Snapshot, request: RequestId, to_engine: EngineId) ->
     if engines[to_engine].outdated:
         raise Permanent(f"engine {to_engine} has not the fleet's weights: see `orchestrrl barrier`")
     return RequestMove(request, found.engine, to_engine, state=found.state)
-
-
-async def run_moves(
-    runner: OperationRunner,
-    moves: Sequence[RequestMove],
-    gateway_of: Callable[[RequestId], NodeId | None],
-    valid_for_s: float,
-) -> MovesOutcome:
-    """Have every gateway move its own requests, all gateways at once. A request occurs at most once."""
-    by_gateway: dict[NodeId, list[RequestMove]] = {}
-    outcome: dict[RequestId, OperationItemResult] = {}
-    for move in moves:
-        gateway = gateway_of(move.request)
-        if gateway is None:
-            outcome[move.request] = OperationItemResult(move.request, done=False, detail="no gateway has it in flight")
-        else:
-            by_gateway.setdefault(gateway, []).append(move)
-    results = await asyncio.gather(
-        *(runner.run(gateway, MoveRequests(tuple(held)), valid_for_s) for gateway, held in by_gateway.items())
-    )
-    for held, result in zip(by_gateway.values(), results, strict=True):
-        told = {item.id: item for item in result.items}
-        for move in held:
-            silent = OperationItemResult(
-                move.request, done=False, detail=result.detail or f"{result.status}, without a reason"
-            )
-            outcome[move.request] = told.get(move.request, silent)
-    return MovesOutcome(tuple(outcome[move.request] for move in moves), tuple(results))
 
 
 def moved_requests(

@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.agent.health import HealthLimits as AgentLimits
 from orchestrrl.agent.sidecar import Agent
+from orchestrrl.agent.watch import HealthLimits as AgentLimits
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config, EngineSettings, ListenSettings
 from orchestrrl.core.journal.store import Journal

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock
-from orchestrrl.fleet.move_orders import MovesOutcome
+from orchestrrl.core.operations import MovesOutcome
 from orchestrrl.fleet.redeployment.steps import Redeployment
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import FleetState

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from orchestrrl.agent.health import EngineTrack, HealthLimits, fold, judge
+from orchestrrl.agent.watch import EngineTrack, HealthLimits, fold, judge
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, Retryable

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.agent.health import EngineTrack, HealthLimits, capability_faults, fold, judge, metric_faults
+from orchestrrl.agent.watch import EngineTrack, HealthLimits, capability_faults, fold, judge, metric_faults
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import EngineCapabilities, EngineSample

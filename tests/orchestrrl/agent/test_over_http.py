@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import EngineWatch
+from orchestrrl.agent.watch import EngineWatch, HealthLimits
 from orchestrrl.core.clock import WallClock
 from orchestrrl.engines.base import connect
 from orchestrrl.fleet.reports import EngineReport

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from fake_engine import FakeEngine
 
-from orchestrrl.agent.health import HealthLimits
-from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch
+from orchestrrl.agent.watch import ASK_AGAIN_S, EngineWatch, HealthLimits
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.engines.base import EngineCapabilities, EngineSample

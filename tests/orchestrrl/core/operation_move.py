@@ -20,6 +20,7 @@ from orchestrrl.core.nodes import Attachment, NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.core.operations import (
     MoveRequests,
+    MovesOutcome,
     Operation,
     OperationItemResult,
     OperationResult,
@@ -28,7 +29,6 @@ from orchestrrl.core.operations import (
     status_of,
 )
 from orchestrrl.core.unknown_outcomes import OperationEvidence
-from orchestrrl.fleet.move_orders import MovesOutcome, run_moves
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 
@@ -105,7 +105,7 @@ class MoveWorld(OperationWorld):
     async def begin(self, journal: Journal) -> None:
         self._attach()
         moving: asyncio.Task[MovesOutcome] = asyncio.create_task(
-            run_moves(self.runner, MOVES, lambda _: GATEWAY, VALID_S)
+            self.runner.run_moves(MOVES, lambda _: GATEWAY, VALID_S)
         )
         self._tasks.append(moving)
         await unless_killed(journal, self._until_over_or_lost(moving))

@@ -15,7 +15,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.defects import REPEATED, Defects, keep_running
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.daemon import fleet_coordinator
+from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import DaemonCollector
@@ -161,7 +161,7 @@ async def test_a_defect_in_moves_and_plans_is_counted_and_ends_acting(
     async def moves(*_: object) -> None:
         raise KeyError("r1")
 
-    monkeypatch.setattr(fleet_coordinator, "run_moves", moves)
+    monkeypatch.setattr(OperationRunner, "run_moves", moves)
     snapshot: Any = harness.plane.fleet.state.snapshot(harness.clock.now_s())
     plan: Any = SimpleNamespace(id=PlanId("p1"), decision="rebalance", moves=(), verdict=Act("gain", ""))
 

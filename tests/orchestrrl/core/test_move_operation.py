@@ -18,8 +18,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_runner import OperationRunner
-from orchestrrl.core.operations import MoveRequests, Operation, OperationStatus, SetRoutes
-from orchestrrl.fleet.move_orders import MovesOutcome, run_moves
+from orchestrrl.core.operations import MoveRequests, MovesOutcome, Operation, OperationStatus, SetRoutes
 from orchestrrl.fleet.state import FleetState
 
 ENTRIES = 3  # the intent, that it was sent, the result
@@ -121,7 +120,7 @@ async def test_a_request_is_where_the_result_says(
     gateway = MovingGateway(clock, movable)
     life = Life(tmp_path / "journal.sqlite", clock, killed_after)
     await life.attach()
-    moving: asyncio.Task[MovesOutcome] = asyncio.create_task(run_moves(life.runner, MOVES, lambda _: GATEWAY, VALID_S))
+    moving: asyncio.Task[MovesOutcome] = asyncio.create_task(life.runner.run_moves(MOVES, lambda _: GATEWAY, VALID_S))
     await turns()
     on_their_way = await life.exchange(gateway, fault=fault)
     await turns()

@@ -22,7 +22,6 @@ from orchestrrl.core.operations import (
     status_of,
 )
 from orchestrrl.core.unknown_outcomes import OperationEvidence
-from orchestrrl.fleet.move_orders import run_moves
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 
@@ -363,7 +362,7 @@ class TestMoves:
         harness.gateway.send = lambda node, operation: sent.append((node, operation))  # type: ignore[method-assign]
         holders = {"a": GATEWAY, "b": other, "c": GATEWAY}
         task = asyncio.create_task(
-            run_moves(harness.runner, [move("a"), move("b"), move("c"), move("x")], lambda id: holders.get(id), VALID_S)
+            harness.runner.run_moves([move("a"), move("b"), move("c"), move("x")], lambda id: holders.get(id), VALID_S)
         )
         await asyncio.sleep(0.01)
         assert [node for node, _ in sent] == [GATEWAY, other]
@@ -380,7 +379,7 @@ class TestMoves:
 
     async def test_an_operation_without_items_fails_each_of_its_moves(self, harness: Harness) -> None:
         harness.gateway.attached = False
-        outcome = await run_moves(harness.runner, [move("a")], lambda _: GATEWAY, VALID_S)
+        outcome = await harness.runner.run_moves([move("a")], lambda _: GATEWAY, VALID_S)
         assert outcome.items == (
             OperationItemResult(RequestId("a"), False, "nothing was sent: node gw is not attached"),
         )

@@ -18,7 +18,7 @@ def bench(
 
     Machines differ and are noisy, so compare ratios. Benchmarks: balancer_tick, fast_tick, solve, plan_tick,
     gateway_cpu, gateway_burst, gateway_ledger, start_up, fabric_allocate, sync_plan, sim_step, routing, recorder,
-    fabric_windows, weights_bandwidth.
+    fabric_windows.
 
     Example: `orchestrrl bench --only gateway_cpu`
     """

@@ -6,7 +6,6 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import SwitchDriver
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS
-from ocs_drivers.model import Connectivity, SwitchFacts
 from ocs_drivers.virtual import VirtualSwitchWire
 
 GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
@@ -24,22 +23,7 @@ class GrpcEmulator:
     """The `Emulator` of any process that serves `OcsDriver`; its setters are seen as what becomes of them."""
 
     def __init__(self, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
-        ingress = range(1, panel.ingress_ports + 1)
-        self.device = EmulatedDevice(
-            SwitchFacts(
-                vendor="OrchestrRL",
-                model="virtual",
-                serial=EMULATED,
-                software="1",
-                connectivity=Connectivity.INGRESS_EGRESS,
-                ingress_ports=ingress,
-                egress_ports=range(ingress.stop, ingress.stop + panel.egress_ports),
-                reconfiguration_s=panel.reconfiguration_s,
-                boot=panel.boot,
-            ),
-            panel,
-            clock,
-        )
+        self.device = EmulatedDevice(panel.facts("OrchestrRL", "virtual", EMULATED, "1"), panel, clock)
         self._server: Any = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:

@@ -53,7 +53,7 @@ class NetworkSettings(Section):
 
 class WeightSettings(Section):
     # In order of preference: the first that both ends of an edge have. Between CPUs our TCP takes 0.84 to 0.93 of the
-    # time of torch's broadcast, point to point over gloo 0.98 to 1.17 (`orchestrrl bench --only weights_bandwidth`).
+    # time of torch's broadcast of the same bytes, point to point over gloo 0.98 to 1.17.
     transports: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)] = ("nccl", "tcp", "gloo")
     chunk_bytes: PositiveInt = 4 * 1024 * 1024
     seeds_per_pod: PositiveInt = 1

@@ -1,11 +1,9 @@
 """Circuits for a demand: what choosing them costs at full size, and how far from the best they are at small sizes."""
 
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
-from typing import Literal
 
 from ortools.sat.python import cp_model
 
@@ -61,29 +59,25 @@ def _gaps() -> list[Figure]:
     scarce = [problem for problem in map(small, range(SMALL)) if algorithm3(problem).unserved]
     sided = [small(seed, bipartite=True) for seed in range(SMALL)]
     sided = [problem for problem in sided if algorithm3(problem).unserved and algorithm3(problem).circuits]
-    theirs = _judged(scarce, [algorithm3(problem) for problem in scarce])
-    ours = _judged(scarce, [allocate(problem) for problem in scarce])
-    best = [Optimum(problem, least).fewest_seconds() for problem, least in zip(scarce, theirs, strict=True)]
-    greedy = _judged(sided, [algorithm3(problem) for problem in sided])
-    bytes_first = _judged(sided, [allocate(problem, bipartite=True) for problem in sided])
-    most = [Optimum(problem, least).most_bytes() for problem, least in zip(sided, greedy, strict=True)]
-    slower, slower_theirs = (
-        [_over(each.completion_s, b.completion_s) for each, b in zip(some, best, strict=True)]
-        for some in (ours, theirs)
-    )
-    missed, missed_theirs = (
-        [-_over(each.total_bytes, b.total_bytes) for each, b in zip(some, most, strict=True)]
-        for some in (bytes_first, greedy)
-    )
-    pairs, pairs_theirs = (
-        sum(b.pairs - each.pairs for each, b in zip(some, best, strict=True)) for some in (ours, theirs)
-    )
+    rows = [
+        (Judged.of(problem, allocate(problem)), theirs, Optimum(problem, theirs).fewest_seconds())
+        for problem in scarce
+        for theirs in [Judged.of(problem, algorithm3(problem))]
+    ]
+    by_bytes = [
+        (Judged.of(problem, allocate(problem, bipartite=True)), theirs, Optimum(problem, theirs).most_bytes())
+        for problem in sided
+        for theirs in [Judged.of(problem, algorithm3(problem))]
+    ]
+    slower, slower_theirs = ([_over(row[n].completion_s, row[2].completion_s) for row in rows] for n in (0, 1))
+    missed, missed_theirs = ([-_over(row[n].total_bytes, row[2].total_bytes) for row in by_bytes] for n in (0, 1))
+    pairs, pairs_theirs = (sum(row[2].pairs - row[n].pairs for row in rows) for n in (0, 1))
     what = f"{len(scarce)} random problems of 4 to 8 endpoints with more pairs than ports"
     later = (
         f"{what}; worst {max(slower):.3g} against {max(slower_theirs):.3g}; best of {slower.count(0.0)} against "
         f"{slower_theirs.count(0.0)} (CP-SAT: the most pairs, then the fewest seconds, no fewer bytes)"
     )
-    served = f"{what}; of {sum(each.pairs for each in best):,} pairs that can be served with none any later"
+    served = f"{what}; of {sum(best.pairs for *_, best in rows):,} pairs that can be served with none any later"
     sides = (
         f"{len(sided)} random problems with two sides, --bipartite; worst {max(missed):.3g} against "
         f"{max(missed_theirs):.3g} (CP-SAT: the most bytes, no fewer pairs, none later)"
@@ -104,13 +98,7 @@ def _over(value: float, best: float) -> float:
     return 0.0 if abs(over) < 1e-12 else 100 * over
 
 
-def _judged(problems: Sequence[AllocationProblem], allocations: Sequence[Allocation]) -> "list[Judged]":
-    return [Judged.of(problem, allocation) for problem, allocation in zip(problems, allocations, strict=True)]
-
-
 # --- the best allocation that there is, by CP-SAT: for small problems whose bytes are whole numbers
-
-Goal = Literal["pairs", "bytes", "any"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,72 +117,51 @@ class Judged:
 
 
 class Optimum:
-    """Of those that are in no way worse than `least`."""
+    """The best allocation that is in no way worse than `least`."""
 
     def __init__(self, problem: AllocationProblem, least: Judged) -> None:
-        self._problem, self._least = problem, least
-        sent = _both_ways(problem)
-        self._larger = {pair: larger for pair, (larger, _) in sent.items()}
-        self._total = {pair: total for pair, (_, total) in sent.items()}
-        self._ports = {each: problem.usable_ports(each) for each in problem.ports}
+        sent, ports = _both_ways(problem), {each: problem.usable_ports(each) for each in problem.ports}
+        each_bytes = {
+            (pair, count): larger / count
+            for pair, (larger, _) in sent.items()
+            for count in range(1, min(ports[end] for end in pair) + 1)
+            if seconds(larger / count, problem.link_gbps) <= least.completion_s
+        }
         # Bytes on the busiest circuit: one of these whatever the allocation.
-        self._limits = sorted(
-            {
-                larger / count
-                for (a, b), larger in self._larger.items()
-                for count in range(1, min(self._ports[a], self._ports[b]) + 1)
-                if seconds(larger / count, problem.link_gbps) <= least.completion_s
-            }
-        )
+        rank = {limit: place for place, limit in enumerate(sorted(set(each_bytes.values())))}
+        self._limits_s = [seconds(limit, problem.link_gbps) for limit in rank]
+        self._model = model = cp_model.CpModel()
+        self._rank = model.new_int_var(0, max(0, len(rank) - 1), "rank")
+        served = {option: model.new_bool_var(f"{option}") for option in each_bytes}
+        for pair in sent:
+            model.add_at_most_one(taken for (other, _), taken in served.items() if other == pair)
+        for end, there in ports.items():
+            model.add(sum(count * taken for (pair, count), taken in served.items() if end in pair) <= there)
+        for option, taken in served.items():
+            model.add(self._rank >= rank[each_bytes[option]]).only_enforce_if(taken)
+        self._pairs = sum(served.values())
+        self._bytes = sum(sent[pair][1] * taken for (pair, _), taken in served.items())
+        model.add(self._pairs >= least.pairs)
+        model.add(self._bytes >= least.total_bytes)
 
     def fewest_seconds(self) -> Judged:
         """The most pairs, then the fewest seconds, then the most bytes."""
-        most = self._best(self._limits[-1], self._least.pairs, "pairs")
-        low, high = 0, len(self._limits) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._best(self._limits[middle], most.pairs, "any").pairs:
-                high = middle
-            else:
-                low = middle + 1
-        return self._best(self._limits[low], most.pairs, "bytes")
+        return self._best(self._pairs, -self._rank, self._bytes)
 
     def most_bytes(self) -> Judged:
-        return self._best(self._limits[-1], self._least.pairs, "bytes")
+        return self._best(self._bytes)
 
-    def _best(self, limit_bytes: float, pairs: int, goal: Goal) -> Judged:
-        """No pairs where there is none."""
-        model = cp_model.CpModel()
-        served = {pair: model.new_bool_var("-".join(pair)) for pair in self._larger}
-        for endpoint, ports in self._ports.items():
-            model.add(
-                sum(circuits(self._larger[pair], limit_bytes) * served[pair] for pair in served if endpoint in pair)
-                <= ports
-            )
-        count, total = sum(served.values()), sum(self._total[pair] * served[pair] for pair in served)
-        model.add(count >= pairs)
-        model.add(total >= self._least.total_bytes)
-        if goal != "any":
-            model.maximize(count if goal == "pairs" else total)
+    def _best(self, *goals: cp_model.LinearExprT) -> Judged:
+        """Reach each of the goals as far as those before it allow."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
-        status = solver.solve(model)
-        if status == cp_model.INFEASIBLE:
-            return Judged(0, 0, math.inf)
-        if status != cp_model.OPTIMAL:
-            raise AssertionError(f"CP-SAT left a small problem open: {solver.status_name(status)}")
-        chosen = [pair for pair in served if solver.value(served[pair])]
-        return Judged(
-            len(chosen), sum(self._total[pair] for pair in chosen), seconds(limit_bytes, self._problem.link_gbps)
-        )
-
-
-def circuits(larger_bytes: float, limit_bytes: float) -> int:
-    """The fewest that each carry no more than the limit."""
-    count = max(1, math.ceil(larger_bytes / limit_bytes) - 1)
-    while larger_bytes / count > limit_bytes:
-        count += 1
-    return count
+        for goal in goals:
+            self._model.maximize(goal)
+            if (status := solver.solve(self._model)) != cp_model.OPTIMAL:
+                raise AssertionError(f"CP-SAT left a small problem open: {solver.status_name(status)}")
+            self._model.add(goal >= solver.value(goal))
+        pairs, total_bytes, rank = map(solver.value, (self._pairs, self._bytes, self._rank))
+        return Judged(pairs, total_bytes, self._limits_s[rank])
 
 
 def _both_ways(problem: AllocationProblem) -> Mapping[Pair, tuple[int, int]]:

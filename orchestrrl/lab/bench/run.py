@@ -13,7 +13,6 @@ from orchestrrl.lab.bench.solve import solver
 from orchestrrl.lab.bench.startup import start_up
 from orchestrrl.lab.bench.sync_plan import sync_plan
 from orchestrrl.lab.bench.ticks import balancer_tick, fast_tick, plan_tick, sim_step
-from orchestrrl.lab.bench.weights_bandwidth import weights_bandwidth
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON
 
 # In the order in which they run. Each is given a folder for the logs of what it starts.
@@ -32,9 +31,8 @@ BENCHMARKS: dict[str, Callable[[Path], list[Figure]]] = {
     "routing": lambda _: routing(),
     "recorder": lambda _: recorder(),
     "fabric_windows": fabric_windows,
-    "weights_bandwidth": lambda _: weights_bandwidth(),
 }
-NEED_TORCH = ("recorder", "fabric_windows", "weights_bandwidth")  # which `make venv-vllm` sets up
+NEED_TORCH = ("recorder", "fabric_windows")  # which `make venv-vllm` sets up
 
 
 def run(names: Iterable[str], log_dir: Path, progress: Callable[[str], None]) -> list[Figure]:

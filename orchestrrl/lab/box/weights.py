@@ -27,7 +27,7 @@ from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
-from orchestrrl.lab.box.weights_carrier import CARRY, MAP, sha256_of
+from orchestrrl.lab.box.weights_carrier import CARRY, MAP, memory_of
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
 from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, ShardMap, TensorMeta
@@ -118,7 +118,7 @@ class _Show:
             held[holder].append(shard)
         document = MAP.dump_python(map, mode="json")
         await self._order({id: {"open": document, "holds": held[id], "seed": SEED} for id in self._peers})
-        self._sha256 = sha256_of(map, SEED)
+        self._sha256 = memory_of(map, SEED, {shard.id for shard in map.shards}).sha256()
 
     async def _order(self, orders: Mapping[PeerId, Mapping[str, Any]]) -> dict[PeerId, Any]:
         """Return the answers of the peers, once all of them have carried out their orders."""

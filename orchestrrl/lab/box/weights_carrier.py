@@ -7,79 +7,129 @@ Each line of standard input has an order for some peers, `{PEER: ORDER, ...}`, a
 `{"carry": ORDER}`, `{"end": VERSION}`, `{"sum": true}`.
 """
 
+import ctypes
 import hashlib
 import json
 import random
 import sys
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.namespaces import enter
 from orchestrrl.lab.testbed.ranks import Ranks, print_json
-from orchestrrl.lab.weights_in_memory import BlockingCarrier, InMemory
-from orchestrrl.weights.model import VersionMap
-from orchestrrl.weights.orders import CarryEdges, EdgeState
+from orchestrrl.weights.model import Range, ShardMap, VersionMap
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.ranges import ByteRanges
+from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
-class TestbedMemory(InMemory):
-    """`holds`: shards that are there from the start, of random bytes that `seed` and their names say."""
+class InMemory:
+    """A version in memory: shards of these bytes or, where only a size is given, to be received. What peers hold is in
+    files (weights/peer/staged.py)."""
 
-    def __init__(self, map: VersionMap, holds: Collection[str], seed: int) -> None:
-        whole = {s.id: content(seed, s.id, s.bytes) if s.id in holds else s.bytes for s in map.shards}
-        super().__init__(map.version, whole)
-        self.map = map
-        self.received = tuple(shard.id for shard in map.shards if shard.id not in holds)
+    def __init__(self, version: int, shards: Mapping[str, bytes | int]) -> None:
+        self.bytes = {name: bytearray(what) for name, what in shards.items()}
+        maps = tuple(ShardMap(name, len(held), ()) for name, held in self.bytes.items())
+        self.map = VersionMap(version, (), maps, block_bytes=1)
+        self._received = [name for name, what in shards.items() if isinstance(what, int)]
+        self._there = {name: ByteRanges() for name in shards}
+        self._changed = threading.Condition()
+        for name in shards.keys() - set(self._received):
+            self._there[name].add(0, len(self.bytes[name]))
+
+    def wipe(self) -> None:
+        """Overwrite all that was received with zeros, and forget it."""
+        for name in self._received:
+            held = self.bytes[name]
+            ctypes.memset((ctypes.c_char * len(held)).from_buffer(held), 0, len(held))
+        with self._changed:
+            self._there |= {name: ByteRanges() for name in self._received}
+
+    def view(self, shard: str, offset: int, size: int) -> memoryview | None:
+        return memoryview(self.bytes[shard])[offset : offset + size]
+
+    def read(self, shard: str, offset: int, into: memoryview) -> None:
+        into[:] = memoryview(self.bytes[shard])[offset : offset + len(into)]
+
+    def write(self, shard: str, offset: int, data: memoryview) -> None:
+        memoryview(self.bytes[shard])[offset : offset + len(data)] = data
+
+    def arrived(self, shard: str, offset: int, size: int) -> None:
+        with self._changed:
+            self._there[shard].add(offset, size)
+            self._changed.notify_all()
+
+    def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._there[shard].covers(offset, size), timeout_s)
+
+    def missing(self) -> dict[str, tuple[Range, ...]]:
+        with self._changed:
+            gaps = {name: there.gaps(len(self.bytes[name])) for name, there in self._there.items()}
+        return {name: ranges for name, ranges in gaps.items() if ranges}
 
     def sha256(self) -> str:
-        """Of all shards, one behind the other."""
+        """Return the sum of all shards, one behind the other."""
         found = hashlib.sha256()
-        for shard in self.map.shards:
-            found.update(self.bytes[shard.id])
+        for held in self.bytes.values():
+            found.update(held)
         return found.hexdigest()
 
 
-def content(seed: int, shard: str, size: int) -> bytes:
-    return random.Random(f"{seed}/{shard}").randbytes(size)
+def memory_of(map: VersionMap, seed: int, holds: Collection[str]) -> InMemory:
+    """Return a version of which `holds` are there from the start, of random bytes that `seed` and their names give."""
+
+    def content(shard: ShardMap) -> bytes:
+        return random.Random(f"{seed}/{shard.id}").randbytes(shard.bytes)
+
+    return InMemory(map.version, {s.id: content(s) if s.id in holds else s.bytes for s in map.shards})
 
 
-def sha256_of(map: VersionMap, seed: int) -> str:
-    """What `TestbedMemory.sha256` is once all has arrived."""
-    found = hashlib.sha256()
-    for shard in map.shards:
-        found.update(content(seed, shard.id, shard.bytes))
-    return found.hexdigest()
-
-
-def run_rank(transport: str, hosts: list[list[str]], number: int, line: Connection) -> None:
+def run_rank(transport_name: str, hosts: list[list[str]], number: int, line: Connection) -> None:
     peer, address, room = hosts[number]
     enter(room)  # the whole process, which has no thread yet
-    carrier = BlockingCarrier(PeerId(peer), address, (transport,))
-    line.send(carrier.addresses[transport])
-    staged: TestbedMemory | None = None
+    transport = make_transport(transport_name, address)
+    line.send(transport.open())
+    ended: SimpleQueue[EdgeEvent] = SimpleQueue()
+
+    def on_news(news: EdgeEvent | ArrivedBytes) -> None:
+        if isinstance(news, EdgeEvent) and news.state is not EdgeState.BEGAN:
+            ended.put(news)
+
+    carrier = ThreadedCarrier(PeerId(peer), {transport_name: transport}, on_news)
+    staged: InMemory | None = None
     while (order := line.recv()) is not None:
         if "open" in order:
-            staged = TestbedMemory(MAP.validate_python(order["open"]), order["holds"], order["seed"])
-        line.send(None if staged is None else _carry_out(order, carrier, staged))
+            staged = memory_of(MAP.validate_python(order["open"]), order["seed"], order["holds"])
+        line.send(None if staged is None else _carry_out(order, carrier, ended, staged))
     carrier.close()
+    transport.close()
 
 
-def _carry_out(order: dict[str, Any], carrier: BlockingCarrier, staged: TestbedMemory) -> Any:
+def _carry_out(
+    order: dict[str, Any], carrier: ThreadedCarrier, ended: "SimpleQueue[EdgeEvent]", staged: InMemory
+) -> Any:
     match order:
         case {"carry": document}:
-            events = carrier.carry(staged, CARRY.validate_python(document))
+            edges = CARRY.validate_python(document)
+            carrier.carry(staged, edges)
+            events = [ended.get() for _ in edges.edges]
             broken = [f"edge {event.edge} broke: {event.detail}" for event in events if event.state is EdgeState.BROKEN]
             return {"ended_s": max(event.ended_s if event.is_receiver else 0.0 for event in events), "broken": broken}
         case {"end": version}:
             carrier.end(version)
-            staged.wipe(staged.received)
+            staged.wipe()
         case {"sum": True}:
             return {"sha256": staged.sha256(), "missing": staged.missing()}
     return None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.weights_in_memory import InMemory
+from orchestrrl.lab.box.weights_carrier import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.conformance import pattern
@@ -21,6 +21,13 @@ from planner.model import PeerId
 
 PATIENT_S = 60.0
 VERSION = 3
+
+
+class InPieces(InMemory):
+    """As if none of it lay in one piece."""
+
+    def view(self, shard: str, offset: int, size: int) -> memoryview | None:
+        return None
 
 
 class Member:
@@ -98,9 +105,10 @@ def test_all_of_a_tree_end_with_the_same_bytes(
     chance = random.Random(seed)
     whole = pattern(max(size, chunk_bytes // 16), seed)
     with members(len(parents) + 1) as peers:
-        peers[0].staged = InMemory(VERSION, {"s": whole}, has_views)
+        memory = InMemory if has_views else InPieces
+        peers[0].staged = memory(VERSION, {"s": whole})
         for peer in peers[1:]:
-            peer.staged = InMemory(VERSION, {"s": len(whole)}, has_views)
+            peer.staged = memory(VERSION, {"s": len(whole)})
         cuts = [len(whole) * stripe // stripes for stripe in range(stripes + 1)]
         edges = [
             edge(
@@ -266,7 +274,7 @@ def test_what_cannot_be_carried_is_said_all_at_once_and_nothing_begins() -> None
 
 
 def test_a_fault_of_this_end_breaks_its_edge() -> None:
-    class Full(InMemory):
+    class Full(InPieces):
         def write(self, shard: str, offset: int, data: memoryview) -> None:
             if offset >= 2000:
                 raise OSError(28, "No space left on device")
@@ -274,7 +282,7 @@ def test_a_fault_of_this_end_breaks_its_edge() -> None:
 
     with members(2) as (source, sink):
         source.staged = InMemory(VERSION, {"s": pattern(100_000)})
-        sink.staged = Full(VERSION, {"s": 100_000}, has_views=False)
+        sink.staged = Full(VERSION, {"s": 100_000})
         for peer in (source, sink):
             peer.carry([edge(1, source, sink, 100_000)])
         broken = sink.until_ended(["e1"])["e1"]

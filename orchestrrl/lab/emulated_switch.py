@@ -4,13 +4,23 @@ from typing import Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import SwitchDriver
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
+from ocs_drivers.emulators.registry import DRIVER_OPTIONS, EMULATORS, make_emulator
+from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.virtual import VirtualSwitchWire
 
 GRPC = "grpc"  # no protocol of a vendor: the service that a driver of one's own serves
 PROTOCOLS = (*sorted(EMULATORS), GRPC)
 EMULATED = "emulated"
+
+
+def make_switch(protocol: str, panel: DevicePanel, **quirks: Any) -> Emulator:
+    """Raises InvalidOptions as `make_emulator`."""
+    if protocol != GRPC:
+        return make_emulator(protocol, panel, **quirks)
+    if quirks:
+        raise InvalidOptions([f"{name}: grpc has no quirks" for name in quirks])
+    return GrpcEmulator(panel)
 
 
 def driver_of(protocol: str, address: str) -> tuple[str, dict[str, Any]]:

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.lab.box import enter
-from orchestrrl.lab.box.run import TestbedOrder, run_box
-from orchestrrl.lab.box.site import SITE
-from orchestrrl.lab.box.switches import PROTOCOLS
+from orchestrrl.lab.box.run import PROTOCOLS, SITE, BoxOrder, run_box
 
 # So slow that nothing else which stands still for a moment is taken for it.
 SLOW_S = 1.5
@@ -27,11 +25,9 @@ def _possible() -> None:
         pytest.skip(f"no fabric in a box here: {why}")
 
 
-def order(folder: Path, *shows: str, site: str = SITE) -> TestbedOrder:
+def order(folder: Path, *shows: str, site: str = SITE) -> BoxOrder:
     (folder / "site.yaml").write_text(site)
-    return TestbedOrder(
-        str(folder), shows, PROTOCOLS, seconds=1.5, iterations=1, collective_s=0.5, pause_s=1.8, changes=2
-    )
+    return BoxOrder(str(folder), shows, PROTOCOLS, seconds=1.5, iterations=1, collective_s=0.5, pause_s=1.8, changes=2)
 
 
 @pytest.mark.alone

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
+from orchestrrl.cli.fabric.box_site import chosen_protocols, show_in_box, sound_site
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import Columns, Output, View, cells_table, number_faults, table, write_json
 
@@ -55,19 +55,16 @@ def box(
         orchestrrl fabric box --site site.yaml --show circuits --show cycle
     """
     from orchestrrl.lab.box.picture import draw_cycle
-    from orchestrrl.lab.box.run import SHOWS, TestbedOrder
-    from orchestrrl.lab.box.site import SITE
-    from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
+    from orchestrrl.lab.box.run import SHOWS, SITE, BoxOrder
     from planner.fabric.topology import PodRole
 
     chosen = tuple(name for name in SHOWS if not shows or name in shows)
-    named = tuple(protocols.split(",")) if protocols else PROTOCOLS
     faults = [f"--show: must be of {', '.join(SHOWS)}, got {name!r}" for name in shows or () if name not in SHOWS]
-    faults += protocol_faults(named)
+    named = chosen_protocols(protocols, faults)
     limits = {"circuit_mbps": circuit_mbps, "seconds": seconds, "iterations": iterations}
     faults += number_faults("> 0 and <= 1000", lambda value: 0 < value <= 1000, **limits)
     text = sound_site(site, SITE, dict.fromkeys(PodRole, 2), faults)
-    order = TestbedOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations)
+    order = BoxOrder(str(out.resolve()), chosen, named, circuit_mbps, seconds, iterations)
     results = show_in_box(order, text)
     write_json(out / "box.json", results)
     if "cycle" in results:

@@ -4,14 +4,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrrl.cli.output import fail, raise_faults, stderr
+from orchestrrl.cli.output import choice_faults, fail, raise_faults, stderr
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.lab.box.run import TestbedOrder
+    from orchestrrl.lab.box.run import BoxOrder
     from planner.fabric.topology import PodRole
 
 JOURNAL = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm")
+
+
+def chosen_protocols(text: str, faults: list[str]) -> tuple[str, ...]:
+    """Return the protocols of `--protocols`, by default three."""
+    from orchestrrl.lab.box.run import PROTOCOLS
+    from orchestrrl.lab.emulated_switch import PROTOCOLS as KNOWN
+
+    named = tuple(text.split(",")) if text else PROTOCOLS
+    faults += [fault for name in named for fault in choice_faults("--protocols", name, KNOWN)]
+    return named
 
 
 def sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]", faults: list[str]) -> str:
@@ -37,7 +47,7 @@ def sound_site(file: Path | None, default: str, needed: "Mapping[PodRole, int]",
     return text
 
 
-def show_in_box(order: "TestbedOrder", site: str) -> dict[str, Any]:
+def show_in_box(order: "BoxOrder", site: str) -> dict[str, Any]:
     """Return what the shows returned. The folder gets the site, and loses the journal of a run before."""
     import asyncio
 

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ocs_drivers.driver import within
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, Emulator
-from ocs_drivers.emulators.registry import make_emulator
 from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
@@ -19,7 +18,7 @@ from orchestrrl.cli.output import fields, number_faults, stdout, yaml_values
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.lab.emulated_switch import EMULATED, GRPC, PROTOCOLS, GrpcEmulator, driver_of
+from orchestrrl.lab.emulated_switch import EMULATED, PROTOCOLS, driver_of, make_switch
 
 if TYPE_CHECKING:
     from orchestrrl.cli.ocs.emulate import EmulatorFlags
@@ -103,11 +102,7 @@ def _configured(protocol: str, address: str) -> str:
 
 def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list[str]) -> Emulator | None:
     try:
-        if protocol == GRPC:
-            if quirks:
-                raise InvalidOptions([f"{name}: grpc has no quirks" for name in quirks])
-            return GrpcEmulator(panel)
-        return make_emulator(protocol, panel, **quirks)
+        return make_switch(protocol, panel, **quirks)
     except InvalidOptions as error:
         if protocol not in PROTOCOLS:
             wrong.append(f"--protocol: must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.fabric.box_site import show_in_box, sound_site
+from orchestrrl.cli.fabric.box_site import chosen_protocols, show_in_box, sound_site
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import Columns, Output, View, table, write_json
 
@@ -57,14 +57,11 @@ def box(
 
         orchestrrl sync box --mb 40 --way tree --way two_stage
     """
-    from orchestrrl.lab.box.run import SYNC_WAYS, TestbedOrder
-    from orchestrrl.lab.box.switches import PROTOCOLS, protocol_faults
-    from orchestrrl.lab.box.weights_site import weights_site
+    from orchestrrl.lab.box.run import SYNC_WAYS, BoxOrder, weights_site
     from planner.fabric.topology import PodRole
 
-    named = tuple(protocols.split(",")) if protocols else PROTOCOLS
     faults = [f"--way: must be of {', '.join(SYNC_WAYS)}, got {way!r}" for way in ways or () if way not in SYNC_WAYS]
-    faults += protocol_faults(named)
+    named = chosen_protocols(protocols, faults)
     limits = (("--mb", mb, MOST_MB), ("--circuit-mbps", circuit_mbps, 1e5), ("--rounds", rounds, 100))
     faults += [
         f"{flag}: must be > 0 and <= {most:g}, got {value:g}" for flag, value, most in limits if not 0 < value <= most
@@ -73,7 +70,7 @@ def box(
         faults.append(f"--transport: must be tcp or gloo, got {transport!r}")
     default = weights_site(max(1e-3, circuit_mbps))
     text = sound_site(site, default, {PodRole.TRAIN: 1, PodRole.GEN: 2}, faults)
-    order = TestbedOrder(
+    order = BoxOrder(
         str(out.resolve()),
         ("weights",),
         named,

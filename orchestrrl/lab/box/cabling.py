@@ -7,7 +7,7 @@ network joins all ToRs, slowly, so that every host can always reach every other.
 """
 
 from orchestrrl.lab.box.namespaces import Script
-from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, Rates, TestbedPlan
+from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, TestbedPlan
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.topology import ServerId
@@ -26,20 +26,20 @@ def bridge_name(port: int) -> str:
     return f"b{port}"
 
 
-async def build(plan: TestbedPlan, rates: Rates) -> None:
+async def build(plan: TestbedPlan) -> None:
     """Everything is dark afterwards. Raises Permanent with the words of the tool that refused."""
     script = Script()
     for tor in plan.tors:
         _tor(script, plan, tor)
-    _packet_side(script, plan, rates)
+    _packet_side(script, plan)
     for server in plan.site.servers:
-        _host(script, plan, rates, server.id)
+        _host(script, plan, server.id)
     for switch in plan.switches.values():
         script.room(switch)
     done: set[Port] = set()
     for place, port in enumerate(sorted(plan.ends)):
         if port not in done:
-            done |= {port, _fibre(script, plan, rates, port, place)}
+            done |= {port, _fibre(script, plan, port, place)}
     await script.run()
 
 
@@ -51,7 +51,7 @@ def _tor(script: Script, plan: TestbedPlan, tor: EndpointId) -> None:
     script.ip(room, "link set hosts up")
 
 
-def _packet_side(script: Script, plan: TestbedPlan, rates: Rates) -> None:
+def _packet_side(script: Script, plan: TestbedPlan) -> None:
     script.room(PACKET_SIDE)
     script.ip(PACKET_SIDE, f"link add br0 {_BRIDGE}")
     script.ip(PACKET_SIDE, "link set br0 up")
@@ -60,14 +60,14 @@ def _packet_side(script: Script, plan: TestbedPlan, rates: Rates) -> None:
         script.ip(PACKET_SIDE, f"link set {room} master br0 up")
         script.ip(room, f"addr add {plan.packet_side[tor]}/16 dev {PACKET_SIDE}")
         script.ip(room, f"link set {PACKET_SIDE} up")
-        line = rates.tbf(plan.site.link_gbps * PACKET_SIDE_SHARE)
+        line = plan.tbf(plan.site.link_gbps * PACKET_SIDE_SHARE)
         script.tc(room, f"qdisc add dev {PACKET_SIDE} root {line}")
 
 
-def _host(script: Script, plan: TestbedPlan, rates: Rates, server: ServerId) -> None:
+def _host(script: Script, plan: TestbedPlan, server: ServerId) -> None:
     nics = plan.nics[server]
     room = script.room(plan.hosts[server])
-    line = rates.tbf(plan.site.nic_gbps)
+    line = plan.tbf(plan.site.nic_gbps)
     for k, nic in enumerate(nics):
         tor = plan.tors[nic.tor]
         script.cable(room, nic.interface, tor, nic.tor_interface, HOST_INDEX + k)
@@ -84,7 +84,7 @@ def _host(script: Script, plan: TestbedPlan, rates: Rates, server: ServerId) -> 
             script.ip(room, f"route add default via {gateway} dev {nic.interface} table {100 + k}")
 
 
-def _fibre(script: Script, plan: TestbedPlan, rates: Rates, port: Port, place: int) -> Port:
+def _fibre(script: Script, plan: TestbedPlan, port: Port, place: int) -> Port:
     """A cable, and its other end where that is a switch's as well."""
     switch, number = port
     room, end = plan.switches[switch], plan.ends[port]
@@ -95,7 +95,7 @@ def _fibre(script: Script, plan: TestbedPlan, rates: Rates, port: Port, place: i
             there = plan.tors[EndpointId(tor)]
             script.cable(room, port_name(number), there, interface, index)
             script.ip(there, f"link set {interface} up")
-            script.tc(there, f"qdisc add dev {interface} root {rates.tbf(plan.site.link_gbps)}")
+            script.tc(there, f"qdisc add dev {interface} root {plan.tbf(plan.site.link_gbps)}")
             return port
         case (core, int(lane)):
             there = plan.switches[OcsId(core)]

@@ -15,6 +15,7 @@ from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.integrations.instrument.rings import RingWriter, group_id
 from orchestrrl.lab.box import intents
+from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from planner.fabric.intent import Intent, Stage
@@ -37,13 +38,11 @@ class TestbedTrainer:
         job: str,
         ranks: Sequence[int],
         flows: Callable[[], list[Flow]],
-        collective_s: float,
-        pause_s: float,
+        order: BoxOrder,
     ) -> None:
         self.bursts: list[Burst] = []
         self._flows = flows
-        self._collective_s = collective_s
-        self._pause_s = pause_s
+        self._order = order
         self._writers = [RingWriter(rings, job=job) for _ in ranks]
         self._group = group_id(ranks, "all")
         self._reduce = [writer.op("all_reduce") for writer in self._writers]
@@ -65,13 +64,13 @@ class TestbedTrainer:
         began_s = time.monotonic()
         try:
             async with running(flows):
-                await asyncio.sleep(self._collective_s)
+                await asyncio.sleep(self._order.collective_s)
                 ended_s = time.monotonic()
         finally:
             for writer, sequence in zip(self._writers, begun, strict=True):
                 writer.end(sequence)
         self.bursts.append((began_s, ended_s, flows))
-        await asyncio.sleep(self._pause_s)
+        await asyncio.sleep(self._order.pause_s)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -84,9 +83,7 @@ class Cycle:
 
     box: Testbed
     client: FabricClient
-    seconds: float
-    iterations: int
-    iteration_s: float
+    order: BoxOrder
     stages: list[dict[str, Any]] = field(default_factory=list)
     bursts: list[Burst] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
@@ -101,15 +98,16 @@ class Cycle:
 
     async def training(self, intent: Intent, trainer: TestbedTrainer) -> None:
         """The trainer runs on: circuits change in one of its pauses."""
-        began_s, first = time.monotonic(), len(trainer.bursts)
+        began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
+        within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
         running_on = asyncio.ensure_future(trainer.run())
         try:
             for _ in range(ANNOUNCED):
-                report = await self.client.announce(intent.period, intent, within_s=ANNOUNCED_FOR * self.iteration_s)
+                report = await self.client.announce(intent.period, intent, within_s=within_s)
                 if report.state is not PeriodState.KEPT:
                     break
             then = len(trainer.bursts)
-            while len(trainer.bursts) < then + self.iterations and not running_on.done():
+            while len(trainer.bursts) < then + iterations and not running_on.done():
                 await asyncio.sleep(0.05)
         finally:
             running_on.cancel()
@@ -122,7 +120,7 @@ class Cycle:
         self.bursts += bursts
         before = [burst for burst in bursts if burst[1] <= begun_s]
         after = [burst for burst in bursts if burst[0] >= usable_s]
-        self._note(intent, began_s, report, before[-self.iterations :], after)
+        self._note(intent, began_s, report, before[-iterations:], after)
 
     def report(self) -> dict[str, Any]:
         return {"stages": self.stages, "timeline": self._timeline()}
@@ -131,7 +129,7 @@ class Cycle:
         flows = flows_between_tors(self.box, intent)
         async with running(flows):
             began_s = time.monotonic()
-            await asyncio.sleep(WARM_UP_S + self.seconds)
+            await asyncio.sleep(WARM_UP_S + self.order.seconds)
             ended_s = time.monotonic()
         self.bursts.append((began_s, ended_s, flows))
         return self.bursts[-1]
@@ -181,19 +179,16 @@ class Cycle:
         return points
 
 
-async def cycle(box: Testbed, seconds: float, iterations: int, collective_s: float, pause_s: float) -> dict[str, Any]:
+async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """See above. The agent of `orchestrrl agent` reads the trainer's recorders."""
-    site = box.site
-    rings = box.folder / "rings"
-    training = intents.training(site)
-    ranks = sorted(training.ranks)
+    site, rings, training = box.site, box.folder / "rings", intents.training(box.site)
     trainer = TestbedTrainer(
-        rings, intents.JOB, ranks, lambda: flows_between_tors(box, training), collective_s, pause_s
+        rings, intents.JOB, sorted(training.ranks), lambda: flows_between_tors(box, training), order
     )
     agent = box.start_agent("--rings", str(rings), "--host", "box")
     try:
         async with FabricClient(box.daemon_address) as client:
-            made = Cycle(box, client, seconds, iterations, collective_s + pause_s)
+            made = Cycle(box, client, order)
             await made.training(training, trainer)
             await made.stage(intents.generation(site))
             await made.stage(intents.weights(site))

@@ -4,9 +4,9 @@ import asyncio
 import ctypes
 import os
 import socket
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -85,23 +85,14 @@ def enter(room: str) -> None:
 
 
 def within(room: str, work: Callable[[], T]) -> T:
-    """What `work` returns in a thread that has entered the namespace, and ends there."""
-    done: list[T] = []
-    failed: list[BaseException] = []
+    """Return what `work` returns in a thread that has entered the namespace, and ends there."""
 
-    def run() -> None:
-        try:
-            enter(room)
-            done.append(work())
-        except BaseException as error:  # noqa: BLE001  # it is raised where the result is asked for
-            failed.append(error)
+    def run() -> T:
+        enter(room)
+        return work()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def make_socket(room: str, *of: int) -> socket.socket:

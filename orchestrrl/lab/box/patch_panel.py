@@ -38,14 +38,9 @@ class PatchPanel:
             self._ports[port] = self._links[switch].index(port_name(number))
             self._bridges[port] = self._links[switch].index(bridge_name(number))
         self._ends = dict(plan.ends)  # as really plugged in
-        self._joined: frozenset[PortPair] = frozenset()
+        self.joined: frozenset[PortPair] = frozenset()  # the cross-connects that carry packets now
         self._lit: frozenset[Port] = frozenset()
         self._changed = asyncio.Event()
-
-    @property
-    def joined(self) -> frozenset[PortPair]:
-        """The cross-connects that carry packets now."""
-        return self._joined
 
     async def run(self) -> None:
         listeners = [asyncio.ensure_future(self._listen(glass)) for glass in self._glasses.values()]
@@ -65,14 +60,14 @@ class PatchPanel:
         joined = frozenset(pair for switch, glass in self._glasses.items() for pair in self._carrying(switch, glass))
         lit = lit_ports(self._ends, joined)
         # Dark before it is taken apart, and together before there is light: nothing goes where it should not.
-        self._take_apart(self._joined - joined, self._lit - lit)
-        for pair in joined - self._joined:
+        self._take_apart(self.joined - joined, self._lit - lit)
+        for pair in joined - self.joined:
             bridge = self._bridges[pair.switch, pair.ports[0]]
             for number in pair.ports:
-                self._links[pair.switch].join(self._ports[pair.switch, number], bridge)
+                self._links[pair.switch].set(self._ports[pair.switch, number], master=bridge)
         for port in lit - self._lit:
-            self._links[port[0]].light(self._ports[port], is_lit=True)
-        self._joined, self._lit = joined, lit
+            self._links[port[0]].set(self._ports[port], up=True)
+        self.joined, self._lit = joined, lit
         return next_s
 
     def swap(self, one: Port, other: Port) -> None:
@@ -82,7 +77,7 @@ class PatchPanel:
                 raise ValueError(f"no cable of the site is at port {port[1]} of {port[0]}")
         if one[0] != other[0]:
             raise ValueError(f"cables of one switch can be mixed up, these are of {one[0]} and {other[0]}")
-        joined, self._joined, self._lit = self._joined, frozenset(), frozenset()
+        joined, self.joined, self._lit = self.joined, frozenset(), frozenset()
         self._take_apart(joined, frozenset(self._ends))
         self._ports[one], self._ports[other] = self._ports[other], self._ports[one]
         self._ends[one], self._ends[other] = self._ends[other], self._ends[one]
@@ -98,10 +93,10 @@ class PatchPanel:
     def _take_apart(self, pairs: Iterable[PortPair], dark: Iterable[Port]) -> None:
         for port in dark:
             if is_fibre(self._ends[port]):
-                self._links[port[0]].light(self._ports[port], is_lit=False)
+                self._links[port[0]].set(self._ports[port], up=False)
         for pair in pairs:
             for number in pair.ports:
-                self._links[pair.switch].part(self._ports[pair.switch, number])
+                self._links[pair.switch].set(self._ports[pair.switch, number], master=0)
 
     def _carrying(self, switch: OcsId, model: CrossConnectModel) -> set[PortPair]:
         lit = [circuit.cross_connect for circuit in model.circuits() if circuit.link_up]
@@ -159,20 +154,12 @@ class Links:
     def index(self, name: str) -> int:
         return within(self._namespace, lambda: socket.if_nametoindex(name))
 
-    def join(self, index: int, bridge: int) -> None:
-        self._set(index, master=bridge)
-
-    def part(self, index: int) -> None:
-        self._set(index, master=0)
-
-    def light(self, index: int, is_lit: bool) -> None:
-        """The far end of the pair sees a signal, or none."""
-        self._set(index, up=is_lit)
-
     def close(self) -> None:
         self._socket.close()
 
-    def _set(self, index: int, *, master: int | None = None, up: bool | None = None) -> None:
+    def set(self, index: int, *, master: int | None = None, up: bool | None = None) -> None:
+        """Put an interface into the bridge `master`, or with 0 out of its bridge. `up`: the far end of the pair sees a
+        signal."""
         self._sequence += 1
         flags, change = (0, 0) if up is None else (IFF_UP * up, IFF_UP)
         body = _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)

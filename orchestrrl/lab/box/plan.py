@@ -27,20 +27,6 @@ def is_fibre(end: End) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What one Gbps of the site is in the box, in bits per second."""
-
-    bps_per_gbps: float
-
-    def tbf(self, gbps: float) -> str:
-        """A line of that rate. What waits is 50 ms' worth at most: TCP fills the line, and what has been sent on a
-        circuit has left soon."""
-        bps = gbps * self.bps_per_gbps
-        burst = max(8000, int(bps / 8 * 0.004))
-        return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
-
-
-@dataclass(frozen=True, slots=True)
 class Nic:
     """A host's side of its cable to a ToR, and the ToR's."""
 
@@ -52,9 +38,11 @@ class Nic:
 
 @dataclass(frozen=True)
 class TestbedPlan:
-    """`ends`: what the fibre at each port of a switch leads to."""
+    """`ends`: what the fibre at each port of a switch leads to. `bps_per_gbps`: what one Gbps of the site is in the
+    box, in bits per second."""
 
     site: Site
+    bps_per_gbps: float
     tors: Mapping[EndpointId, str]  # rooms
     hosts: Mapping[ServerId, str]
     switches: Mapping[OcsId, str]
@@ -71,8 +59,15 @@ class TestbedPlan:
         server = self.site.server_of[gpu]
         return self.hosts[server.id], self.nics[server.id][server.nic(gpu)].address
 
+    def tbf(self, gbps: float) -> str:
+        """A line of that rate of the site. What waits is 50 ms' worth at most: TCP fills the line, and what has been
+        sent on a circuit has left soon."""
+        bps = gbps * self.bps_per_gbps
+        burst = max(8000, int(bps / 8 * 0.004))
+        return f"tbf rate {int(bps)}bit burst {burst} limit {burst + max(30_000, int(bps / 8 * 0.05))}"
 
-def plan_of(site: Site) -> TestbedPlan:
+
+def plan_of(site: Site, circuit_mbps: float) -> TestbedPlan:
     """Raises ValueError for a site that is too large."""
     if len(site.tors) > TORS or len(site.switches) > TORS:
         raise ValueError(f"a box holds {TORS} ToRs at most, got {len(site.tors)}")
@@ -80,6 +75,7 @@ def plan_of(site: Site) -> TestbedPlan:
     interfaces = {tor: tuple(f"swp{k}" for k in range(1, len(fibres_of(site, tor)) + 1)) for tor in numbers}
     return TestbedPlan(
         site,
+        circuit_mbps * 1e6 / site.link_gbps,
         tors={tor: f"t{n}" for tor, n in numbers.items()},
         hosts={server.id: f"h{n}" for n, server in enumerate(site.servers, start=1)},
         switches={switch.id: f"o{n}" for n, switch in enumerate(site.switches, start=1)},

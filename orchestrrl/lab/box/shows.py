@@ -10,6 +10,7 @@ from typing import Any
 from ocs_drivers.faults import DeviceFaultKind
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.lab.box import intents
+from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import TOOK_WITHIN_S, Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.testbed.processes import until
@@ -17,6 +18,7 @@ from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
 from planner.fabric.topology import PodRole, Tier
 
+COUNTS = (1, 2, 3)  # of circuits
 SETTLING_S = 1.0  # until TCP has found the rate
 TRANSFER_WINDOW_BYTES = 32_768  # of which Linux makes twice as much
 
@@ -56,15 +58,15 @@ def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:
     ]
 
 
-async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), seconds: float = 2.0) -> dict[str, Any]:
+async def rates_by_circuits(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """As many flows as the most circuits, each of a host of its own and pinned to a circuit by a route."""
     one, other = tor_pair(box)
-    circuits = circuits_between(box, one, other)[: max(counts)]
+    circuits = circuits_between(box, one, other)[: max(COUNTS)]
     sources, sinks = nics_at(box, one), nics_at(box, other)
-    flows_count = min(len(sources), len(sinks), max(counts))
+    flows_count = min(len(sources), len(sinks), max(COUNTS))
     rows: list[dict[str, Any]] = []
     up: list[PortPair] = []
-    for count in sorted(counts):
+    for count in COUNTS:
         more = circuits[len(up) : count]
         await box.connect(more)
         up += more
@@ -76,12 +78,12 @@ async def rates_by_circuits(box: Testbed, counts: Sequence[int] = (1, 2, 3), sec
         flows = [Flow(source, sink) for source, sink in zip(sources, sinks, strict=False)][:flows_count]
         async with running(flows):
             await asyncio.sleep(SETTLING_S)
-            rows.append({"circuits": count, "mbps": await _rate(flows, seconds)})
+            rows.append({"circuits": count, "mbps": await _rate(flows, order.seconds)})
     await box.unpin(one, hosts_there)
     await box.unpin(other, hosts_here)
     await box.connect(up, ups=False)
     base = rows[0]["mbps"] / rows[0]["circuits"]
-    line = box.site.link_gbps * box.rates.bps_per_gbps * 1e-6
+    line = box.site.link_gbps * box.plan.bps_per_gbps * 1e-6
     return {"tors": [one, other], "line_mbps": line, "rows": [{**row, "ratio": row["mbps"] / base} for row in rows]}
 
 
@@ -89,7 +91,7 @@ def _interface(ends: tuple[tuple[EndpointId, str], ...], tor: EndpointId) -> str
     return next(interface for name, interface in ends if name == tor)
 
 
-async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]:
+async def transfer_through_changes(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """One transfer between ToRs of a PoD that generates, while circuits go from those of generation to those of a
     weight sync and back. The receiver's window keeps all queues short, so that a segment which has to be sent again
     was lost by a change."""
@@ -101,7 +103,7 @@ async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]
         await client.announce("generation", intents.generation(box.site), boundary=True)
         async with running([flow]):
             await asyncio.sleep(SETTLING_S)
-            for number in range(changes):
+            for number in range(order.changes):
                 period = "generation" if number % 2 else "weights"
                 intent = intents.generation(box.site) if number % 2 else intents.weights(box.site)
                 before, since_s = flow.retransmitted, time.monotonic()
@@ -125,7 +127,7 @@ async def transfer_through_changes(box: Testbed, changes: int) -> dict[str, Any]
     return {"tors": [one, other], "device_delay_s": delay_s, "rows": rows}
 
 
-async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
+async def failed_port(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """A port fails under the traffic of a PoD that generates: packets go around it by themselves, and the next period
     leaves it out."""
     one, other = tor_pair(box, PodRole.GEN)
@@ -138,14 +140,14 @@ async def failed_port(box: Testbed, seconds: float = 2.0) -> dict[str, Any]:
         port = (up[0].switch, up[0].ports[0])
         async with running(flows):
             await asyncio.sleep(SETTLING_S)
-            before = await _rate(flows, seconds)
+            before = await _rate(flows, order.seconds)
             box.inject(DeviceFaultKind.FAIL_PORT, port)
             failed_s = time.monotonic()
             await _until_left_out(box)
             around_s = time.monotonic() - failed_s
-            after = await _rate(flows, seconds)
+            after = await _rate(flows, order.seconds)
             report = await client.announce("generation", intent, boundary=True)
-            masked = await _rate(flows, seconds)
+            masked = await _rate(flows, order.seconds)
             pauses = [flow.longest_pause_s(failed_s, time.monotonic()) for flow in flows]
     now = circuits_of(box, one, other)
     box.inject(DeviceFaultKind.MEND_PORT, port)
@@ -181,7 +183,7 @@ async def _until_left_out(box: Testbed) -> None:
     await until(left_out, "packets leave the failed port out", TOOK_WITHIN_S, 0.02)
 
 
-async def wrong_cable(box: Testbed) -> dict[str, Any]:
+async def wrong_cable(box: Testbed, order: BoxOrder) -> dict[str, Any]:
     """Two cables of a switch are mixed up, one of them in use; `orchestrrl ocs verify` is asked, without walking and
     with it."""
     one, other = tor_pair(box, PodRole.GEN)

@@ -3,39 +3,58 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.emulators.base import DevicePanel, Emulator
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import Connectivity
+from orchestrrl.fabric.site import read_site
 from orchestrrl.fabric.switch_reader import device_pairs
 from orchestrrl.lab.box.cabling import PACKET_SIDE, build
 from orchestrrl.lab.box.namespaces import FOLDER, batch
 from orchestrrl.lab.box.patch_panel import PatchPanel
-from orchestrrl.lab.box.plan import Rates, TestbedPlan, plan_of
-from orchestrrl.lab.box.switches import TestbedSwitch, start_switches
+from orchestrrl.lab.box.plan import TestbedPlan, plan_of
+from orchestrrl.lab.box.run import BoxOrder
+from orchestrrl.lab.emulated_switch import GRPC, driver_of, make_switch
 from orchestrrl.lab.testbed.processes import until
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 from planner.fabric.masks import Port
 from planner.fabric.model import EndpointId, OcsId, PortPair
-from planner.fabric.topology import Site
+from planner.fabric.topology import Site, Switch
 
 SITE_FILE = "site.yaml"
-# What has been sent on a circuit is in the ToR's queue for that long at most, see `Rates.tbf`.
+# What has been sent on a circuit is in the ToR's queue for that long at most, see `TestbedPlan.tbf`.
 SETTLE_S = 0.06
 POLL_AGAIN_S = 0.5
 TOOK_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class TestbedSwitch:
+    """An emulated device behind a protocol of its own. `driver`, `options`: as the daemon's configuration has them."""
+
+    protocol: str
+    emulator: Emulator
+    driver: str
+    options: dict[str, Any]
+
+    @property
+    def model(self) -> CrossConnectModel:
+        return self.emulator.device.model
 
 
 class Testbed(Stack):
     """Made by `standing`. `folder` holds the site's file, the daemon's configuration and all logs."""
 
     def __init__(
-        self, folder: Path, plan: TestbedPlan, rates: Rates, switches: dict[OcsId, TestbedSwitch], panel: PatchPanel
+        self, folder: Path, plan: TestbedPlan, switches: dict[OcsId, TestbedSwitch], panel: PatchPanel
     ) -> None:
         super().__init__(folder)
         self.plan = plan
-        self.rates = rates
         self.switches = switches
         self.panel = panel
 
@@ -112,22 +131,24 @@ class Testbed(Stack):
                 "rerouting": {"settle_s": SETTLE_S, "poll_s": POLL_AGAIN_S},
             },
             "ocs": [
-                {"id": switch.id, "driver": switch.driver, "options": dict(switch.options)}
-                for switch in self.switches.values()
+                {"id": id, "driver": switch.driver, "options": switch.options} for id, switch in self.switches.items()
             ],
         }
 
 
 @asynccontextmanager
-async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[str]) -> AsyncIterator[Testbed]:
-    """`folder` has the site's file. Inside the namespaces of `enter.py`, which take all of it down in the end."""
-    plan = plan_of(site)
-    await build(plan, rates)
-    switches = {each.id: each for each in await start_switches(site, protocols)}
+async def standing(order: BoxOrder) -> AsyncIterator[Testbed]:
+    """Inside the namespaces of `enter.py`, which take all of it down in the end. Raises InvalidOptions for a protocol
+    that is not known, or whose library is missing."""
+    folder = Path(order.folder)
+    plan = plan_of(read_site(folder / SITE_FILE), order.mbps)
+    await build(plan)
+    speaking = zip(plan.site.switches, cycle(order.protocols), strict=False)
+    switches = {switch.id: await _started(switch, protocol) for switch, protocol in speaking}
     panel = PatchPanel(plan, {id: each.model for id, each in switches.items()})
     following = asyncio.ensure_future(panel.run())
     try:
-        async with Testbed(folder, plan, rates, switches, panel) as box:
+        async with Testbed(folder, plan, switches, panel) as box:
             await box.drive()
             yield box
         if following.done():
@@ -137,5 +158,14 @@ async def standing(folder: Path, site: Site, rates: Rates, protocols: Sequence[s
         with suppress(asyncio.CancelledError):
             await following
         for each in switches.values():
-            await each.stop()
+            await each.emulator.stop()
         panel.close()
+
+
+async def _started(switch: Switch, protocol: str) -> TestbedSwitch:
+    ports, delay_s = max(max(numbers) for numbers in switch.ports.values()), switch.device.reconfiguration_s
+    emulator = make_switch(protocol, DevicePanel(ports, ports, delay_s))
+    driver, options = driver_of(protocol, await emulator.start())
+    if protocol != GRPC:  # no protocol of a vendor has how fast mirrors are
+        options["reconfiguration_s"] = delay_s
+    return TestbedSwitch(protocol, emulator, driver, options)

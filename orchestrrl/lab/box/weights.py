@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -25,6 +25,7 @@ from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
+from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.box.weights_carrier import CARRY, MAP, memory_of
@@ -77,17 +78,16 @@ def publications(trainers: Sequence[PeerId], size: int) -> list[Publication]:
     return found
 
 
-async def weights(
-    box: Testbed, size: int, rounds: int, ways: Sequence[str], transport: str = "tcp", python: str = ""
-) -> dict[str, Any]:
+async def weights(box: Testbed, order: BoxOrder) -> dict[str, Any]:
+    ways = order.sync_ways
     async with (
-        _hosts(box, transport, python or sys.executable) as (peers, carriers),
+        _hosts(box, order.transport, order.python or sys.executable) as (peers, carriers),
         FabricClient(box.daemon_address) as client,
     ):
-        show = _Show(box, client, peers, carriers, size)
+        show = _Show(box, client, peers, carriers, order.sync_bytes)
         await show.open()
         await show.measure_payload()
-        for number in range(rounds):
+        for number in range(order.sync_rounds):
             turn = number % len(ways)
             for way in (*ways[turn:], *ways[:turn]):
                 await show.go(way, number)
@@ -144,12 +144,12 @@ class _Show:
     async def go(self, way: str, number: int) -> None:
         stages, circuits = await self._prepared(way)
         counted = await self._boundary_bytes()
-        busy = _Busy()
+        busy_s, since_s = _busy_s(), time.monotonic()
         began_s = time.time()
         ended_s = began_s
         for stage in stages:
             ended_s = max(ended_s, await self._carried(stage))
-        cores = busy.cores()
+        cores = (_busy_s() - busy_s) / (time.monotonic() - since_s)
         crossed = {port: count - counted[port] for port, count in (await self._boundary_bytes()).items()}
         row = {
             "way": way,
@@ -263,7 +263,7 @@ class _Show:
 
     def _gbps(self, gbps: float) -> float:
         """Of the site, as the box has it."""
-        return gbps * self._box.rates.bps_per_gbps * 1e-9
+        return gbps * self._box.plan.bps_per_gbps * 1e-9
 
 
 async def _sent_bytes(room: str) -> dict[str, int]:
@@ -277,21 +277,11 @@ async def _sent_bytes(room: str) -> dict[str, int]:
     return {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in json.loads(out)}
 
 
-class _Busy:
-    """How many cores of the machine were at work, whoever's work it was."""
-
-    def __init__(self) -> None:
-        self._before = self._now(), time.monotonic()
-
-    def cores(self) -> float:
-        (was, since_s), now = self._before, self._now()
-        return (now - was) / (time.monotonic() - since_s)
-
-    @staticmethod
-    def _now() -> float:
-        fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
-        idle = fields[3] + fields[4]
-        return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
+def _busy_s() -> float:
+    """Return the seconds that all cores of the machine together were at work, whoever's work it was."""
+    fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+    idle = fields[3] + fields[4]
+    return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
 
 
 # --- ways to bring weights to engines, as edges
@@ -306,27 +296,19 @@ def tree(planned: PlannedSync) -> Stages:
 
 
 def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
-    made = _Making(peers, stations)
-    for shard in planned.map.shards:
-        for receiver in _receivers(peers, stations):
-            made.edge(shard, planned.summed_by[shard.id], receiver)
-    return (tuple(made.edges),)
+    receivers = _receivers(peers, stations)
+    hops = [(shard, planned.summed_by[shard.id], other) for shard in planned.map.shards for other in receivers]
+    return (_edges("x", hops, peers, stations),)
 
 
 def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
-    made = _Making(peers, stations)
     chains: dict[str, list[PeerId]] = {}
     for receiver in _receivers(peers, stations):
         chains.setdefault(stations[receiver].pod, []).append(receiver)
-    for shard in planned.map.shards:
-        for chain in chains.values():
-            made.edge(shard, planned.summed_by[shard.id], chain[0])
-    across, made.edges = tuple(made.edges), []
-    for shard in planned.map.shards:
-        for chain in chains.values():
-            for one, other in pairwise(chain):
-                made.edge(shard, one, other)
-    return across, tuple(made.edges)
+    shards, each = planned.map.shards, chains.values()
+    across = [(shard, planned.summed_by[shard.id], chain[0]) for shard in shards for chain in each]
+    along = [(shard, *hop) for shard in shards for chain in each for hop in pairwise(chain)]
+    return _edges("x", across, peers, stations), _edges("y", along, peers, stations)
 
 
 def crossing_bytes(stages: Stages, stations: Mapping[PeerId, NetworkStation]) -> int:
@@ -340,17 +322,17 @@ def _receivers(peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkSt
     return sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))
 
 
-class _Making:
-    def __init__(self, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> None:
-        self._peers = peers
-        self._stations = stations
-        self._number = 0
-        self.edges: list[CarryEdge] = []
-
-    def edge(self, shard: ShardMap, src: PeerId, dst: PeerId) -> None:
-        (transport, address), *_ = self._peers[dst].transports.items()
-        phase: Literal["A", "B"] = "B" if self._stations[src].pod == self._stations[dst].pod else "A"
-        self.edges.append(
-            CarryEdge(f"x{self._number}", shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase)
-        )
-        self._number += 1
+def _edges(
+    letter: str,
+    hops: Iterable[tuple[ShardMap, PeerId, PeerId]],
+    peers: Mapping[PeerId, Peer],
+    stations: Mapping[PeerId, NetworkStation],
+) -> tuple[CarryEdge, ...]:
+    """Return an edge for a whole shard on each hop; `letter` begins their ids."""
+    made = []
+    for number, (shard, src, dst) in enumerate(hops):
+        (transport, address), *_ = peers[dst].transports.items()
+        phase: Literal["A", "B"] = "B" if stations[src].pod == stations[dst].pod else "A"
+        id = f"{letter}{number}"
+        made.append(CarryEdge(id, shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase))
+    return tuple(made)

@@ -20,7 +20,7 @@ from orchestrrl.fabric.route_drivers import virtual
 from orchestrrl.fabric.site import parse_site
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.verification import LIGHT_WITHIN_S, FabricVerifier, VerificationReport
-from orchestrrl.lab.box.site import SITE
+from orchestrrl.lab.box.run import SITE
 from planner.fabric.cables import DARK, STRANGER, STRAY, WRONG_CABLE
 from planner.fabric.model import EndpointId, OcsId, PortPair
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.fabric.site import parse_site
-from orchestrrl.lab.box.site import SITE
+from orchestrrl.lab.box.run import SITE
 from planner.fabric.cables import (
     DARK,
     STRANGER,

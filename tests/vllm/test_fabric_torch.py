@@ -9,9 +9,14 @@ import pytest
 
 from orchestrrl.fabric.periods import OVER, PeriodState
 from orchestrrl.integrations.instrument.rings import RingEvent
-from orchestrrl.lab.demo.fabric_jobs import RANKS, Launcher
-from orchestrrl.lab.demo.fabric_stack import PeriodOutcomes, fabric_demo
-from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
+from orchestrrl.lab.demo.fabric_stack import (
+    RANKS,
+    Launcher,
+    PeriodOutcomes,
+    RecordedTraffic,
+    fabric_demo,
+    read_traces,
+)
 from tests.vllm.conftest import VLLM_PYTHON
 
 # Of a rank of lab/demo/fabric_job.py, in each iteration, and in all of them.
@@ -51,7 +56,10 @@ def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
     assert ran.statuses == [0] * RANKS
     assert len(ran.iterations_s) == iterations
     assert min(ran.iterations_s) >= 2 * window_s
-    assert sorted(ran.traces) == sorted(ran.outcome.ranks) == list(range(RANKS))
+    status = ran.outcome.status
+    assert (
+        sorted(ran.traces) == sorted(rank for job in status.hosts[0].jobs for rank in job.ranks) == list(range(RANKS))
+    )
     for rank, events in ran.traces.items():
         ops = Counter(event.op for event in events)
         announced = ANNOUNCED_IN_EACH if rank == 0 else 0
@@ -59,10 +67,11 @@ def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
             op: (announced if op == "announce" else each) * iterations for op, each in IN_EACH.items()
         }
         assert all(event.end_ns is not None for event in events if event.is_collective)
-    periods = ran.outcome.periods
+    periods = status.periods
     assert 0 < len({period.id for period in periods}) == len(periods) <= ANNOUNCED_IN_EACH * iterations
     assert {PeriodState(period.state) for period in periods} <= OVER
-    assert ran.outcome.counts == Counter((period.state, period.code) for period in periods)
+    counts = Counter({(each.state, each.code): each.count for each in status.counts})
+    assert counts == Counter((period.state, period.code) for period in periods)
     assert all(period.code and period.HasField("ended_unix_s") for period in periods)
 
 
@@ -73,11 +82,11 @@ async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
     check_whole(ran, iterations, window_s)
     commits, traffic = ran.outcome.commits, RecordedTraffic.of(ran.traces)
     assert {commit.period for commit in commits} == {"gradients", "experts"}
-    assert all(commit.has_window and commit.done for commit in commits)
+    assert all(commit.report.window_opened_unix_s > 0 and commit.report.done for commit in commits)
     assert all(commit.received_s is not None and commit.set_s is not None for commit in commits)
     outside = [each for each in commits if traffic.during(each.commanded_s, each.usable_s) > 0]
     assert len(outside) <= len(commits) // 4
-    committed = [period for period in ran.outcome.periods if period.code == "committed"]
+    committed = [period for period in ran.outcome.status.periods if period.code == "committed"]
     assert all(period.stages_done == period.stages == len(period.commits) for period in committed)
 
 
@@ -86,6 +95,6 @@ async def test_a_device_slower_than_any_window_is_never_told_to_move(tmp_path: P
     ran = await run(tmp_path, iterations, device_s=5.0, window_s=window_s, within_s=0.1)
     check_whole(ran, iterations, window_s)
     assert not ran.outcome.commits
-    assert {period.state for period in ran.outcome.periods} <= {PeriodState.KEPT, PeriodState.SUPERSEDED}
-    assert {period.code for period in ran.outcome.periods} <= {"no_window", "superseded"}
+    assert {period.state for period in ran.outcome.status.periods} <= {PeriodState.KEPT, PeriodState.SUPERSEDED}
+    assert {period.code for period in ran.outcome.status.periods} <= {"no_window", "superseded"}
     assert not ran.outcome.set_s

@@ -80,7 +80,8 @@ def _demo(scenario: "DemoScenario", engine: str, seeds: list[int], out: Path) ->
     draw(outcome, picture := out / "remaining_requests.png")
     synced = [] if outcome.sync is None else sync_demo_view(outcome.sync)
     view = [*_tables(outcome), *_summary(outcome), *synced]
-    return _written(out / "report.json", as_json(outcome), view, outcome.is_well, picture)
+    is_well = outcome.is_well and (outcome.sync is None or outcome.sync.is_well)
+    return _written(out / "report.json", as_json(outcome), view, is_well, picture)
 
 
 def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
@@ -99,8 +100,8 @@ def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) ->
 
     outcome = _finished(lambda report: run_redeploy_demo(scenario, seeds, out, report))
     draw(outcome, picture := out / "redeployment.png")
-    is_well = not outcome.lost and not outcome.differing
-    return _written(out / "redeployment.json", as_json(outcome), redeploy_demo_view(outcome), is_well, picture)
+    view = redeploy_demo_view(outcome)
+    return _written(out / "redeployment.json", as_json(outcome), view, outcome.is_well, picture)
 
 
 def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pictures: Path) -> Output:
@@ -134,15 +135,15 @@ def _tables(demo: "DemoOutcome") -> View:
         (
             (outcome.seed, which, *(f"{seconds:.0f}" for seconds in record.idle_s))
             for outcome in demo.seeds
-            for which, record in (("without", outcome.static), ("with", outcome.orchestrrl))
+            for which, record in (("without", outcome.baseline), ("with", outcome.shown))
         ),
     )
 
 
 SEED_COLUMNS: Columns = {
     "seed": "seed",
-    "without": lambda outcome: f"{outcome.static.makespan_s:.1f}",
-    "with": lambda outcome: f"{outcome.orchestrrl.makespan_s:.1f}",
+    "without": lambda outcome: f"{outcome.baseline.makespan_s:.1f}",
+    "with": lambda outcome: f"{outcome.shown.makespan_s:.1f}",
     "ratio": lambda outcome: f"{outcome.ratio:.3f}",
     "oracle's ratio": lambda outcome: None if outcome.oracle_ratio is None else f"{outcome.oracle_ratio:.3f}",
     "moves": "moves",

@@ -8,7 +8,7 @@ from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import Columns, View, cells_table, table
 from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
 from orchestrrl.lab.demo.redeploy_report import PAPER, at_s
-from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo
+from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployDemo, RedeploySeed
 from orchestrrl.lab.demo.redeploy_stack import modelled_switch_s
 
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
@@ -17,26 +17,24 @@ COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 def redeploy_demo_view(demo: RedeployDemo) -> View:
     speed = demo.scenario.speed
     for outcome in demo.seeds:
-        for redeployed in outcome.free.redeployments:
+        for redeployed in outcome.redeployments:
             report = dict(redeployed.report)
             yield time_line(report, report["created_unix_s"])
-            began_s = at_s(redeployed, outcome.free, speed)
+            began_s = at_s(redeployed, outcome, speed)
             title = f"{change_text(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}"
             yield cells_table(title, COLUMNS, _beside_the_paper(demo, redeployed))
-        if outcome.free.fabric_after is not None:
+        if outcome.fabric_after is not None:
             title = f"Circuits of {GEN_POD} before and after, seed {outcome.seed}"
-            yield cells_table(title, ("from", "to", "before", "after"), _circuits(outcome.free))
+            yield cells_table(title, ("from", "to", "before", "after"), _circuits(outcome))
     columns: Columns = {
         "seed": "seed",
-        "pinned": lambda outcome: f"{outcome.pinned.record.makespan_s:.1f}",
-        "free to redeploy": lambda outcome: f"{outcome.free.record.makespan_s:.1f}",
+        "pinned": lambda outcome: f"{outcome.baseline.makespan_s:.1f}",
+        "free to redeploy": lambda outcome: f"{outcome.shown.makespan_s:.1f}",
         "ratio": lambda outcome: f"{outcome.ratio:.3f}",
-        "gained": lambda outcome: f"{outcome.pinned.record.makespan_s - outcome.free.record.makespan_s:.1f}",
-        "gain predicted": lambda outcome: (
-            f"{sum(each.predicted_gain_s for each in outcome.free.redeployments) * speed:.1f}"
-        ),
+        "gained": lambda outcome: f"{outcome.baseline.makespan_s - outcome.shown.makespan_s:.1f}",
+        "gain predicted": lambda outcome: f"{sum(each.predicted_gain_s for each in outcome.redeployments) * speed:.1f}",
         "tokens recomputed for it": lambda outcome: (
-            f"{sum(s.resumption.context_tokens for s in outcome.free.redeployments if s.resumption):,}"
+            f"{sum(s.resumption.context_tokens for s in outcome.redeployments if s.resumption):,}"
         ),
     }
     title = f"One generation step of {len(demo.seeds[0].samples)} requests: engine seconds"
@@ -55,7 +53,7 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
     yield row("redeploying", redeployed.redeploying_s, plan["redeploy_cost_s"], PAPER["redeploying_s"])
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["redeploying_s"])
-    circuits_s = redeployed.followed.elapsed_s if redeployed.followed else 0.0
+    circuits_s = redeployed.followed.wall_s if redeployed.followed else 0.0
     if redeployed.followed:
         yield row("  circuits, on virtual switches", circuits_s, None, None)
     yield row(
@@ -67,11 +65,11 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
     yield row("in all", redeployed.total_s, plan["redeploy_cost_s"] + plan["migration_cost_s"], PAPER["total_s"])
 
 
-def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
+def _circuits(outcome: RedeploySeed) -> Iterator[tuple[object, ...]]:
     """Of the PoD that generates. ToRs are named without it."""
-    assert arm.fabric_before is not None, "there was a fabric"
-    assert arm.fabric_after is not None, "there was a fabric"
-    before, after = arm.fabric_before.circuits, arm.fabric_after.circuits
+    assert outcome.fabric_before is not None, "there was a fabric"
+    assert outcome.fabric_after is not None, "there was a fabric"
+    before, after = outcome.fabric_before.circuits, outcome.fabric_after.circuits
     for pod, a, b in sorted(before.keys() | after.keys()):
         if pod == GEN_POD:
             yield a, b, before.get((pod, a, b), 0), after.get((pod, a, b), 0)
@@ -79,7 +77,7 @@ def _circuits(arm: RedeployArm) -> Iterator[tuple[object, ...]]:
 
 def _summary(demo: RedeployDemo) -> Iterator[str]:
     speed = demo.scenario.speed
-    redeployments = [(outcome, redeployed) for outcome in demo.seeds for redeployed in outcome.free.redeployments]
+    redeployments = [(outcome, redeployed) for outcome in demo.seeds for redeployed in outcome.redeployments]
     if not redeployments:
         yield "[yellow]the planner found no redeployment worth it: see `reason` in the journal's plans[/yellow]"
     for outcome, redeployed in redeployments:
@@ -89,8 +87,8 @@ def _summary(demo: RedeployDemo) -> Iterator[str]:
             yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
         if (followed := redeployed.followed) is not None:
             yield (
-                f"  {followed.text}: announced to verified {duration(followed.elapsed_s)}, of which command to "
-                f"verified {duration(followed.dark_s)}"
+                f"  {followed.said}: announced to verified {duration(followed.wall_s)}, of which command to "
+                f"verified {duration(followed.switches_wall_s)}"
             )
         if redeployed.resumption is not None:
             half, last = redeployed.resumption.median_s * speed, redeployed.resumption.last_s * speed

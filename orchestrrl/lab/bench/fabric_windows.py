@@ -18,10 +18,17 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo.fabric_jobs import RANKS, Launcher
-from orchestrrl.lab.demo.fabric_stack import CommitRecord, FabricDemoStack, PeriodOutcomes, fabric_demo
-from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic, read_traces
+from orchestrrl.lab.demo.fabric_stack import (
+    RANKS,
+    CommitRecord,
+    FabricDemoStack,
+    Launcher,
+    RecordedTraffic,
+    fabric_demo,
+    read_traces,
+)
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
+from orchestrrl.rpc.pb import fabric_pb2
 
 DEVICE_S, WINDOW_S = 0.025, 0.16
 TURNS, ITERATIONS = 42, 5  # the first turn of each job is not timed
@@ -36,12 +43,9 @@ class WindowsRun:
     """One recorded job under a running."""
 
     iterations: int
-    outcome: PeriodOutcomes
+    periods: Sequence[fabric_pb2.PeriodReport]
+    commits: Sequence[CommitRecord]
     traffic: RecordedTraffic
-
-    @property
-    def commits(self) -> Sequence[CommitRecord]:
-        return self.outcome.commits
 
     @property
     def outside(self) -> list[CommitRecord]:
@@ -59,7 +63,7 @@ class WindowsRun:
 
     def periods_text(self) -> str:
         """Periods by what became of them."""
-        counts = Counter(str(period.code) for period in self.outcome.periods)
+        counts = Counter(str(period.code) for period in self.periods)
         return ", ".join(f"{count} {code}" for code, count in counts.most_common())
 
 
@@ -130,7 +134,7 @@ async def _seen(running: FabricDemoStack, iterations: int) -> WindowsRun:
     traces = read_traces(running.rings)
     if sorted(traces) != list(range(RANKS)):
         raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
-    return WindowsRun(iterations, outcome, RecordedTraffic.of(traces))
+    return WindowsRun(iterations, outcome.status.periods, outcome.commits, RecordedTraffic.of(traces))
 
 
 def _aim(shown: Shown, load: float) -> Figure:
@@ -181,7 +185,7 @@ def _soon(shown: Shown) -> list[Figure]:
 
 
 def _too_slow(run: WindowsRun, shown: WindowsRun) -> Figure:
-    reasons = Counter(_reason(period.code, period.detail) for period in run.outcome.periods)
+    reasons = Counter(_reason(period.code, period.detail) for period in run.periods)
     listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     slow = (
         f"device of {SLOW_DEVICE_S * 1e3:.0f} ms, windows of {SHORT_WINDOW_S * 1e3:.0f} ms, {run.iterations} iterations"

@@ -9,33 +9,24 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 from ocs_drivers.model import CircuitDiff, CommitResult, EventKind
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.rpc.ocs_server import serve_driver
 
 
-class MonotonicClock:
-    """So that all of a host's processes mean the same by what is noted."""
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, duration_s: float) -> None:
-        await asyncio.sleep(max(0.0, duration_s))
-
-
 class NotingSwitch(VirtualSwitch):
-    """Notes when changes are asked for, and when its mirrors are told to move."""
+    """Notes when changes are asked for, and when its mirrors are told to move, in Unix time."""
 
-    def __init__(self, device: str, **options: object) -> None:
-        super().__init__(device, clock=MonotonicClock(), **options)
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
         self._happened = self.model.listen()
         self._received_s: list[float] = []
         self._set_s: list[float] = []
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
-        self._received_s.append(time.monotonic())
+        self._received_s.append(time.time())
         return await super().commit(diff, expect_revision, revert_in_s)
 
     def noted(self) -> dict[str, list[float]]:

@@ -33,25 +33,15 @@ class ObservedFabric:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How circuits followed one redeployment. `text` is of its step admit; seconds of the clock."""
+    """How circuits followed one redeployment, in the form of the report."""
 
-    text: str
-    period: Mapping[str, Any]
-
-    @property
-    def moves(self) -> int:
-        """Cross-connects that were taken down, and those that were brought up."""
-        return int(self.period["moves"])
-
-    @property
-    def elapsed_s(self) -> float:
-        """From the announcement until all was in place and verified."""
-        return float(self.period["ended_unix_s"] - self.period["announced_unix_s"])
-
-    @property
-    def dark_s(self) -> float:
-        """Of that, from each command until its circuits were usable."""
-        return sum(float(each["usable_unix_s"] - each["commanded_unix_s"]) for each in self.period["commits"])
+    state: str
+    code: str
+    moves: int  # cross-connects that were taken down, and those that were brought up
+    stages: int
+    wall_s: float  # from the announcement until all was in place and verified
+    switches_wall_s: float  # of that, from each command until its circuits were usable
+    said: str  # by the step admit
 
 
 def write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
@@ -117,5 +107,13 @@ def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric | None) -> 
         ended_s = step["began_unix_s"] + step["elapsed_s"]
         for period in fabric.periods:
             if step["began_unix_s"] <= period["announced_unix_s"] <= ended_s and period["ended_unix_s"] is not None:
-                return Followed(step["detail"], period)
+                return Followed(
+                    period["state"],
+                    period["code"],
+                    period["moves"],
+                    period["stages"],
+                    period["ended_unix_s"] - period["announced_unix_s"],
+                    sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in period["commits"]),
+                    step["detail"],
+                )
     return None

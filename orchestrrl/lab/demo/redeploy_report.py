@@ -3,13 +3,14 @@ them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrrl.core.charts import axes, save
-from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric
-from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployArm, RedeployDemo, Resumption
+from orchestrrl.lab.demo.redeploy_fabric import ObservedFabric
+from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployDemo, RedeploySeed, Resumption
 from orchestrrl.lab.demo.report import draw_remaining
 
 if TYPE_CHECKING:
@@ -27,29 +28,29 @@ def as_json(demo: RedeployDemo) -> dict[str, Any]:
         "engine_seconds_per_wall_second": speed,
         "seeds": [outcome.seed for outcome in demo.seeds],
         "makespan_s": {
-            "pinned": [outcome.pinned.record.makespan_s for outcome in demo.seeds],
-            "free": [outcome.free.record.makespan_s for outcome in demo.seeds],
+            "pinned": [outcome.baseline.makespan_s for outcome in demo.seeds],
+            "free": [outcome.shown.makespan_s for outcome in demo.seeds],
         },
         "ratio": "pinned / free",
         "ratios": [outcome.ratio for outcome in demo.seeds],
         "redeployments": [
-            {"seed": outcome.seed, **_redeployment_json(redeployed, outcome.free, speed)}
+            {"seed": outcome.seed, **_redeployment_json(redeployed, outcome, speed)}
             for outcome in demo.seeds
-            for redeployed in outcome.free.redeployments
+            for redeployed in outcome.redeployments
         ],
         "failed_redeployments": [
             {"seed": outcome.seed, "detail": redeployment["detail"]}
             for outcome in demo.seeds
-            for redeployment in outcome.free.failed_redeployments
+            for redeployment in outcome.failed_redeployments
         ],
         "fabric": [
             {
                 "seed": outcome.seed,
-                "circuits_before": _circuits_json(outcome.free.fabric_before),
-                "circuits_after": _circuits_json(outcome.free.fabric_after),
+                "circuits_before": _circuits_json(outcome.fabric_before),
+                "circuits_after": _circuits_json(outcome.fabric_after),
             }
             for outcome in demo.seeds
-            if outcome.free.fabric_after is not None
+            if outcome.fabric_after is not None
         ],
         "paper": PAPER,
         "lost": demo.lost,
@@ -58,7 +59,7 @@ def as_json(demo: RedeployDemo) -> dict[str, Any]:
     }
 
 
-def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> dict[str, Any]:
+def _redeployment_json(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) -> dict[str, Any]:
     report, resumed = redeployed.report, redeployed.resumption
     return {
         "redeployment_id": report["redeployment_id"],
@@ -66,11 +67,11 @@ def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed
         "reason": report["reason"],
         "from": dict(Counter(engine["configuration"] for engine in report["old_engines"])),
         "to": dict(Counter(engine["configuration"] for engine in report["new_engines"])),
-        "at_s": at_s(redeployed, arm, speed),
+        "at_s": at_s(redeployed, outcome, speed),
         "redeploying": {"wall_s": redeployed.redeploying_s, "s": redeployed.redeploying_s * speed},
         "predicted_redeploying_s": redeployed.plan["redeploy_cost_s"] * speed,
         "recompute": None if resumed is None else _resumption_json(resumed, speed),
-        "circuits": None if redeployed.followed is None else _followed_json(redeployed.followed),
+        "circuits": None if redeployed.followed is None else asdict(redeployed.followed),
         "total": {"wall_s": redeployed.total_s, "s": redeployed.total_s * speed},
         "predicted_gain_s": redeployed.predicted_gain_s * speed,
         "predicted_rest_s": redeployed.plan["predicted_s"] * speed,
@@ -90,19 +91,6 @@ def _redeployment_json(redeployed: ObservedRedeployment, arm: RedeployArm, speed
     }
 
 
-def _followed_json(followed: Followed) -> dict[str, Any]:
-    """How circuits followed."""
-    return {
-        "state": followed.period["state"],
-        "code": followed.period["code"],
-        "moves": followed.moves,
-        "stages": followed.period["stages"],
-        "wall_s": followed.elapsed_s,
-        "switches_wall_s": followed.dark_s,
-        "said": followed.text,
-    }
-
-
 def _circuits_json(fabric: ObservedFabric | None) -> list[dict[str, Any]]:
     if fabric is None:
         return []
@@ -114,9 +102,9 @@ def _resumption_json(resumed: Resumption, speed: float) -> dict[str, Any]:
     return {"requests": resumed.requests, "context_tokens": resumed.context_tokens, **seconds}
 
 
-def at_s(redeployed: ObservedRedeployment, arm: RedeployArm, speed: float) -> float:
+def at_s(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) -> float:
     """Engine seconds from the step's start."""
-    return float(redeployed.report["created_unix_s"] - arm.began_s) * speed
+    return float(redeployed.report["created_unix_s"] - outcome.began_s) * speed
 
 
 def draw(demo: RedeployDemo, path: Path) -> None:
@@ -126,14 +114,14 @@ def draw(demo: RedeployDemo, path: Path) -> None:
     for column, outcome in enumerate(demo.seeds):
         above, below = panels[0][column], panels[1][column]
         above.sharex(below)
-        arms = {"pinned to the fleet as it is": outcome.pinned.record, "free to redeploy": outcome.free.record}
+        arms = {"pinned to the fleet as it is": outcome.baseline, "free to redeploy": outcome.shown}
         draw_remaining(above, arms, len(outcome.samples))
-        for redeployed in outcome.free.redeployments:
-            began_s = at_s(redeployed, outcome.free, speed)
+        for redeployed in outcome.redeployments:
+            began_s = at_s(redeployed, outcome, speed)
             ended_s = began_s + redeployed.total_s * speed
             above.axvspan(began_s, ended_s, color="#d62728", alpha=0.3, label="redeployment")
         above.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
-        _draw_engines(below, demo, outcome.free)
+        _draw_engines(below, demo, outcome)
     panels[0][0].set_ylabel("requests that remain")
     panels[1][0].set_ylabel("GPU")
     panels[0][0].legend(loc="lower left", fontsize=8)
@@ -141,14 +129,14 @@ def draw(demo: RedeployDemo, path: Path) -> None:
     save(figure, path)
 
 
-def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
+def _draw_engines(axis: "Axes", demo: RedeployDemo, outcome: RedeploySeed) -> None:
     from matplotlib.colors import LogNorm
 
     deployment = demo.scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"
-    gpus_of = _gpus_of(arm)
-    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in arm.snapshots]
-    times = [(look.at_s - arm.began_s) * demo.scenario.speed for look in arm.snapshots]
+    gpus_of = _gpus_of(outcome)
+    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in outcome.snapshots]
+    times = [(look.at_s - outcome.began_s) * demo.scenario.speed for look in outcome.snapshots]
     if len(times) > 1 and gpus_of:
         edges = [*times, 2 * times[-1] - times[-2]]
         loads = [list(gpu) for gpu in zip(*rows, strict=True)]  # [gpu, look]
@@ -156,9 +144,9 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
         norm = LogNorm(0.1, max(1.0, most))
         mesh = axis.pcolormesh(edges, range(deployment.gpus + 1), loads, norm=norm, cmap="Blues")
         axis.figure.colorbar(mesh, ax=axis, orientation="horizontal", label="requests per GPU", pad=0.25, aspect=40)
-    end_s = arm.record.makespan_s
-    for redeployed in arm.redeployments:
-        began_s = at_s(redeployed, arm, demo.scenario.speed)
+    end_s = outcome.shown.makespan_s
+    for redeployed in outcome.redeployments:
+        began_s = at_s(redeployed, outcome, demo.scenario.speed)
         over_s = began_s + redeployed.redeploying_s * demo.scenario.speed
         for engines, low_s, high_s in (("old_engines", 0.0, began_s), ("new_engines", over_s, end_s)):
             borders = [min(engine["gpus"]) for engine in redeployed.report[engines]]
@@ -171,10 +159,10 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, arm: RedeployArm) -> None:
     axis.set_yticks(range(0, deployment.gpus + 1, 4))
 
 
-def _gpus_of(arm: RedeployArm) -> dict[str, Sequence[int]]:
+def _gpus_of(outcome: RedeploySeed) -> dict[str, Sequence[int]]:
     return {
         engine["engine_id"]: engine["gpus"]
-        for redeployed in arm.redeployments
+        for redeployed in outcome.redeployments
         for engines in ("old_engines", "new_engines")
         for engine in redeployed.report[engines]
     }

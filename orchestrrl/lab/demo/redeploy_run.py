@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed
+from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed, site_of
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
-from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import ComparedStep, DemoStepRecord, Report, connected, run_step
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_answers, samples
+from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoStepRecord, Report, connected, run_step
 from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -69,12 +69,12 @@ class ObservedRedeployment:
         return float(self.plan["current_makespan_s"] - self.plan["predicted_s"])
 
 
-@dataclass(slots=True)
-class RedeployArm:
-    """One run of the step. Its record is in engine seconds, all else in seconds of the clock."""
+@dataclass(slots=True, kw_only=True)
+class RedeploySeed(ComparedStep):
+    """The step with the planner pinned, and free: all but the records, which are in engine seconds, is of the free run
+    and in seconds of the clock."""
 
     began_s: float
-    record: DemoStepRecord
     snapshots: list[FlightSnapshot]
     fabric_before: ObservedFabric | None  # None: there is none
     fabric_after: ObservedFabric | None
@@ -82,26 +82,7 @@ class RedeployArm:
     failed_redeployments: list[Mapping[str, Any]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class RedeploySeed(ComparedStep):
-    pinned: RedeployArm
-    free: RedeployArm
-
-    @property
-    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]:
-        return self.pinned.record, self.free.record
-
-
-@dataclass(slots=True)
-class RedeployDemo:
-    scenario: DemoScenario
-    seeds: list[RedeploySeed]
-    lost: int
-    differing: int
-
-    @property
-    def faults(self) -> list[str]:
-        return [fault for outcome in self.seeds for fault in outcome.faults]
+RedeployDemo = ComparedDemo[RedeploySeed]
 
 
 async def run_redeploy_demo(
@@ -116,19 +97,29 @@ async def run_redeploy_demo(
             step = samples(scenario, "simulated", seed)
             await stack.begin_with(stack.deployment.initial, "each step begins so")
             await stack.pin()
-            pinned = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
+            pinned, *_ = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
+            known = {redeployment["redeployment_id"] for redeployment in await _redeployments(stack.control)}
+            before, progress = await _fabric_now(stack), partial(report, f"free to redeploy, seed {seed}")
             # While engines are frozen until they have every request, a redeployment would cost the step nothing.
-            free = await _run(scenario, stack, step, partial(report, f"free to redeploy, seed {seed}"), stack.release)
-            outcomes.append(RedeploySeed(seed, step, pinned, free))
-    return RedeployDemo(
-        scenario,
-        outcomes,
-        lost=sum(len(outcome.lost) for outcome in outcomes),
-        differing=sum(
-            len(outcome.differing({sample.id: expected_ids(scenario, sample) for sample in outcome.samples}))
-            for outcome in outcomes
-        ),
-    )
+            free, began_s, looks = await _run(scenario, stack, step, progress, stack.release)
+            outcome = RedeploySeed(
+                seed,
+                step,
+                pinned,
+                free,
+                expected_answers(scenario, step),
+                began_s=began_s,
+                snapshots=looks,
+                fabric_before=before,
+                fabric_after=await _fabric_now(stack),
+            )
+            await _add_redeployments(outcome, stack.control, known)
+            outcomes.append(outcome)
+    return RedeployDemo(scenario, outcomes)
+
+
+async def _fabric_now(stack: RedeployStack) -> ObservedFabric | None:
+    return await fabric_now(stack.control, site_of(stack.deployment))
 
 
 async def _run(
@@ -137,11 +128,10 @@ async def _run(
     step: Sequence[Sample],
     progress: Callable[[int, int], None],
     begun: Callable[[], Awaitable[None]] | None = None,
-) -> RedeployArm:
+) -> tuple[DemoStepRecord, float, list[FlightSnapshot]]:
+    """Run the step. Return its record, when it began by the clock, and what the daemon knew meanwhile."""
     control = stack.control
-    known = {redeployment["redeployment_id"] for redeployment in await _redeployments(control)}
-    urls = [worker.url for worker in (await stack.stack.status()).workers]
-    fabric_before = await fabric_now(control, stack.site)
+    urls = [worker.url for worker in (await stack.status()).workers]
     looks: list[FlightSnapshot] = []
 
     async def poll() -> None:
@@ -152,12 +142,14 @@ async def _run(
             looks.append(FlightSnapshot(time.time(), at, tokens))
 
     async with connected("simulated", urls) as clients, meanwhile(poll, LOOK_S):
-        url = stack.stack.gateway_url
+        url = stack.gateway_url
         record = await run_step(scenario, step, lambda _: url, clients, progress, hold=True, begun=begun)
-        ended_s = time.time()
+        began_s = time.time() - record.makespan_s / scenario.speed
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
-    began_s, fabric_after = ended_s - record.makespan_s / scenario.speed, await fabric_now(control, stack.site)
-    arm = RedeployArm(began_s, record, looks, fabric_before, fabric_after)
+    return record, began_s, looks
+
+
+async def _add_redeployments(outcome: RedeploySeed, control: ControlClient, known: Collection[str]) -> None:
     for redeployment in await _redeployments(control):
         if redeployment["redeployment_id"] in known or not redeployment["plan_id"]:
             continue
@@ -165,11 +157,11 @@ async def _run(
             wanted = control_pb2.GetPlanRequest(plan_id=redeployment["plan_id"])
             message = await control.call(control.control.GetPlan, wanted)
             plan = plain(message)
-            resumed, circuits = resumption(redeployment, plan, looks), followed(redeployment, arm.fabric_after)
-            arm.redeployments.append(ObservedRedeployment(redeployment, plan, resumed, circuits))
+            resumed, circuits = resumption(redeployment, plan, outcome.snapshots), outcome.fabric_after
+            seen = ObservedRedeployment(redeployment, plan, resumed, followed(redeployment, circuits))
+            outcome.redeployments.append(seen)
         else:
-            arm.failed_redeployments.append(redeployment)
-    return arm
+            outcome.failed_redeployments.append(redeployment)
 
 
 async def _redeployments(control: ControlClient) -> list[dict[str, Any]]:

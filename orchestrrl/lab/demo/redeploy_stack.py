@@ -4,7 +4,6 @@ them."""
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fleet.launch import deployer_of
-from orchestrrl.lab.demo.redeploy_fabric import site_of, write_fabric
+from orchestrrl.lab.demo.redeploy_fabric import write_fabric
 from orchestrrl.lab.demo.scenario import DemoScenario, DeploymentSection
 from orchestrrl.lab.demo.stack import gateway_flags, loop_settings, write_lengths
 from orchestrrl.lab.testbed.processes import flags_of
@@ -21,24 +20,20 @@ from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain
 from planner.cost.paper import named_profile
-from planner.fabric.topology import Site
 from planner.model import Configuration
 
 PORTS = (21_000, 21_999)
 
 
-@dataclass(slots=True)
-class RedeployStack:
-    """A daemon that can deploy, and a gateway. No engine runs at first."""
+class RedeployStack(Stack):
+    """A daemon that can deploy, and a gateway. No engine runs at first. Made by `redeploy_stack`."""
 
     deployment: DeploymentSection
-    stack: Stack
     control: ControlClient
-    site: Site | None  # of the fabric that it drives
 
     async def begin_with(self, configuration: str, reason: str) -> None:
         """Bring the fleet to that configuration, ready for a step. Raises Permanent."""
-        status = await self.stack.status()
+        status = await self.status()
         if {worker.configuration for worker in status.workers} != {configuration}:
             target = control_pb2.RedeployTarget(configuration=configuration)
             order = control_pb2.RedeployRequest(targets=[target], reason=reason)
@@ -47,7 +42,7 @@ class RedeployStack:
                 report = plain(message)
             if report["state"] != "done":
                 raise Permanent(f"the fleet is not brought to {configuration}: {report['state']}, {report['detail']}")
-        await self.stack.until_reported(1, ("gateway",))
+        await self.until_reported(1, ("gateway",))
 
     async def pin(self) -> None:
         """The planner leaves the fleet as it is."""
@@ -62,7 +57,7 @@ async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator
     """Daemon and gateway; on leaving they end, and with them the engines that the daemon started."""
     deployment = scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"
-    async with Stack(out_dir) as stack:
+    async with RedeployStack(out_dir) as stack:
         document = _daemon_config(scenario, deployment, stack.folder)
         stack.configure(document)
         await _end_engines(stack.config_path)  # of an earlier run that was killed
@@ -70,7 +65,8 @@ async def redeploy_stack(scenario: DemoScenario, out_dir: Path) -> AsyncIterator
         await stack.start_daemon(document)
         await stack.start_gateway(*gateway_flags(scenario, "simulated"))
         async with ControlClient(stack.daemon_address) as control:
-            yield RedeployStack(deployment, stack, control, site_of(deployment))
+            stack.deployment, stack.control = deployment, control
+            yield stack
 
 
 async def _end_engines(config_path: Path) -> None:

@@ -22,8 +22,8 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
         "requests": len(demo.seeds[0].samples),
         "seeds": [outcome.seed for outcome in demo.seeds],
         "makespan_s": {
-            "static": [outcome.static.makespan_s for outcome in demo.seeds],
-            "orchestrrl": [outcome.orchestrrl.makespan_s for outcome in demo.seeds],
+            "static": [outcome.baseline.makespan_s for outcome in demo.seeds],
+            "orchestrrl": [outcome.shown.makespan_s for outcome in demo.seeds],
             "oracle": [None if outcome.oracle is None else outcome.oracle.makespan_s for outcome in demo.seeds],
             "lower_bound": [None if outcome.oracle is None else outcome.oracle.lower_bound_s for outcome in demo.seeds],
         },
@@ -39,8 +39,8 @@ def as_json(demo: DemoOutcome) -> dict[str, Any]:
         "lost": demo.lost,
         "differing": demo.differing,
         "idle_s": {
-            "static": [outcome.static.idle_s for outcome in demo.seeds],
-            "orchestrrl": [outcome.orchestrrl.idle_s for outcome in demo.seeds],
+            "static": [outcome.baseline.idle_s for outcome in demo.seeds],
+            "orchestrrl": [outcome.shown.idle_s for outcome in demo.seeds],
         },
         "sync": None if demo.sync is None else sync_json(demo.sync),
         "faults": demo.faults,
@@ -78,7 +78,7 @@ def draw(demo: DemoOutcome, path: Path) -> None:
     count = len(demo.seeds)
     figure, [panels] = axes(1, count, width=1.2 + 3.1 * count, height=3.4, sharey=True)
     for axis, outcome in zip(panels, demo.seeds, strict=True):
-        arms = {"without OrchestrRL": outcome.static, "with OrchestrRL": outcome.orchestrrl}
+        arms = {"without OrchestrRL": outcome.baseline, "with OrchestrRL": outcome.shown}
         draw_remaining(axis, arms, len(outcome.samples))
         axis.set_title(f"seed {outcome.seed}: ratio {outcome.ratio:.2f}", fontsize=10)
         axis.set_xlabel("time (s)")

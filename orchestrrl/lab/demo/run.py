@@ -11,8 +11,8 @@ from typing import Any
 
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.lab.demo import stack
-from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_ids, samples
-from orchestrrl.lab.demo.step import ComparedStep, DemoFleet, DemoStepRecord, Report, connected
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_answers, samples
+from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoFleet, Report, connected
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.testbed.stack import Stack
@@ -49,15 +49,9 @@ class OracleMark:
 
 @dataclass(slots=True)
 class SeedOutcome(ComparedStep):
-    static: DemoStepRecord
-    orchestrrl: DemoStepRecord = field(default_factory=DemoStepRecord)
     oracle: OracleMark | None = None
     moves: int = 0
     tokens_recomputed: int = 0
-
-    @property
-    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]:
-        return self.static, self.orchestrrl
 
     @property
     def oracle_ratio(self) -> float | None:
@@ -65,19 +59,10 @@ class SeedOutcome(ComparedStep):
 
 
 @dataclass(slots=True)
-class DemoOutcome:
+class DemoOutcome(ComparedDemo[SeedOutcome]):
     engine: str
-    scenario: DemoScenario
-    seeds: list[SeedOutcome]
-    lost: int = 0
-    differing: int = 0
     moves_by_method: list[MethodMark] = field(default_factory=list)
     sync: SyncOutcome | None = None  # None: the scenario has no new weights
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def is_well(self) -> bool:
-        return not self.lost and not self.differing and (self.sync is None or self.sync.is_well)
 
     @property
     def ratio_median(self) -> float:
@@ -102,7 +87,7 @@ class DemoOutcome:
         return max(
             (
                 (
-                    outcome.oracle.lower_bound_s / outcome.orchestrrl.makespan_s,
+                    outcome.oracle.lower_bound_s / outcome.shown.makespan_s,
                     outcome.oracle.longest_tokens,
                     outcome.seed,
                 )
@@ -127,7 +112,7 @@ async def run_demo(
         async with _orchestrrl(fleet) as control_plane:
             for outcome in outcomes:
                 before, label = await control_plane.status(), f"with OrchestrRL, seed {outcome.seed}"
-                outcome.orchestrrl = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
+                outcome.shown = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
                 await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
                 after = await control_plane.status()
                 outcome.moves = after.moves_done - before.moves_done
@@ -135,11 +120,11 @@ async def run_demo(
             async with ControlClient(control_plane.daemon_address) as control:
                 marks = await marks_by_method(control, scenario.speed)
             synced = None if scenario.sync is None else await run_sync(fleet, control_plane)
-    demo = DemoOutcome(engine, scenario, outcomes, moves_by_method=marks, sync=synced)
-    for index, outcome in enumerate(outcomes):
+    for index, outcome in enumerate(outcomes if engine == "simulated" else ()):
         report("asking the oracle", index, len(outcomes))
-        await asyncio.to_thread(_judge, demo, outcome)
-    return demo
+        outcome.expected = await asyncio.to_thread(expected_answers, scenario, outcome.samples)
+        outcome.oracle = await asyncio.to_thread(_oracle, scenario, outcome.samples)
+    return DemoOutcome(scenario, outcomes, engine, marks, synced)
 
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
@@ -164,18 +149,6 @@ async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
     async with stack.orchestrrl(fleet.scenario, fleet.kind, fleet.running, fleet.out_dir) as running:
         await running.until_reported(len(fleet.clients))
         yield running
-
-
-def _judge(demo: DemoOutcome, outcome: SeedOutcome) -> None:
-    """Count what was lost or differs, and ask the oracle, where the engines' step time is known."""
-    if demo.engine == "simulated":
-        expected = {sample.id: expected_ids(demo.scenario, sample) for sample in outcome.samples}
-        outcome.oracle = _oracle(demo.scenario, outcome.samples)
-    else:
-        expected = outcome.static.answers
-    demo.lost += len(outcome.lost)
-    demo.differing += len(outcome.differing(expected))
-    demo.faults += outcome.faults
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:

@@ -1,6 +1,7 @@
 """The demo's scenario: read from YAML, and what follows from it: prompts, lengths, and what a right answer is."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated
@@ -147,6 +148,10 @@ def samples(scenario: DemoScenario, engine: str, seed: int) -> list[Sample]:
                 )
             )
     return result
+
+
+def expected_answers(scenario: DemoScenario, step: Sequence[Sample]) -> dict[RequestId, list[int]]:
+    return {sample.id: expected_ids(scenario, sample) for sample in step}
 
 
 def expected_ids(scenario: DemoScenario, sample: Sample) -> list[int]:

@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 
@@ -48,38 +47,63 @@ class DemoStepRecord:
 
 
 @dataclass(slots=True)
-class ComparedStep(ABC):
-    """One step, run twice: as a baseline and with what is shown."""
+class ComparedStep:
+    """One step, run twice: as a baseline and with what is shown. `expected`: the answers of an undisturbed run; None:
+    those of the baseline."""
 
     seed: int
     samples: list[Sample]
-
-    @property
-    @abstractmethod
-    def records(self) -> tuple[DemoStepRecord, DemoStepRecord]: ...
+    baseline: DemoStepRecord
+    shown: DemoStepRecord = field(default_factory=DemoStepRecord)
+    expected: Mapping[RequestId, list[int]] | None = None
 
     @property
     def ratio(self) -> float:
-        baseline, shown = self.records
-        return baseline.makespan_s / shown.makespan_s
+        return self.baseline.makespan_s / self.shown.makespan_s
 
     @property
     def lost(self) -> list[RequestId]:
         """Requests without an answer in either run."""
-        return [sample.id for sample in self.samples for record in self.records if sample.id not in record.answers]
+        runs = (self.baseline, self.shown)
+        return [sample.id for sample in self.samples for record in runs if sample.id not in record.answers]
 
-    def differing(self, expected: Mapping[RequestId, list[int]]) -> list[RequestId]:
+    @property
+    def differing(self) -> list[RequestId]:
         """Requests whose tokens, in either run, are not those of an undisturbed run."""
-        return [
-            request
-            for request, ids in expected.items()
-            if any(record.answers.get(request, ids) != ids for record in self.records)
-        ]
+        expected, runs = self.baseline.answers if self.expected is None else self.expected, (self.baseline, self.shown)
+        return [id for id, ids in expected.items() if any(record.answers.get(id, ids) != ids for record in runs)]
 
     @property
     def faults(self) -> list[str]:
-        told = (fault for record in self.records for fault in record.faults.items())
+        told = (*self.baseline.faults.items(), *self.shown.faults.items())
         return [f"seed {self.seed}, {request}: {fault}" for request, fault in told]
+
+
+Step = TypeVar("Step", bound=ComparedStep)
+
+
+@dataclass(slots=True)
+class ComparedDemo(Generic[Step]):
+    """Steps of several seeds, each run twice."""
+
+    scenario: DemoScenario
+    seeds: list[Step]
+
+    @property
+    def lost(self) -> int:
+        return sum(len(outcome.lost) for outcome in self.seeds)
+
+    @property
+    def differing(self) -> int:
+        return sum(len(outcome.differing) for outcome in self.seeds)
+
+    @property
+    def faults(self) -> list[str]:
+        return [fault for outcome in self.seeds for fault in outcome.faults]
+
+    @property
+    def is_well(self) -> bool:
+        return not self.lost and not self.differing
 
 
 async def run_step(

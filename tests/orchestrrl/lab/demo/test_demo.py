@@ -82,8 +82,8 @@ def outcome() -> DemoOutcome:
             return DemoStepRecord(makespan_s, finish_s, dict(answers), idle_s=[1.0, 2.0, 3.0, 4.0])
 
         mark = OracleMark(oracle_s, static_s, oracle_s - 1, 8192)
-        seeds.append(SeedOutcome(seed, step, record(static_s), record(ours_s), mark, 7, 900))
-    return DemoOutcome("simulated", scenario, seeds)
+        seeds.append(SeedOutcome(seed, step, record(static_s), record(ours_s), None, mark, 7, 900))
+    return DemoOutcome(scenario, seeds, "simulated")
 
 
 def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
@@ -105,14 +105,14 @@ def test_the_report_has_what_the_contract_asks_for(tmp_path: Path):
 
 def test_what_is_lost_or_differs_is_counted():
     (seed, *_) = outcome().seeds
-    expected = {sample.id: [1, 2] for sample in seed.samples}
+    seed.expected = {sample.id: [1, 2] for sample in seed.samples}
     assert seed.lost == []
-    assert seed.differing(expected) == []
-    del seed.orchestrrl.answers[seed.samples[0].id]
-    seed.orchestrrl.answers[seed.samples[1].id] = [1, 3]
-    seed.static.answers[seed.samples[2].id] = [1]
+    assert seed.differing == []
+    del seed.shown.answers[seed.samples[0].id]
+    seed.shown.answers[seed.samples[1].id] = [1, 3]
+    seed.baseline.answers[seed.samples[2].id] = [1]
     assert seed.lost == [seed.samples[0].id]
-    assert seed.differing(expected) == [seed.samples[1].id, seed.samples[2].id]
+    assert seed.differing == [seed.samples[1].id, seed.samples[2].id]
 
 
 def test_an_oracle_without_a_gain_leaves_nothing_to_keep():

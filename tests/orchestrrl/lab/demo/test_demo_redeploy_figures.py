@@ -75,8 +75,11 @@ def test_the_scenario_is_of_the_paper_s_fleet() -> None:
 
 
 def fabric_of(*announced_s: float, over: bool = True) -> ObservedFabric:
-    ended = {"moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
-    periods = [{"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, **ended} for at_s in announced_s]
+    ended = {"code": "committed", "moves": 8, "commits": [{"commanded_unix_s": 5.0, "usable_unix_s": 5.5}]}
+    periods = [
+        {"announced_unix_s": at_s, "ended_unix_s": at_s + 1 if over else None, "state": "", "stages": number, **ended}
+        for number, at_s in enumerate(announced_s)
+    ]
     return ObservedFabric({("gen0", "t0", "t1"): 2, ("", "gen0", "train0"): 1}, periods)
 
 
@@ -85,8 +88,8 @@ def test_circuits_that_followed_are_those_announced_as_requests_were_let_in() ->
     redeployment["steps"][1]["detail"] = "its words"
     found = followed(redeployment, fabric_of(ADMITTED_S + 9, ADMITTED_S - 0.05, FENCED_S))
     assert found is not None
-    assert (found.text, found.moves, found.elapsed_s, found.dark_s) == ("its words", 8, 1.0, 0.5)
-    assert found.period["announced_unix_s"] == ADMITTED_S - 0.05
+    assert (found.said, found.moves, found.wall_s, found.switches_wall_s) == ("its words", 8, 1.0, 0.5)
+    assert found.stages == 1  # the second that was announced
     assert followed(redeployment, fabric_of(FENCED_S)) is None
     assert followed(redeployment, fabric_of(ADMITTED_S - 0.05, over=False)) is None
     assert followed(redeployment, None) is None

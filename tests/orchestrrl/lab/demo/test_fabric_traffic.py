@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.integrations.instrument.rings import COLLECTIVE, MARK, RingEvent
-from orchestrrl.lab.demo.fabric_traffic import RecordedTraffic
+from orchestrrl.lab.demo.fabric_stack import RecordedTraffic
 
 NANO = 10**9
 TICKS = st.integers(0, 30)

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON
@@ -64,21 +63,12 @@ def recorder() -> list[Figure]:
     """Microseconds of one all-reduce at the median."""
     found: list[Figure] = []
     for size, rounds in ROUNDS.items():
-        spent = _run(size, rounds)
+        with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as rings:
+            words = (VLLM_PYTHON, "-c", PROGRAM, INSTRUMENT, rings, f"{rings}/store", size, rounds, CALLS)
+            done = subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True)
+        spent = json.loads(done.stdout)
         found += [_figure(form, size, of["wall"], of["cpu"]) for form, of in spent.items()]
     return found
-
-
-def _run(size: int, rounds: int) -> dict[str, Any]:
-    with TemporaryDirectory(dir=_memory()) as rings:
-        done = subprocess.run(
-            [VLLM_PYTHON, "-c", PROGRAM, INSTRUMENT, rings, f"{rings}/store", str(size), str(rounds), str(CALLS)],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    spent: dict[str, Any] = json.loads(done.stdout)
-    return spent
 
 
 def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[float]]) -> Figure:
@@ -100,7 +90,3 @@ def _figure(form: str, size: int, wall_ns: list[list[float]], cpu_ns: list[list[
 def _spread(found_ns: list[float]) -> str:
     low, middle, high = (each / 1e3 for each in quantiles(found_ns, n=4))
     return f"{middle:.1f} us (half of {len(found_ns)} rounds: {low:.1f} to {high:.1f})"
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -45,7 +45,20 @@ def step(gpus: int, seed: int) -> MakespanProblem:
     places = rng.choice(engines, count, p=shares / shares.sum())
     context = rng.integers(100, 2_000, count) + generated
     states = np.where(rng.random(count) < 0.1, WAITING, RUNNING).astype(np.int8)
-    return _problem(gpus, context, _longer(rng, generated) - generated, places, states)
+    remaining = _longer(rng, generated) - generated
+    configurations = tuple(
+        Configuration(ConfigurationId(f"tp{size}"), size, *engine[:4], MAX_SEQUENCES, *engine[4:])
+        for size, engine in ENGINES.items()
+    )
+    current = tuple(
+        CurrentInstance(EngineId(f"i{number}"), ConfigurationId("tp2"), (GpuId(2 * number), GpuId(2 * number + 1)))
+        for number in range(engines)
+    )
+    names = tuple(RequestId(f"r{number}") for number in range(count))
+    requests = ProblemRequests(names, context, remaining, places, states)
+    return MakespanProblem(
+        gpus, 8, configurations, 196_608.0, KvTransferCost(200.0, 1_600.0, 0.002), current, requests, 0.5
+    )
 
 
 def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -56,32 +69,12 @@ def _longer(rng: np.random.Generator, generated: NDArray[np.int64]) -> NDArray[n
     return np.minimum(np.ceil(lengths), LONGEST).astype(np.int64)
 
 
-def _problem(
-    gpus: int,
-    context: NDArray[np.int64],
-    remaining: NDArray[np.int64],
-    places: NDArray[np.int64],
-    states: NDArray[np.int8],
-) -> MakespanProblem:
-    configurations = tuple(
-        Configuration(ConfigurationId(f"tp{size}"), size, *engine[:4], MAX_SEQUENCES, *engine[4:])
-        for size, engine in ENGINES.items()
-    )
-    current = tuple(
-        CurrentInstance(EngineId(f"i{number}"), ConfigurationId("tp2"), (GpuId(2 * number), GpuId(2 * number + 1)))
-        for number in range(gpus // 2)
-    )
-    names = tuple(RequestId(f"r{number}") for number in range(len(remaining)))
-    requests = ProblemRequests(names, context, remaining, places, states)
-    return MakespanProblem(
-        gpus, 8, configurations, 196_608.0, KvTransferCost(200.0, 1_600.0, 0.002), current, requests, 0.5
-    )
-
-
 def solver() -> list[Figure]:
     figures = []
-    for row in map(_in_a_process, SIZES):
-        gpus, aim_s = row["gpus"], AIMS_S.get(row["gpus"])
+    for gpus in SIZES:
+        command = [sys.executable, "-m", "orchestrrl.lab.bench.solve", str(gpus)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S)
+        row, aim_s = json.loads(done.stdout), AIMS_S.get(gpus)
         note = f"{row['requests']:,} requests, a process of its own, {row['cpu_s']:.2g} s of CPU, {row['rss_mib']} MiB"
         baseline = ("the aim", aim_s) if aim_s else ("the CPU seconds of it", row["cpu_s"])
         figures.append(Figure(f"solve_{gpus}_gpus", row["solve_s"], "s", baseline[0], baseline[1], note))
@@ -91,19 +84,11 @@ def solver() -> list[Figure]:
     return figures
 
 
-def _in_a_process(gpus: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "orchestrrl.lab.bench.solve", str(gpus)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S)
-    row: dict[str, Any] = json.loads(done.stdout)
-    return row
-
-
 def measure(gpus: int) -> dict[str, Any]:
     problem = step(gpus, SEED)
     started_s, cpu_s = time.perf_counter(), time.process_time()
     solution = solve(problem)
     return {
-        "gpus": gpus,
         "requests": len(problem.requests.ids),
         "solve_s": time.perf_counter() - started_s,
         "cpu_s": time.process_time() - cpu_s,

@@ -32,9 +32,8 @@ def paper(
 
     Example: `orchestrrl sim paper --quick --figures 15,20`
     """
-    from orchestrrl.lab.scoreboard.figures import chosen
     from orchestrrl.lab.scoreboard.page import page
-    from orchestrrl.lab.scoreboard.run import as_json, make
+    from orchestrrl.lab.scoreboard.run import as_json, chosen, make
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     wanted = chosen(parts_of(figures))

@@ -6,8 +6,7 @@ from math import isfinite
 
 from orchestrrl.lab.scoreboard.claims import CLAIMS, FAR, Constant, PaperClaim, ScoreboardRow
 from orchestrrl.lab.scoreboard.constants import ELSEWHERE, every
-from orchestrrl.lab.scoreboard.figures import NOT_HERE
-from orchestrrl.lab.scoreboard.run import Made, all_rows
+from orchestrrl.lab.scoreboard.run import NOT_HERE, Made, all_rows
 
 COMMAND = "orchestrrl sim paper --write-docs docs/scoreboard.md"
 HEAD = """\

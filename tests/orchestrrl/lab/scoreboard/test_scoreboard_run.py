@@ -11,8 +11,7 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.lab.scoreboard import page
 from orchestrrl.lab.scoreboard.claims import PaperClaim, ScoreboardRow
 from orchestrrl.lab.scoreboard.fabrics import costs
-from orchestrrl.lab.scoreboard.figures import FIGURES, chosen
-from orchestrrl.lab.scoreboard.run import Made, make, path_of, read, write
+from orchestrrl.lab.scoreboard.run import FIGURES, Made, chosen, make, path_of, read, write
 
 SCOREBOARD = Path(__file__).parents[4] / "docs" / "scoreboard.md"
 ROWS = (

@@ -74,7 +74,7 @@ async def peers_beside(
         workers = (await stack.status()).workers
         return urls.keys() <= {worker.engine_id for worker in workers if worker.health in HEALTHY}
 
-    await until(healthy, "engines are healthy", processes=peers.values())
+    await until(healthy, "engines are healthy", processes=list(peers.values()))
     await stack.until_attached(peers)
     return peers
 

@@ -15,6 +15,7 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.engines.base import Engine
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
+from orchestrrl.fleet.deployers.machine import hold_port
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess, command_of
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism
@@ -103,7 +104,8 @@ async def start_vllm(
         arguments=VLLM_ARGUMENTS,
         environment=VLLM_ENVIRONMENT,
     )
-    port_holder, port = _hold_port()
+    port_holder = hold_port("127.0.0.1", [(0, True)])
+    port = port_holder.getsockname()[1]
     spec = EngineSpec(
         engine=EngineId(name),
         configuration=ConfigurationId(name),
@@ -158,12 +160,3 @@ async def make_model(folder: Path, seed: int = 0) -> None:
     process = await asyncio.create_subprocess_exec(*map(str, words), stdout=asyncio.subprocess.DEVNULL)
     if await process.wait() != 0:
         raise Permanent(f"{MODEL_MAKER.name} failed, see above")
-
-
-def _hold_port() -> tuple[socket.socket, int]:
-    """A free port, kept from everybody else by a socket that is bound to it and never listens. A server that sets
-    SO_REUSEADDR, as vLLM does, can bind beside it."""
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder, holder.getsockname()[1]

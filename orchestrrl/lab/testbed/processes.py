@@ -9,17 +9,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.fleet.deployers.machine import log_tail
 
 READY_WITHIN_S = 120.0
 STOP_WITHIN_S = 15.0
 ANSWER_WITHIN_S = 600.0
 POLL_S = 0.02
-LOG_TAIL_LINES = 15
 REPOSITORY = Path(__file__).parents[3]
 # Where `make venv-vllm` puts it; a GPU host's own vLLM does as well.
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -138,16 +138,7 @@ class LabProcess:
     async def until(self, condition: Callable[[], Awaitable[Found | None]], within_s: float = READY_WITHIN_S) -> Found:
         """Return what `condition` returns, once that is true. Raises Permanent, with the end of its log, where the
         process has ended, or that takes too long."""
-        deadline_s = time.monotonic() + within_s
-        while True:
-            is_over = not self.running
-            if found := await condition():
-                return found
-            if is_over:
-                self.check()
-            if time.monotonic() > deadline_s:
-                raise Permanent(self.obituary("was not ready in time"))
-            await asyncio.sleep(POLL_S)
+        return await until(condition, f"{self.name} is ready", within_s, POLL_S, (self,))
 
     def check(self) -> None:
         """Raise Permanent, with the end of its log, where it has ended."""
@@ -213,8 +204,7 @@ class LabProcess:
 
     def obituary(self, what: str) -> str:
         """Return what has become of it, and the end of its log."""
-        tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        return f"{self.name} {what}; the end of {self.log_path}:\n{tail}"
+        return f"{self.name} {what}; the end of {self.log_path}:\n{log_tail(self.log_path)}"
 
 
 def command_of(*words: str | Path) -> list[str]:
@@ -246,18 +236,21 @@ async def until(
     what: str,
     within_s: float = READY_WITHIN_S,
     every_s: float = 0.1,
-    processes: Iterable[LabProcess] = (),
+    processes: Sequence[LabProcess] = (),
 ) -> Found:
     """Return what `condition` returns, once that is true. Raises Permanent where one of `processes` has ended, or where
-    `what` takes too long."""
+    `what` takes too long, with the end of the log of a single one."""
     deadline_s = time.monotonic() + within_s
-    while not (found := await condition()):
-        for process in processes:
+    while True:
+        over = [process for process in processes if not process.running]
+        if found := await condition():
+            return found
+        for process in over:
             process.check()
         if time.monotonic() > deadline_s:
-            raise Permanent(f"{what}: not within {within_s:g} s, see the logs")
+            late = f"{what}: not within {within_s:g} s, see the logs"
+            raise Permanent(processes[0].obituary("was not ready in time") if len(processes) == 1 else late)
         await asyncio.sleep(every_s)
-    return found
 
 
 @contextlib.asynccontextmanager

@@ -138,7 +138,7 @@ class Stack:
             known = [each for each in status.workers if each.HasField("age_s") and each.HasField("capabilities")]
             return attached >= set(kinds) and len(known) >= max(engines, len(status.workers))
 
-        await until(reported, "every engine and the gateway report to the daemon", processes=self.processes.values())
+        await until(reported, "every engine and the gateway report to the daemon", processes=[*self.processes.values()])
 
     async def until_attached(self, peers: Iterable[str]) -> None:
         """Wait until the daemon has these weight peers. Raises Permanent."""
@@ -146,7 +146,7 @@ class Stack:
         async def attached() -> bool:
             return {str(peer.id) for peer in (await self.weights()).peers if peer.attached} >= set(peers)
 
-        await until(attached, "every peer is attached to the daemon", processes=self.processes.values())
+        await until(attached, "every peer is attached to the daemon", processes=[*self.processes.values()])
 
 
 def engine_flags(flag: str, engines: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,13 @@
 """Engines as processes: started with proof that they work, stopped without leftovers."""
 
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.fleet.deployers.machine import hold_port
 from orchestrrl.lab.testbed import engines
 
 
@@ -17,13 +19,13 @@ async def test_arguments_that_contradict_the_layout_start_nothing(tmp_path: Path
     assert not (tmp_path / "vllm-0.log").exists()
 
 
-async def test_a_held_port_is_for_one_server_only() -> None:
-    holder, port = engines._hold_port()
-    others = [engines._hold_port() for _ in range(50)]
-    assert port not in {other_port for _, other_port in others}
-    with engines.socket.socket() as server:
-        server.setsockopt(engines.socket.SOL_SOCKET, engines.socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", port))
+def test_a_held_port_is_for_one_server_only() -> None:
+    holders = [hold_port("127.0.0.1", [(0, True)]) for _ in range(51)]
+    ports = [holder.getsockname()[1] for holder in holders]
+    assert len(set(ports)) == len(ports)
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", ports[0]))
         server.listen()
-    for held, _ in [(holder, port), *others]:
-        held.close()
+    for holder in holders:
+        holder.close()

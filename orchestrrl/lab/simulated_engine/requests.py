@@ -6,7 +6,7 @@ What vLLM knows and this engine does not (stop strings, several choices, echo ..
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,7 @@ from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenMo
 logger = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
+Body = TypeVar("Body", bound=BaseModel)
 _Alternatives = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -107,12 +108,8 @@ class _ChatBody(_Body):
 
 def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: ServedModel) -> SimulatedRequest:
     """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
-    shape = _CompletionBody if endpoint is CompletionEndpoint.COMPLETIONS else _ChatBody
-    try:
-        read = shape.model_validate(body)
-    except ValidationError as error:
-        faults = faults_of(error)
-        raise refusal("; ".join(faults), param=faults[0].split(":")[0], kind="Bad Request") from error
+    is_chat = endpoint is CompletionEndpoint.CHAT
+    read: _CompletionBody | _ChatBody = _validated(_ChatBody, body) if is_chat else _validated(_CompletionBody, body)
     if read.model not in (None, served.model_name):
         raise refusal(f"The model `{read.model}` does not exist.", "model", status=404, kind="NotFoundError")
     if read.prompt_logprobs and read.stream:
@@ -168,21 +165,23 @@ def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: 
 
 def read_tokenize(body: Any, served: ServedModel) -> list[int]:
     """Token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
-    try:
-        if isinstance(body, Mapping) and "messages" in body:
-            chat = _ChatBody.model_validate(body)
-            return tokenize_chat(chat.messages, chat.add_generation_prompt, served.model)
-        return served.model.tokenize(_TokenizeBody.model_validate(body).prompt)
-    except ValidationError as error:
-        raise refusal("; ".join(faults_of(error)), kind="Bad Request") from error
+    if isinstance(body, Mapping) and "messages" in body:
+        chat = _validated(_ChatBody, body)
+        return tokenize_chat(chat.messages, chat.add_generation_prompt, served.model)
+    return served.model.tokenize(_validated(_TokenizeBody, body).prompt)
 
 
 def read_detokenize(body: Any) -> list[int]:
     """Token ids of a `/detokenize` body."""
+    return _validated(_DetokenizeBody, body).tokens
+
+
+def _validated(shape: type[Body], body: Any) -> Body:
     try:
-        return _DetokenizeBody.model_validate(body).tokens
+        return shape.model_validate(body)
     except ValidationError as error:
-        raise refusal("; ".join(faults_of(error)), "body.tokens", kind="Bad Request") from error
+        faults = faults_of(error)
+        raise refusal("; ".join(faults), param=faults[0].split(":")[0], kind="Bad Request") from error
 
 
 class _TokenizeBody(BaseModel):

@@ -1,7 +1,7 @@
 """What the simulated engine answers: vLLM's JSON for completions and chats, and its metrics page. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
@@ -128,39 +128,32 @@ def _event(value: Mapping[str, Any]) -> bytes:
 
 def metrics_page(runtime: Runtime, model_name: str, asleep: bool = False) -> str:
     """`/metrics` with vLLM's names and labels, as far as this engine has the numbers."""
-    scheduler = runtime.scheduler
-    shape = scheduler.shape
-    labels = {"engine": "0", "model_name": model_name}
-    config = {"block_size": shape.block_tokens, "engine": "0", "num_gpu_blocks": shape.blocks}
-    waiting = runtime.waiting
-    by_reason = [({**labels, "reason": "capacity"}, waiting), ({**labels, "reason": "deferred"}, 0)]
-    loaded = runtime.loaded_tokens_total
-    by_source = [
-        ({**labels, "source": "local_compute"}, runtime.prompt_tokens_total - loaded),
-        ({**labels, "source": EXTERNAL_SOURCE}, loaded),
-    ]
-    finished = [({**labels, "finished_reason": reason}, n) for reason, n in runtime.finished_total.items()]
+    scheduler, waiting, loaded = runtime.scheduler, runtime.waiting, runtime.loaded_tokens_total
+    by_source = {"local_compute": runtime.prompt_tokens_total - loaded, EXTERNAL_SOURCE: loaded}
     sleep = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}
-    families: list[tuple[str, str, Sequence[tuple[Mapping[str, object], float]]]] = [
-        ("num_requests_running", "gauge", [(labels, runtime.running)]),
-        ("num_requests_waiting", "gauge", [(labels, waiting)]),
-        ("num_requests_waiting_by_reason", "gauge", by_reason),
-        ("kv_cache_usage_perc", "gauge", [(labels, runtime.kv_usage_fraction)]),
-        ("num_preemptions_total", "counter", [(labels, scheduler.preemptions_total)]),
-        ("prompt_tokens_total", "counter", [(labels, runtime.prompt_tokens_total)]),
-        ("prompt_tokens_by_source_total", "counter", by_source),
-        ("generation_tokens_total", "counter", [(labels, scheduler.generated_tokens_total)]),
-        ("request_success_total", "counter", finished),
-        ("engine_sleep_state", "gauge", [({**labels, "sleep_state": state}, now) for state, now in sleep.items()]),
-        ("cache_config_info", "gauge", [(config, 1)]),
+    # Name, type, a label of its own, and the number for each value of that label.
+    families: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("num_requests_running", "gauge", "", {"": runtime.running}),
+        ("num_requests_waiting", "gauge", "", {"": waiting}),
+        ("num_requests_waiting_by_reason", "gauge", "reason", {"capacity": waiting, "deferred": 0}),
+        ("kv_cache_usage_perc", "gauge", "", {"": runtime.kv_usage_fraction}),
+        ("num_preemptions_total", "counter", "", {"": scheduler.preemptions_total}),
+        ("prompt_tokens_total", "counter", "", {"": runtime.prompt_tokens_total}),
+        ("prompt_tokens_by_source_total", "counter", "source", by_source),
+        ("generation_tokens_total", "counter", "", {"": scheduler.generated_tokens_total}),
+        ("request_success_total", "counter", "finished_reason", runtime.finished_total),
+        ("engine_sleep_state", "gauge", "sleep_state", sleep),
     ]
+    labels = f'engine="0",model_name="{model_name}"'
     lines = []
-    for name, kind, samples in families:
+    for name, kind, label, numbers in families:
         lines.append(f"# TYPE vllm:{name} {kind}")
-        for pairs, value in samples:
-            inside = ",".join(f'{key}="{item}"' for key, item in pairs.items())
-            lines.append(f"vllm:{name}{{{inside}}} {float(value)}")
+        for value, number in numbers.items():
+            own = f',{label}="{value}"' if label else ""
+            lines.append(f"vllm:{name}{{{labels}{own}}} {float(number)}")
+    shape = scheduler.shape
+    config = f'block_size="{shape.block_tokens}",engine="0",num_gpu_blocks="{shape.blocks}"'
+    lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{config}}} 1.0"]
     lines += ["# TYPE process_start_time_seconds gauge", f"{BEGAN_AT}{runtime.began_s!r}"]
-    inside = ",".join(f'{key}="{item}"' for key, item in labels.items())
-    lines += ["# TYPE vllm:generation_tokens_created gauge", f"{COUNTED_SINCE}{inside}}} {runtime.began_s!r}"]
+    lines += ["# TYPE vllm:generation_tokens_created gauge", f"{COUNTED_SINCE}{labels}}} {runtime.began_s!r}"]
     return "\n".join(lines) + "\n"

@@ -9,6 +9,8 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from aiohttp import web
@@ -85,8 +87,8 @@ class SimulatedServer:
         application = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=layers)
         application.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", partial(self._generate, CompletionEndpoint.COMPLETIONS)),
+                web.post("/v1/chat/completions", partial(self._generate, CompletionEndpoint.CHAT)),
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
@@ -103,13 +105,7 @@ class SimulatedServer:
         )
         return application
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, CompletionEndpoint.COMPLETIONS)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, CompletionEndpoint.CHAT)
-
-    async def _generate(self, request: web.Request, endpoint: CompletionEndpoint) -> web.StreamResponse:
+    async def _generate(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
         served = self._served
         ask = read_completion_request(endpoint, await json_of(request), served)
         response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
@@ -193,13 +189,10 @@ class SimulatedServer:
 
 
 async def _whole(parts: AsyncIterator[AnswerPart]) -> AnswerPart:
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    last = AnswerPart([], [])
-    async for last in parts:
-        token_ids += last.token_ids
-        logprobs += last.logprobs
-    return AnswerPart(token_ids, logprobs, last.finish_reason, last.stop_reason)
+    made = [part async for part in parts]
+    token_ids = [token for part in made for token in part.token_ids]
+    logprobs = [logprob for part in made for logprob in part.logprobs]
+    return replace(made[-1], token_ids=token_ids, logprobs=logprobs)
 
 
 @web.middleware

@@ -197,7 +197,7 @@ class TestSteps:
 
     def test_filling_in_descending_order_places_every_request_once(self) -> None:
         requests = self.SETTING.requests(3)
-        placed = [id for ids in descending(self.SETTING.configuration, requests, 8) for id in ids]
+        placed = [id for ids in descending(self.SETTING.kind.profile.configuration(), requests, 8) for id in ids]
         assert sorted(placed) == sorted(request.id for request in requests)
 
     def test_fewer_moves_end_in_preemptions_where_room_is_judged_by_lengths(self) -> None:

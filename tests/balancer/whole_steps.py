@@ -41,7 +41,7 @@ TIGHT = Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000)
 
 def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:
     """Makespan by arm."""
-    shape = setting.shape
+    shape = setting.kind.shape
     ids = [request.id for request in requests]
     prompts = [ids[start : start + SAMPLES] for start in range(0, len(ids), SAMPLES)]
     dealt = [[id for prompt in prompts[k::ENGINES] for id in prompt] for k in range(ENGINES)]
@@ -51,7 +51,7 @@ def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[s
         decided = decided_by(FastSettings(policy=policy), setting, expect)
         return run_step(shape, requests, routed, decided, INTERVAL_S).makespan_s
 
-    filled = run_step(shape, requests, descending(setting.configuration, requests, ENGINES)).makespan_s
+    filled = run_step(shape, requests, descending(setting.kind.profile.configuration(), requests, ENGINES)).makespan_s
     return {
         "static": run_step(shape, requests, dealt).makespan_s,
         "paper": run(FastPolicy.PAPER, forecast_from(setting)),
@@ -93,7 +93,7 @@ def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Poli
         remaining_tokens, distributions = expect(state, snapshot)
         situation = BalanceSituation(
             Mode.ACT,
-            configurations=(setting.configuration,),
+            configurations=(setting.kind.profile.configuration(),),
             remaining_tokens=remaining_tokens,
             distributions=distributions,
         )
@@ -107,7 +107,7 @@ def decided_by(settings: FastSettings, setting: Setting, expect: Expect) -> Poli
 
 
 def _snapshot(state: IntervalState, setting: Setting, moved: Mapping[RequestId, int]) -> Snapshot:
-    configuration, engines, requests = setting.configuration, [], []
+    configuration, engines, requests = setting.kind.profile.configuration(), [], []
     for place, engine in enumerate(state.engines):
         kv_tokens = sum(sequence.context_tokens for sequence in engine.running)
         step_s = configuration.step_s(len(engine.running), kv_tokens)
@@ -205,7 +205,7 @@ def preempted_share(setting: Setting, seed: int, *, lengths_known: bool) -> floa
     requests = setting.requests(seed)
     ids = [request.id for request in requests]
     routed = [ids[k::ENGINES] for k in range(ENGINES)]
-    run_step(setting.shape, requests, routed, watched.policy, INTERVAL_S)
+    run_step(setting.kind.shape, requests, routed, watched.policy, INTERVAL_S)
     return watched.followed / watched.moved
 
 

@@ -18,15 +18,7 @@ from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo.fabric_stack import (
-    RANKS,
-    CommitRecord,
-    FabricDemoStack,
-    Launcher,
-    RecordedTraffic,
-    fabric_demo,
-    read_traces,
-)
+from orchestrrl.lab.demo import fabric_stack
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
 from orchestrrl.rpc.pb import fabric_pb2
 
@@ -44,15 +36,15 @@ class WindowsRun:
 
     iterations: int
     periods: Sequence[fabric_pb2.PeriodReport]
-    commits: Sequence[CommitRecord]
-    traffic: RecordedTraffic
+    commits: Sequence[fabric_stack.CommitRecord]
+    traffic: fabric_stack.RecordedTraffic
 
     @property
-    def outside(self) -> list[CommitRecord]:
+    def outside(self) -> list[fabric_stack.CommitRecord]:
         """Commits during which some rank had a collective in flight."""
         return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
 
-    def latencies_s(self, until: Callable[[CommitRecord], float | None]) -> list[float]:
+    def latencies_s(self, until: Callable[[fabric_stack.CommitRecord], float | None]) -> list[float]:
         """From the end of the last rank's last collective, of commits that waited for it."""
         found: list[float] = []
         for commit in self.commits:
@@ -87,19 +79,19 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
 
 
 async def _run(folder: Path) -> tuple[Shown, WindowsRun]:
-    async with Launcher(folder, VLLM_PYTHON) as launcher:
+    async with fabric_stack.Launcher(folder, VLLM_PYTHON) as launcher:
         return await _show(launcher, folder), await _refuse(launcher, folder)
 
 
-async def _show(launcher: Launcher, folder: Path) -> Shown:
+async def _show(launcher: fabric_stack.Launcher, folder: Path) -> Shown:
     made = folder / "shown"
     made.mkdir()
     stamps = made / "stamps"
-    async with fabric_demo(made, device_s=DEVICE_S) as running:
+    async with fabric_stack.fabric_demo(made, device_s=DEVICE_S) as running:
         await launcher.start("watched", WINDOW_S, running.rings, stamps)
         await launcher.start("alone", WINDOW_S, None, made / "stamps-alone")
         await running.reads("watched")
-        words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(RANKS), str(POLL_S))
+        words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(fabric_stack.RANKS), str(POLL_S))
         async with LabProcess("echo", words, made) as echo:
             pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
         run = await _seen(running, TURNS * ITERATIONS)
@@ -108,18 +100,18 @@ async def _show(launcher: Launcher, folder: Path) -> Shown:
     return Shown(run, pairs[1:], json.loads(echo.out_path.read_text()))
 
 
-async def _pair(launcher: Launcher, turn: int) -> tuple[float, float]:
+async def _pair(launcher: fabric_stack.Launcher, turn: int) -> tuple[float, float]:
     """Each goes first in every other turn."""
     order = ("watched", "alone") if turn % 2 else ("alone", "watched")
     taken_s = {name: fmean(await launcher.turn(name, ITERATIONS)) for name in order}
     return taken_s["watched"], taken_s["alone"]
 
 
-async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
+async def _refuse(launcher: fabric_stack.Launcher, folder: Path) -> WindowsRun:
     """A device that is slower than any window is long."""
     made = folder / "slow"
     made.mkdir()
-    async with fabric_demo(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
+    async with fabric_stack.fabric_demo(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
         await launcher.start("slow", SHORT_WINDOW_S, running.rings)
         await running.reads("slow")
         await launcher.turn("slow", SLOW_ITERATIONS)
@@ -128,13 +120,13 @@ async def _refuse(launcher: Launcher, folder: Path) -> WindowsRun:
     return run
 
 
-async def _seen(running: FabricDemoStack, iterations: int) -> WindowsRun:
+async def _seen(running: fabric_stack.FabricDemoStack, iterations: int) -> WindowsRun:
     """While the job's processes still are there: rings of dead ones are removed."""
     outcome = await running.outcome()
-    traces = read_traces(running.rings)
-    if sorted(traces) != list(range(RANKS)):
-        raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {sorted(traces)}")
-    return WindowsRun(iterations, outcome.status.periods, outcome.commits, RecordedTraffic.of(traces))
+    traces = fabric_stack.read_traces(running.rings)
+    if sorted(traces) != list(range(fabric_stack.RANKS)):
+        raise RuntimeError(f"the traces must be of ranks 0 to {fabric_stack.RANKS - 1}, got {sorted(traces)}")
+    return WindowsRun(iterations, outcome.status.periods, outcome.commits, fabric_stack.RecordedTraffic.of(traces))
 
 
 def _aim(shown: Shown, load: float) -> Figure:
@@ -143,8 +135,8 @@ def _aim(shown: Shown, load: float) -> Figure:
     met_ms = max((run.traffic.during(each.commanded_s, each.usable_s) for each in run.outside), default=0.0) * 1e3
     made, outside = len(run.commits), len(run.outside)
     note = (
-        f"{made - outside} of {made} commits inside a window by the trace of all "
-        f"{RANKS} ranks ({met_ms:.1f} ms met at worst), {run.iterations} iterations, device {DEVICE_S * 1e3:.0f} ms, "
+        f"{made - outside} of {made} commits inside a window by the trace of all {fabric_stack.RANKS} ranks "
+        f"({met_ms:.1f} ms met at worst), {run.iterations} iterations, device {DEVICE_S * 1e3:.0f} ms, "
         f"a commit takes {took_ms:.0f} ms; periods: {run.periods_text()}; load before: {load:.1f}"
     )
     share = 100 * outside / max(1, made)

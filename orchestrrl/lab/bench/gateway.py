@@ -11,14 +11,14 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
 from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.plain_client import ANSWER_WITHIN_S, Lanes, TimedResponse, all_at_once, request
+from orchestrrl.lab.bench.plain_client import ANSWER_WITHIN_S, LoadClient, TimedResponse, request
 from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, PLAIN_ENGINE, PLAIN_PROXY, gateway_words, served, started
 from orchestrrl.lab.testbed.processes import LabProcess
 from orchestrrl.lab.testbed.stack import Stack
@@ -134,36 +134,34 @@ def _burst_figures(spent: dict[str, WaySpent], load: GatewayLoad) -> list[Figure
 
 
 async def _all_ways(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpent], dict[str, str]]:
-    async with started(log_dir) as ways:
-        spent = {name: WaySpent(served) for name, served in ways.served.items()}
+    async with started(log_dir) as (ways, left_out):
+        spent = {name: WaySpent(served) for name, served in ways.items()}
         await _rounds(spent, load)
         for streams in load.bursts:
             for way in spent.values():
                 way.bursts[streams] = await _burst(way.served, streams, stream=True)
-    return spent, ways.left_out
+    return spent, left_out
 
 
 async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
     """Measure all ways, in turn; a round that does not count comes first."""
-    async with AsyncExitStack() as undo:
-        lanes = {
-            name: await undo.enter_async_context(Lanes(way.served.url, load.in_flight)) for name, way in spent.items()
-        }
+    with ExitStack() as undo:
+        clients = {name: undo.enter_context(closing(LoadClient(way.served.url))) for name, way in spent.items()}
         for number in range(-1, load.rounds):
             for name in reversed(spent) if number % 2 else spent:  # none is always the first
-                await _round(spent[name] if number >= 0 else WaySpent(spent[name].served), lanes[name], load)
+                await _round(spent[name] if number >= 0 else WaySpent(spent[name].served), clients[name], load)
+        asked = request(max_tokens=1, stream=False)
         for _ in range(load.lone_requests):
             for name, way in spent.items():
-                asked = request(way.served.url, max_tokens=1, stream=False)
-                way.latency_s.append((await lanes[name].send_in_turn(asked, 1))[0].whole_s)
+                way.latency_s.append((await clients[name].send(asked)).whole_s)
 
 
-async def _round(way: WaySpent, lanes: Lanes, load: GatewayLoad) -> None:
+async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
         """Return CPU seconds, seconds, and chunks."""
-        asked = request(way.served.url, max_tokens=tokens, stream=stream)
+        asked = request(max_tokens=tokens, stream=stream)
         before_s, started_s = way.served.cpu_s(), time.perf_counter()
-        chunks = _counted(await lanes.send_in_turn(asked, requests), tokens)
+        chunks = _counted(await client.send_in_turn(asked, requests, load.in_flight), tokens)
         whole_s = time.perf_counter() - started_s
         await asyncio.sleep(load.settle_s)
         return way.served.cpu_s() - before_s, whole_s, chunks
@@ -179,9 +177,9 @@ async def _round(way: WaySpent, lanes: Lanes, load: GatewayLoad) -> None:
 
 
 async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: float = ANSWER_WITHIN_S) -> Burst:
-    asked = request(way.url, max_tokens=STREAM_TOKENS, stream=stream)
     before_bytes, before_s, started_s = _peak_bytes(way.pid), way.cpu_s(), time.perf_counter()
-    answers = await all_at_once(way.url, asked, requests, within_s)
+    with closing(LoadClient(way.url, within_s)) as client:
+        answers = await client.all_at_once(request(max_tokens=STREAM_TOKENS, stream=stream), requests)
     whole_s, cpu_s = time.perf_counter() - started_s, way.cpu_s() - before_s
     first_p99_s = quantiles((answer.first_s for answer in answers), n=100)[98]
     return Burst(first_p99_s, whole_s, cpu_s, _counted(answers, STREAM_TOKENS), _peak_bytes(way.pid) - before_bytes)

@@ -20,9 +20,8 @@ from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
 from orchestrrl.lab.sim.workload import SimRequest
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.cost.profile import Curve, EngineProfile, ProfileSource, Provenance, StepTime
-from planner.model import Configuration, ConfigurationId, EngineId, NodeId, Parallelism, RequestId
+from planner.model import ConfigurationId, EngineId, NodeId, Parallelism, RequestId
 
 ENGINES = 8
 SAMPLES = 8  # of each prompt, dealt to one engine
@@ -72,14 +71,6 @@ class Setting:
     def kind(self) -> EngineKind:
         profile = replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens, max_sequences=self.max_sequences)
         return EngineKind(profile)
-
-    @property
-    def configuration(self) -> Configuration:
-        return self.kind.profile.configuration()
-
-    @property
-    def shape(self) -> EngineShape:
-        return self.kind.shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
@@ -43,7 +43,9 @@ def start_up(folder: Path) -> list[Figure]:
     """Medians; the first round writes bytecode and does not count."""
     needs = {name: code for name, (_, _, code) in COMMANDS.items()} | PROCESSES
     spent_s: dict[str, list[float]] = {name: [] for name in (*needs, *needs.values())}
-    with _bytecode_written():
+    # Where PYTHONDONTWRITEBYTECODE is set, every process would compile everything again.
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         for repetition in range(-1, REPETITIONS):
             round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
             round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
@@ -57,20 +59,6 @@ def start_up(folder: Path) -> list[Figure]:
         note = f"CPU until ready: {value_s - alone_s:+.2f} s over it"
         figures.append(Figure(f"start_{name}", value_s, "s", baseline, alone_s, note))
     return figures
-
-
-@contextmanager
-def _bytecode_written() -> Iterator[None]:
-    """Where PYTHONDONTWRITEBYTECODE is set, every process would compile everything again."""
-    before = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["PYTHONPYCACHEPREFIX"] = cache
-        try:
-            yield
-        finally:
-            del os.environ["PYTHONPYCACHEPREFIX"]
-            if before is not None:
-                os.environ["PYTHONDONTWRITEBYTECODE"] = before
 
 
 def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:

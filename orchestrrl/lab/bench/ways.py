@@ -3,52 +3,37 @@
 import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from string import Template
 
-from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.bench.plain_client import all_at_once, request
+from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.lab.bench.plain_client import LoadClient, request
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, flags_of, free_port
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 
-DIRECT, OURS, PLAIN, NGINX, VLLM_ROUTER, SGLANG_ROUTER = (
-    "direct",
-    "ours",
-    "plain aiohttp proxy",
-    "nginx",
-    "vllm-router",
-    "sglang-router",
-)
+DIRECT, OURS, PLAIN, NGINX = "direct", "ours", "plain aiohttp proxy", "nginx"
 # What `make venv-routers` sets up.
 ROUTERS_BIN = REPOSITORY / ".venv-routers" / "bin"
 PLAIN_ENGINE, PLAIN_PROXY = ("orchestrrl.lab.bench.plain_engine",), ("orchestrrl.lab.bench.proxy",)
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayWays:
-    """Those that are there, by name, and why the others are not."""
-
-    served: dict[str, LabProcess]
-    left_out: dict[str, str]
-
-
 @asynccontextmanager
-async def started(folder: Path) -> AsyncIterator[GatewayWays]:
-    """All in front of one engine, which is the first."""
+async def started(folder: Path) -> AsyncIterator[tuple[dict[str, LabProcess], dict[str, str]]]:
+    """Start all in front of one engine, which is the first. Yield those that are there, by name, and why the others are
+    not."""
     async with Stack(folder) as stack:
         engine = await served(stack, "engine", *PLAIN_ENGINE)
         gateway = await served(stack, "gateway", *gateway_words(engine.url))
         proxy = await served(stack, "proxy", *PLAIN_PROXY, engine.url)
-        ways = GatewayWays({DIRECT: engine, OURS: gateway, PLAIN: proxy}, {})
+        ways, left_out = {DIRECT: engine, OURS: gateway, PLAIN: proxy}, dict[str, str]()
         for name, start in _OTHERS.items():
             try:
-                ways.served[name] = await start(stack, engine.url)
+                ways[name] = await start(stack, engine.url)
             except Permanent as reason:
-                ways.left_out[name] = str(reason)
-        yield ways
+                left_out[name] = str(reason)
+        yield ways, left_out
 
 
 async def served(stack: Stack, name: str, *words: str) -> LabProcess:
@@ -59,17 +44,8 @@ async def served(stack: Stack, name: str, *words: str) -> LabProcess:
 
 
 def gateway_words(engine_url: str, *flags: str) -> tuple[str, ...]:
-    return (
-        "orchestrrl",
-        "gateway",
-        "--listen",
-        ANY_PORT,
-        "--engine",
-        f"e0={engine_url}",
-        "--log-level",
-        "warning",
-        *flags,
-    )
+    words = ("--listen", ANY_PORT, "--engine", f"e0={engine_url}", "--log-level", "warning")
+    return ("orchestrrl", "gateway", *words, *flags)
 
 
 async def _nginx(stack: Stack, engine_url: str) -> LabProcess:
@@ -97,7 +73,7 @@ def _router(name: str, *subcommand: str) -> Callable[[Stack, str], Awaitable[Lab
     return start
 
 
-_OTHERS = {NGINX: _nginx, VLLM_ROUTER: _router("vllm-router"), SGLANG_ROUTER: _router("sglang-router", "launch")}
+_OTHERS = {NGINX: _nginx, "vllm-router": _router("vllm-router"), "sglang-router": _router("sglang-router", "launch")}
 
 
 async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -> LabProcess:
@@ -110,7 +86,8 @@ async def _answering(stack: Stack, name: str, port: int, *command: str | Path) -
 
 async def _answers(url: str) -> bool:
     try:
-        await all_at_once(url, request(url, max_tokens=1, stream=False), 1)
-    except (OSError, Permanent):
+        with closing(LoadClient(url)) as client:
+            await client.send(request(max_tokens=1, stream=False))
+    except OrchestrRLError:
         return False
     return True

@@ -33,12 +33,7 @@ class TestbedTrainer:
     ended, and its flows."""
 
     def __init__(
-        self,
-        rings: Path,
-        job: str,
-        ranks: Sequence[int],
-        flows: Callable[[], list[Flow]],
-        order: BoxOrder,
+        self, rings: Path, job: str, ranks: Sequence[int], flows: Callable[[], list[Flow]], order: BoxOrder
     ) -> None:
         self.bursts: list[Burst] = []
         self._flows = flows
@@ -135,12 +130,7 @@ class Cycle:
         return self.bursts[-1]
 
     def _note(
-        self,
-        intent: Intent,
-        began_s: float,
-        report: PeriodReport,
-        before: Sequence[Burst],
-        after: Sequence[Burst],
+        self, intent: Intent, began_s: float, report: PeriodReport, before: Sequence[Burst], after: Sequence[Burst]
     ) -> None:
         offset_s = time.monotonic() - time.time() - self.began_s
         self.stages.append(

@@ -41,12 +41,14 @@ def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, E
 
 def circuits_between(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
     """As many as their ports on one switch allow for."""
-    found: list[PortPair] = []
-    for switch in box.site.switches:
-        ports = zip(switch.ports.get(one, ()), switch.ports.get(other, ()), strict=False)
-        made = [port_pair(switch.id, a, b) for a, b in ports]
-        found = made if len(made) > len(found) else found
-    return found
+    by_switch = (
+        [
+            port_pair(switch.id, a, b)
+            for a, b in zip(switch.ports.get(one, ()), switch.ports.get(other, ()), strict=False)
+        ]
+        for switch in box.site.switches
+    )
+    return max(by_switch, key=len)
 
 
 def nics_at(box: Testbed, tor: EndpointId) -> list[tuple[str, str]]:

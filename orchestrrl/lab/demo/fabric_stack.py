@@ -91,18 +91,14 @@ class FabricDemoStack(Stack):
 
         await until(are_read, f"all ranks of {job} are read")
 
-    async def settled(self) -> fabric_pb2.FabricStatus:
-        """What the daemon says when no period is under way any more."""
+    async def outcome(self) -> PeriodOutcomes:
+        """Return what the daemon and the switches report when no period is under way any more."""
 
         async def over() -> fabric_pb2.FabricStatus | None:
             status = await self.fabric(PERIODS_ASKED)
             return status if all(period.HasField("ended_unix_s") for period in status.periods) else None
 
-        return await until(over, "no period is under way")
-
-    async def outcome(self) -> PeriodOutcomes:
-        """Once it is settled."""
-        status = await self.settled()
+        status = await until(over, "no period is under way")
         (host,) = status.hosts
         offset_s = time.monotonic() - time.time()  # daemon and switches have Unix time
         if abs(offset_s - host.offset_s) > CLOCKS_AGREE_S:

@@ -18,7 +18,7 @@ from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
-from planner.model import MoveMethod, RequestId
+from planner.model import MoveMethod
 
 ALL_ENTRIES = 1_000_000
 
@@ -86,11 +86,7 @@ class DemoOutcome(ComparedDemo[SeedOutcome]):
         """Where the longest answer alone takes the largest share of a step: that share, its tokens, the seed."""
         return max(
             (
-                (
-                    outcome.oracle.lower_bound_s / outcome.shown.makespan_s,
-                    outcome.oracle.longest_tokens,
-                    outcome.seed,
-                )
+                (outcome.oracle.lower_bound_s / outcome.shown.makespan_s, outcome.oracle.longest_tokens, outcome.seed)
                 for outcome in self.seeds
                 if outcome.oracle is not None
             ),
@@ -153,11 +149,9 @@ async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
     requests = {sample.id: sample.request for sample in step}
-    dealt: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
-    routed: list[list[RequestId]] = [[] for _ in range(scenario.engines)]
-    for index, sample in enumerate(step):
-        dealt[sample.dealt_to].append(sample.id)
-        routed[index % scenario.engines].append(sample.id)
+    engines = range(scenario.engines)
+    dealt = [[sample.id for sample in step if sample.dealt_to == engine] for engine in engines]
+    routed = [[sample.id for sample in step[engine :: scenario.engines]] for engine in engines]
     shape = scenario.engine.shape
     return OracleMark(
         best_placed_s(shape, requests, routed),

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.demo.scenario import ENGINES, DemoScenario
+from orchestrrl.lab.demo.scenario import DemoScenario
 from orchestrrl.lab.testbed.engines import LocalEngine, all_started, make_model, start_simulated, start_vllm
 from orchestrrl.lab.testbed.processes import flags_of
 from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags, named, sped_up
@@ -23,8 +22,6 @@ EPSILON_S, SWITCH_S = 10.0, 1.7
 @contextlib.asynccontextmanager
 async def engines(scenario: DemoScenario, kind: str, out_dir: Path) -> AsyncIterator[list[LocalEngine]]:
     """Yield the scenario's engines, ready; they are stopped on leaving."""
-    if kind not in ENGINES:
-        raise Permanent(f"unknown engine {kind!r}; known: {', '.join(ENGINES)}")
     out_dir.mkdir(parents=True, exist_ok=True)
     names = [f"engine-{index}" for index in range(scenario.engines)]
     if kind == "simulated":

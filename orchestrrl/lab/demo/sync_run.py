@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from orchestrrl.engines.base import Engine, weights_engine
+from orchestrrl.engines.base import weights_engine
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, SyncSection, samples
 from orchestrrl.lab.demo.step import DemoFleet, DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
@@ -103,13 +103,14 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
         again = await fleet.run_step(_continued(told), "undisturbed, new weights")
         expected = [_of(undisturbed if each.version == BEFORE else again, each) for each in told]
     (ended,) = published
+    loaded = await asyncio.gather(*(weights_engine(client).loaded() for client in fleet.clients))
     tokens: Counter[int | None] = Counter()
     for each in told:
         tokens[each.version] += len(each.ids)
     return SyncOutcome(
         profile(ended),
         engines=len(fleet.clients),
-        serve_it=await _serving(fleet.clients),
+        serve_it=sum(each is not None and each.version == AFTER for each in loaded),
         requests=len(step),
         answered=len(record.answers),
         crossed=sum(len({span.version for span in spans}) > 1 for spans in record.spans.values()),
@@ -168,12 +169,6 @@ async def _under_way(daemon_address: str, engines: int) -> None:
             return len(seen) == engines or bool(seen and not listed.requests)  # over already: then between two steps
 
         await until(all_had_some, f"{engines} engines have requests", every_s=LOOK_S)
-
-
-async def _serving(clients: Sequence[Engine]) -> int:
-    """Engines that say they have the new version."""
-    told = await asyncio.gather(*(weights_engine(client).loaded() for client in clients))
-    return sum(each is not None and each.version == AFTER for each in told)
 
 
 # --- what answers say, and what they should

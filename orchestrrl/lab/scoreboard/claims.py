@@ -19,12 +19,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """A figure of the paper: one number, or a range that it gives. `at_most`: a bound, and less is as good. An
-    open side is null in JSON."""
+    """A figure of the paper: one number, or a range that it gives. An open side, of a bound, is null in JSON."""
 
     low: Annotated[float, BeforeValidator(lambda value: -inf if value is None else value)]
     high: Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
-    at_most: bool = False
 
     def __post_init__(self) -> None:
         if not self.low <= self.high:
@@ -36,7 +34,7 @@ class PaperClaim:
 
     @classmethod
     def bound(cls, value: float) -> "PaperClaim":
-        return cls(float("-inf"), value, at_most=True)
+        return cls(-inf, value)
 
     def difference(self, ours: float) -> float:
         """Relative to the nearer end; 0 within."""

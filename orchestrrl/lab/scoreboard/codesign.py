@@ -3,17 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from orchestrrl.lab.scoreboard import cases
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import (
-    LONE_RADIX,
-    UNITS,
-    Case,
-    SteadyStep,
-    at_scale,
-    measured,
-    retrained,
-    stages_of,
-)
 from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond, compared
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -37,26 +28,26 @@ LONE = "when engines change, and how many requests there are, is ours"
 def two_by_two(quick: bool) -> list[ScoreboardRow]:
     case = _case(QUICK if quick else 1)
     wanted = [(kind, arm) for arm in ("verl_to", "both") for kind in (BASE, OURS, *(() if quick else (REFERENCE,)))]
-    found = {(kind, arm): measured(stages_of(case.scenario([kind]), kind), arm) for kind, arm in wanted}
-    found["lone", "verl_to"] = measured(stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX))
+    found = {(kind, arm): cases.measured(cases.stages_of(case.scenario([kind]), kind), arm) for kind, arm in wanted}
+    found["lone", "verl_to"] = cases.measured(cases.stages_of(case.scenario([BASE]), BASE, radix=cases.LONE_RADIX))
     alone = [row for some in dict.fromkeys((case, _fewer_train(case, found))) for row in _lone_rows(some, found)]
     return [*_rows(case, found), *alone, *_reference(found)]
 
 
-def _case(fewer: int) -> Case:
+def _case(fewer: int) -> cases.Case:
     train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
-    return at_scale(MODEL, train_gpus, train_gpus + gen_gpus, given.CODESIGN_LAYOUTS.value)
+    return cases.at_scale(MODEL, train_gpus, train_gpus + gen_gpus, given.CODESIGN_LAYOUTS.value)
 
 
-def _fewer_train(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Case:
+def _fewer_train(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> cases.Case:
     """So many that generation takes as many times as long as training as section 2 says, on RFabric: of this size the
     paper tells neither how the two compare nor how many GPUs train."""
-    ours, unit = found[OURS, "verl_to"], UNITS[MODEL]
+    ours, unit = found[OURS, "verl_to"], cases.UNITS[MODEL]
     wanted = case.train_gpus * given.GEN_OVER_TRAIN.value * ours.train.seconds / ours.gen.seconds
     return replace(case, train_gpus=min(case.train_gpus, max(unit, round(wanted / unit) * unit)))
 
 
-def _rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Iterator[ScoreboardRow]:
+def _rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     base = found[BASE, "verl_to"]
     for name, key in (("scheduler_only", (BASE, "both")), ("fabric_only", (OURS, "verl_to")), ("both", (OURS, "both"))):
         here, words = found[key], name.replace("_", " ")
@@ -68,7 +59,7 @@ def _rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Iterator[S
         yield compared("Figure 17", f"throughput per dollar, {of}", f"codesign.per_dollar.{name}", worth, cost)
 
 
-def _why(base: SteadyStep, here: SteadyStep) -> str:
+def _why(base: cases.SteadyStep, here: cases.SteadyStep) -> str:
     return (
         f"a step generates for {base.gen.seconds:.0f} s on the baseline and {here.gen.seconds:.0f} s here, trains for"
         f" {base.train.seconds:.0f} and {here.train.seconds:.0f} s (experts' all-to-all"
@@ -78,21 +69,21 @@ def _why(base: SteadyStep, here: SteadyStep) -> str:
     )
 
 
-def _lone_rows(case: Case, found: Mapping[tuple[str, str], SteadyStep]) -> Iterator[ScoreboardRow]:
+def _lone_rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
     the case's count of GPUs that train."""
-    there = stages_of(case.scenario([BASE]), BASE, radix=LONE_RADIX)
-    lone = retrained(found["lone", "verl_to"], there)
-    ours = stages_of(case.scenario([OURS]), OURS)
+    there = cases.stages_of(case.scenario([BASE]), BASE, radix=cases.LONE_RADIX)
+    lone = cases.retrained(found["lone", "verl_to"], there)
+    ours = cases.stages_of(case.scenario([OURS]), OURS)
     for name, arm in (("fabric_only", "verl_to"), ("both", "both")):
-        here = retrained(found[OURS, arm], ours)
+        here = cases.retrained(found[OURS, arm], ours)
         of = f"{name.replace('_', ' ')}, {case.train_gpus:,} GPUs train and {case.gen_gpus:,} generate"
         what = f"throughput, {of}, each server alone behind three uplinks"
         rate = here.samples_per_s / lone.samples_per_s
         yield compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here))
 
 
-def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRow]:
+def _reference(found: Mapping[tuple[str, str], cases.SteadyStep]) -> list[ScoreboardRow]:
     if (REFERENCE, "both") not in found:
         return []
     ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
@@ -103,22 +94,20 @@ def _reference(found: Mapping[tuple[str, str], SteadyStep]) -> list[ScoreboardRo
 
 
 def change_of_engines(quick: bool) -> Iterator[ScoreboardRow]:
-    fewer = QUICK if quick else 1
-    train_gpus, gen_gpus = (count // fewer for count in given.CODESIGN_GPUS.value)
-    afd = layout_named(given.AFD.value)
-    servers = Servers(count=(train_gpus + gen_gpus) // 8, nic_gbps=given.NIC_GBPS.value)
-    case = _case(fewer)
+    case = _case(QUICK if quick else 1)
+    train_gpus, afd = case.train_gpus, layout_named(given.AFD.value)
+    servers = Servers(count=case.gpus // 8, nic_gbps=given.NIC_GBPS.value)
     workload = case.scenario([BASE]).generation.workload
     requests = tuple(requests_of_step(workload, 1, 0))
     fabrics = {
         BASE: build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value),
         OURS: build(OURS, servers, train_servers=train_gpus // 8),
-        "lone": build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value, radix=LONE_RADIX),
+        "lone": build(BASE, servers, ratio=given.OVERSUBSCRIPTION.value, radix=cases.LONE_RADIX),
     }
 
     def run(fabric: SimulatedFabric, left_share: float) -> GenStage:
         hardware = Hardware(model_named(MODEL), gpu_named(given.GPU.value), paper_engine(model_named(MODEL)))
-        where = GenGpus(train_gpus, gen_gpus)
+        where = GenGpus(train_gpus, case.gen_gpus)
         return redeployed_stage(
             RedeploymentCase(hardware, where, afd, layout_named("tp8"), requests, left_share), fabric
         )

@@ -4,19 +4,8 @@ bring for it."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from orchestrrl.lab.scoreboard import cases
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import (
-    FABRICS,
-    LONE_RADIX,
-    NAMES,
-    TITLES,
-    Case,
-    SteadyStep,
-    balanced,
-    measured,
-    retrained,
-    stages_of,
-)
 from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond, compared
 from orchestrrl.lab.sim.cost import gpus_cost_usd, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.registry import build
@@ -33,23 +22,23 @@ CLAIMED = ("topoopt", "mixnet", "rfabric")
 def throughput(model: str, quick: bool) -> Iterator[ScoreboardRow]:
     scales = given.SCALES.value[:1] if quick else given.SCALES.value
     for gpus in scales:
-        case = balanced(model, gpus, MODELS[model])
+        case = cases.balanced(model, gpus, MODELS[model])
         found = on_fabrics(case)
         yield from _throughput_rows(case, found)
         yield from _divided_rows(case, found)
 
 
-def on_fabrics(case: Case) -> dict[str, SteadyStep]:
+def on_fabrics(case: cases.Case) -> dict[str, cases.SteadyStep]:
     scenario = case.scenario()
-    found = {kind: measured(stages_of(scenario, kind)) for kind in FABRICS}
-    found["lone"] = measured(stages_of(scenario, "oversubscribed", radix=LONE_RADIX))
+    found = {kind: cases.measured(cases.stages_of(scenario, kind)) for kind in cases.FABRICS}
+    found["lone"] = cases.measured(cases.stages_of(scenario, "oversubscribed", radix=cases.LONE_RADIX))
     return found
 
 
-def _throughput_rows(case: Case, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
+def _throughput_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     first = found["fat_tree"]
-    for kind in (*FABRICS[1:], "lone"):
-        what = f"throughput of {NAMES[kind]} over fat tree, {TITLES[case.model]} on {case.gpus:,} GPUs"
+    for kind in (*cases.FABRICS[1:], "lone"):
+        what = f"throughput of {cases.NAMES[kind]} over fat tree, {cases.TITLES[case.model]} on {case.gpus:,} GPUs"
         ours = found[kind].samples_per_s / first.samples_per_s
         if kind in CLAIMED:
             why = f"{_why(case, first, found[kind])}; {ONCE}"
@@ -58,20 +47,21 @@ def _throughput_rows(case: Case, found: Mapping[str, SteadyStep]) -> Iterator[Sc
             yield beyond(what, ours, figure="Figure 13", why=_parts(first, found[kind]))
 
 
-def _divided_rows(case: Case, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
+def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """With a step's samples divided among optimiser steps, each with its own exchange of gradients: the paper does not
     say how many there are, and of one for all samples gradients take little."""
     updates = max(1, found["fat_tree"].gen.samples // given.STEP_SAMPLES.value)
     scenario = replace(case, updates=updates).scenario()
-    here = {kind: retrained(found[kind], stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
+    here = {kind: cases.retrained(found[kind], cases.stages_of(scenario, kind)) for kind in ("fat_tree", *CLAIMED)}
     first = here["fat_tree"]
     for kind in CLAIMED:
-        of = f"{TITLES[case.model]} on {case.gpus:,} GPUs, {updates} optimiser steps"
-        what, ours = f"throughput of {NAMES[kind]} over fat tree, {of}", here[kind].samples_per_s / first.samples_per_s
+        of = f"{cases.TITLES[case.model]} on {case.gpus:,} GPUs, {updates} optimiser steps"
+        what = f"throughput of {cases.NAMES[kind]} over fat tree, {of}"
+        ours = here[kind].samples_per_s / first.samples_per_s
         yield compared("Figure 13", what, f"fabric.throughput.{kind}", ours, _why(case, first, here[kind]))
 
 
-def _why(case: Case, first: SteadyStep, other: SteadyStep) -> str:
+def _why(case: cases.Case, first: cases.SteadyStep, other: cases.SteadyStep) -> str:
     if other.samples_per_s > first.samples_per_s * 0.9:
         return (
             f"{case.train_gpus} GPUs train: {_parts(first, other)}; engines of one server each do not depend on the"
@@ -80,7 +70,7 @@ def _why(case: Case, first: SteadyStep, other: SteadyStep) -> str:
     return f"{case.train_gpus} GPUs train: {_parts(first, other)}"
 
 
-def _parts(first: SteadyStep, other: SteadyStep) -> str:
+def _parts(first: cases.SteadyStep, other: cases.SteadyStep) -> str:
     """What differs, in seconds on the fat tree and here."""
     told = [f"train {first.train.seconds:.0f} to {other.train.seconds:.0f} s"]
     for part, then_s in first.train.parts_s.items():
@@ -93,10 +83,10 @@ def _parts(first: SteadyStep, other: SteadyStep) -> str:
 
 
 def stage_times(quick: bool) -> Iterator[ScoreboardRow]:
-    case = balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
+    case = cases.balanced(OF_FIGURE_14, given.SCALES.value[0 if quick else 1], MODELS[OF_FIGURE_14])
     found = on_fabrics(case)
     first = found["fat_tree"]
-    for kind in (*FABRICS[1:], "lone"):
+    for kind in (*cases.FABRICS[1:], "lone"):
         other = found[kind]
         stages = (
             ("training", first.train.seconds, other.train.seconds),
@@ -104,7 +94,7 @@ def stage_times(quick: bool) -> Iterator[ScoreboardRow]:
             ("weight sync", first.sync.seconds, other.sync.seconds),
         )
         for stage, then_s, now_s in stages:
-            what = f"{stage} on {NAMES[kind]} over fat tree, {TITLES[case.model]} on {case.gpus:,} GPUs"
+            what = f"{stage} on {cases.NAMES[kind]} over fat tree, {cases.TITLES[case.model]} on {case.gpus:,} GPUs"
             why = f"{then_s:.3g} s on the fat tree"
             yield beyond(what, now_s / then_s, figure="Figure 14", why=why)
 
@@ -124,14 +114,14 @@ GPU_PRICE = "an H800 is taken at an H100's 27,500 USD; the paper's figures come 
 def costs(quick: bool) -> Iterator[ScoreboardRow]:
     for gbps in given.COST_RATES_GBPS.value:
         servers = Servers(count=GPUS // 8, nic_gbps=float(gbps))
-        usd = {kind: sum(network_cost_usd(build(kind, servers).inventory(), gbps).values()) for kind in FABRICS}
+        usd = {kind: sum(network_cost_usd(build(kind, servers).inventory(), gbps).values()) for kind in cases.FABRICS}
         alone = build("rfabric", servers).inventory()
         without_lanes = replace(
             alone, ocs_ports=alone.ocs_ports - 2 * _lanes(servers), fibers=alone.fibers - _lanes(servers)
         )
         bare = sum(network_cost_usd(without_lanes, gbps).values()) / usd["fat_tree"]
-        for kind in FABRICS[1:]:
-            what, ours = f"cost of {NAMES[kind]} over fat tree, {gbps} Gbps", usd[kind] / usd["fat_tree"]
+        for kind in cases.FABRICS[1:]:
+            what, ours = f"cost of {cases.NAMES[kind]} over fat tree, {gbps} Gbps", usd[kind] / usd["fat_tree"]
             if kind == "mixnet":
                 yield beyond(what, ours, figure="Figure 15", why=MIXNET)
             else:
@@ -151,34 +141,36 @@ def frontier(quick: bool) -> Iterator[ScoreboardRow]:
     models = ("qwen2-57b-a14b",) if quick else tuple(MODELS)
     rates = given.LINK_RATES_GBPS.value[1:2] if quick else given.LINK_RATES_GBPS.value
     for model in models:
-        case = balanced(model, given.SCALES.value[0], MODELS[model])
-        found: dict[tuple[str, float], SteadyStep] = {}
+        case = cases.balanced(model, given.SCALES.value[0], MODELS[model])
+        found: dict[tuple[str, float], cases.SteadyStep] = {}
         for gbps in rates:
             scenario = replace(case, nic_gbps=gbps).scenario()
-            for kind in FABRICS:
-                found[kind, gbps] = measured(stages_of(scenario, kind))
-            yield from _efficiency_rows(case, gbps, {kind: found[kind, gbps] for kind in FABRICS})
+            for kind in cases.FABRICS:
+                found[kind, gbps] = cases.measured(cases.stages_of(scenario, kind))
+            yield from _efficiency_rows(case, gbps, {kind: found[kind, gbps] for kind in cases.FABRICS})
         yield _frontier_row(case, rates, found)
 
 
-def _efficiency_rows(case: Case, gbps: float, found: Mapping[str, SteadyStep]) -> Iterator[ScoreboardRow]:
+def _efficiency_rows(case: cases.Case, gbps: float, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     worth = {kind: each.samples_per_s / each.network_usd for kind, each in found.items()}
     rate = {kind: each.samples_per_s / found["fat_tree"].samples_per_s for kind, each in found.items()}
     cost = {kind: each.network_usd / found["fat_tree"].network_usd for kind, each in found.items()}
     for kind in ("fat_tree", "rail_optimized", "mixnet"):
-        what = f"throughput per dollar of RFabric over {NAMES[kind]}, {TITLES[case.model]}, {gbps:g} Gbps"
+        what = f"throughput per dollar of RFabric over {cases.NAMES[kind]}, {cases.TITLES[case.model]}, {gbps:g} Gbps"
         why = (
             f"of the fat tree's, RFabric has {rate['rfabric']:.2f} of the throughput at {cost['rfabric']:.2f} of the"
-            f" cost, {NAMES[kind]} {rate[kind]:.2f} at {cost[kind]:.2f}"
+            f" cost, {cases.NAMES[kind]} {rate[kind]:.2f} at {cost[kind]:.2f}"
         )
         ours = worth["rfabric"] / worth[kind]
         yield compared("Figure 16", what, f"fabric.cost_efficiency.{kind}", ours, why)
 
 
-def _frontier_row(case: Case, rates: Sequence[float], found: Mapping[tuple[str, float], SteadyStep]) -> ScoreboardRow:
+def _frontier_row(
+    case: cases.Case, rates: Sequence[float], found: Mapping[tuple[str, float], cases.SteadyStep]
+) -> ScoreboardRow:
     points = list(found)
     on = pareto([(found[point].network_usd, found[point].samples_per_s) for point in points])
-    best = [f"{NAMES[kind]} at {gbps:g}" for (kind, gbps), is_best in zip(points, on, strict=True) if is_best]
+    best = [f"{cases.NAMES[kind]} at {gbps:g}" for (kind, gbps), is_best in zip(points, on, strict=True) if is_best]
     ours = sum(name.startswith("RFabric") for name in best) / len(rates)
-    what = f"of RFabric's {len(rates)} link rates on the Pareto frontier, {TITLES[case.model]}"
+    what = f"of RFabric's {len(rates)} link rates on the Pareto frontier, {cases.TITLES[case.model]}"
     return beyond(what, ours, "share", figure="Figure 16", why=f"on it: {', '.join(best)}")

@@ -7,6 +7,7 @@ by a fit that has not seen it: four numbers, of the other five.
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +46,12 @@ def on_testbed(
     max_tokens: int,
     layouts: tuple[str, ...] = given.TESTBED_LAYOUTS.value,
     requests: int = given.BATCH.value,
+    **more: Any,
 ) -> FabricStages:
-    """Two steps: what forecasts is measured in the second."""
+    """Two steps: what forecasts is measured in the second. `more`: of the case."""
     gpus = MODELS[model]
     prompts = requests // given.SAMPLES.value
-    case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2)
+    case = Case(model, gpus, gpus, prompts, max_tokens, layouts, steps=2, **more)
     return stages_of(case.scenario([TESTBED]), TESTBED)
 
 

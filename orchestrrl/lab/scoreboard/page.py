@@ -66,7 +66,7 @@ def shown(claim: PaperClaim | None, unit: str) -> str:
         return ""
     if claim.low == claim.high:
         return number(claim.low, unit)
-    if claim.at_most or not isfinite(claim.low):
+    if not isfinite(claim.low):
         return f"at most {number(claim.high, unit)}"
     if not isfinite(claim.high):
         return f"at least {number(claim.low, unit)}"

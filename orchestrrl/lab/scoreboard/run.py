@@ -165,7 +165,8 @@ def make(
     """In the order given. Raises Permanent where one cannot be made; those that were made are kept."""
     code = code_digest()
     found = {figure.id: made for figure in figures if (made := read(folder, figure.id, quick, code)) is not None}
-    waiting = sorted((figure.id for figure in figures if figure.id not in found), key=_rank)
+    missing = [figure.id for figure in figures if figure.id not in found]
+    waiting = [*(id for id in LONGEST_FIRST if id in missing), *(id for id in missing if id not in LONGEST_FIRST)]
     report("kept from before", len(found), len(figures))
     for id, result in run_tasks(partial(_make, quick=quick), waiting, processes):
         if isinstance(result, ChildProcessError):
@@ -176,10 +177,6 @@ def make(
         found[id] = result
         report(f"figure {id} done", len(found), len(figures))
     return [found[figure.id] for figure in figures]
-
-
-def _rank(id: str) -> int:
-    return LONGEST_FIRST.index(id) if id in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def _make(id: str, quick: bool) -> Made:

@@ -1,27 +1,17 @@
 """Section 7.2.5 (appendix I): what reconfiguration delays cost, and circuits by traffic against an even split. Beyond
 the paper: mixed fleets, weight sync, failures, and what each of our own additions is worth."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from orchestrrl.lab.bench.solve import step
+from orchestrrl.lab.scoreboard import cases
 from orchestrrl.lab.scoreboard import constants as given
-from orchestrrl.lab.scoreboard.cases import (
-    NAMES,
-    TITLES,
-    TRAIN_CONSTANTS,
-    TRAINING,
-    Case,
-    at_scale,
-    measured,
-    stages_of,
-)
 from orchestrrl.lab.scoreboard.claims import ScoreboardRow, beyond
 from orchestrrl.lab.scoreboard.fabrics import MODELS
-from orchestrrl.lab.scoreboard.generation import MODELS as TESTBED_GPUS
-from orchestrrl.lab.scoreboard.generation import TESTBED
+from orchestrrl.lab.scoreboard.generation import on_testbed
 from orchestrrl.lab.sim.net.collectives import all_reduce
-from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric, SimulatedFailures
+from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fluid import seconds
 from orchestrrl.lab.sim.net.model import MessageTransfer, Servers
@@ -29,13 +19,12 @@ from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.rl.weight_sync import sync_stage
 from orchestrrl.lab.sim.train.compute import stage_parameters
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
-from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, GroupCollective, crosses, groups, periods_of, traffic
+from orchestrrl.lab.sim.train.traffic import FORWARD_BACKWARD, crosses, groups, periods_of, traffic
 from planner.cost.hardware import gpu_named
 from planner.cost.models import model_named
 from planner.fabric.topology import DEVICES
 from planner.model import ConfigurationId
 from planner.solver.makespan import solve
-from planner.solver.problem import MakespanProblem
 
 FIGURE = "Appendix I"
 TRAIN_GPUS = dict(zip(MODELS, given.SHARED_OUT_GPUS.value, strict=True))
@@ -55,12 +44,14 @@ def delays(quick: bool) -> Iterator[ScoreboardRow]:
     """At the smallest scale."""
     for model in ("qwen2.5-72b",) if quick else tuple(MODELS):
         gpus = given.SCALES.value[0]
-        scenario = at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
-        found = {device: _stage_s(stages_of(scenario, "rfabric", device=device)) for device in given.DEVICES.value}
+        scenario = cases.at_scale(model, DELAYS_GPUS[model], gpus, MODELS[model]).scenario(["rfabric"])
+        found = {
+            device: _stage_s(cases.stages_of(scenario, "rfabric", device=device)) for device in given.DEVICES.value
+        }
         first = found[given.DEVICES.value[0]]
         for device, (train_s, sync_s) in found.items():
             delay = f"{DEVICES[device].reconfiguration_s * 1e3:g} ms ({device})"
-            what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {TITLES[model]}"
+            what = f"{{}}, circuits that change in {delay}, over those of 0.01 ms, {cases.TITLES[model]}"
             yield beyond(what.format("training"), train_s / first[0], figure=FIGURE)
             yield beyond(what.format("weight sync"), sync_s / first[1], figure=FIGURE)
 
@@ -78,7 +69,7 @@ def allocation(quick: bool) -> Iterator[ScoreboardRow]:
         for tors, servers_per_tor in TORS.items():
             for kind, times_s in _by_allocation(model, servers_per_tor).items():
                 by_traffic_s, senders_s, all_s = times_s
-                what = f"{KINDS[kind]}, even over all pairs against by traffic, {TITLES[model]}, {tors}"
+                what = f"{KINDS[kind]}, even over all pairs against by traffic, {cases.TITLES[model]}, {tors}"
                 senders = f"even over the pairs that send {senders_s / by_traffic_s:.2f}"
                 why = f"{by_traffic_s * 1e3:.4g} ms by traffic; {senders}"
                 yield beyond(what, all_s / by_traffic_s, figure=FIGURE, why=why)
@@ -98,16 +89,16 @@ def _by_allocation(model: str, servers_per_tor: int | None) -> dict[str, list[fl
     ]
     found = {}
     for kind, (period, transfer) in {
-        **{kind: (passes, exchanges[kind].transfer) for kind in FORWARD_BACKWARD if _crosses(exchanges, kind)},
+        **{
+            kind: (passes, exchanges[kind].transfer)
+            for kind in FORWARD_BACKWARD
+            if kind in exchanges and exchanges[kind].crosses
+        },
         **{axis: (gradients, each) for axis, each in _all_reduces(job, servers).items()},
     }.items():
         if kind in KINDS:
-            found[kind] = [_one_s(fabric, period, transfer) for fabric in fabrics]
+            found[kind] = [float(seconds(fabric.network(period), [transfer])[0]) for fabric in fabrics]
     return found
-
-
-def _crosses(exchanges: Mapping[str, GroupCollective], kind: str) -> bool:
-    return kind in exchanges and exchanges[kind].crosses
 
 
 def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
@@ -120,25 +111,22 @@ def _all_reduces(job: TrainJob, servers: Servers) -> dict[str, MessageTransfer]:
     }
 
 
-def _one_s(fabric: SimulatedFabric, period: Period, transfer: MessageTransfer) -> float:
-    return float(seconds(fabric.network(period), [transfer])[0])
-
-
 def _job(model: str) -> TrainJob:
-    part = TRAINING[model]
+    part = cases.TRAINING[model]
     without_dp = part["tp"] * part.get("cp", 1) * part.get("pp", 1)
     layout = TrainLayout(**part, dp=TRAIN_GPUS[model] // without_dp)
     model_and_gpu = model_named(model), gpu_named(given.GPU.value)
-    return TrainJob(*model_and_gpu, layout, *given.SHARED_OUT_STEP.value, constants=TRAIN_CONSTANTS)
+    return TrainJob(*model_and_gpu, layout, *given.SHARED_OUT_STEP.value, constants=cases.TRAIN_CONSTANTS)
 
 
 def _sync_rows() -> list[ScoreboardRow]:
     model = "qwen2-57b-a14b"
-    scenario = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
+    scenario = cases.at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[1], MODELS[model]).scenario(["rfabric"])
     by_traffic, even = (
-        measured(stages_of(scenario, "rfabric", allocation=each)).sync.seconds for each in ("traffic", "uniform")
+        cases.measured(cases.stages_of(scenario, "rfabric", allocation=each)).sync.seconds
+        for each in ("traffic", "uniform")
     )
-    what = f"weight sync, even over the pairs that send against by traffic, {TITLES[model]}"
+    what = f"weight sync, even over the pairs that send against by traffic, {cases.TITLES[model]}"
     return [beyond(what, even / by_traffic, figure=FIGURE, why=f"{by_traffic:.3g} s by traffic")]
 
 
@@ -152,26 +140,25 @@ def mixed_fleets(quick: bool) -> Iterator[ScoreboardRow]:
     for gpus in MIXED_GPUS[quick]:
         problem = step(gpus, 1)
         mixed_s = solve(problem).makespan_s
-        alone = {str(each.id): solve(_alone(problem, each.id)).makespan_s for each in problem.configurations}
+        alone = {}
+        for wanted in problem.configurations:
+            # Engines that are there may stay as they are.
+            kept = tuple(each for each in problem.configurations if each.id in (wanted.id, KEPT))
+            alone[str(wanted.id)] = solve(replace(problem, configurations=kept)).makespan_s
         best = min(alone, key=lambda name: alone[name])
         what = f"makespan of a fleet of one configuration (and tp2, as it is) over a mixed one, {gpus:,} GPUs"
         yield beyond(what, alone[best] / mixed_s, why=f"best of one: {best}, {alone[best]:.0f} s")
 
 
-def _alone(problem: MakespanProblem, wanted: ConfigurationId) -> MakespanProblem:
-    """Engines that are there may stay as they are."""
-    return replace(problem, configurations=tuple(each for each in problem.configurations if each.id in (wanted, KEPT)))
-
-
 def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
     model = "qwen2-57b-a14b"
-    case = at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
+    case = cases.at_scale(model, given.SYNC_GPUS.value, given.SCALES.value[0], MODELS[model])
     for kind in SYNC_FABRICS:
-        stages = stages_of(case.scenario([kind]), kind)
+        stages = cases.stages_of(case.scenario([kind]), kind)
         times = ArmTimes(stages, "verl_to", 1)
         job, fleet = times.job(stages.scenario.samples), times.fleet
         found = {each: sync_stage(job, [fleet], stages.fabric, each) for each in ("tree", "two_stage", "naive")}
-        of = f"{NAMES[kind]}, {TITLES[model]} to {len(fleet)} engines"
+        of = f"{cases.NAMES[kind]}, {cases.TITLES[model]} to {len(fleet)} engines"
         tree = found["tree"]
         why = f"the tree takes {tree.seconds:.3g} s, {tree.seconds / tree.bound_s:.2f} times what no plan can pass"
         for name, words in (("two_stage", "two stages, as veRL"), ("naive", "everyone from a holder")):
@@ -181,13 +168,9 @@ def weight_sync(quick: bool) -> Iterator[ScoreboardRow]:
 
 def additions(quick: bool) -> Iterator[ScoreboardRow]:
     """Samples per second with an addition over those without it, on the testbed."""
-    model, max_tokens = "qwen2.5-14b", given.MAX_TOKENS.value[0]
-    prompts = given.BATCH.value // given.SAMPLES.value
-    gpus = TESTBED_GPUS[model]
-    case = Case(model, gpus, gpus, prompts, max_tokens, given.TESTBED_LAYOUTS.value, steps=2)
-    usual, no_kv = _stages(case), _stages(replace(case, kv_transfer=False))
-    unadmitted = _stages(replace(case, admission=False))
-    wide = _stages(replace(case, initial="tp2"))
+    testbed = "qwen2.5-14b", given.MAX_TOKENS.value[0]
+    usual, no_kv = on_testbed(*testbed), on_testbed(*testbed, kv_transfer=False)
+    unadmitted, wide = on_testbed(*testbed, admission=False), on_testbed(*testbed, initial="tp2")
     wanted: tuple[tuple[str, FabricStages, str, FabricStages, str], ...] = (
         ("packing balancer over the paper's rule, balancing alone", usual, "balancing", usual, "balancing_paper"),
         ("packing balancer over the paper's rule, with planning", usual, "both", usual, "both_paper"),
@@ -204,20 +187,18 @@ def additions(quick: bool) -> Iterator[ScoreboardRow]:
         ("beginning with the tuned fleet over the paper's eight of TP=2", usual, "both", wide, "both"),
     )
     for what, there, arm, here, other in wanted[:1] if quick else wanted:
-        with_it, without = (measured(stages, name).samples_per_s for stages, name in ((there, arm), (here, other)))
-        yield beyond(f"{what}, {TITLES[model]}, {max_tokens:,} tokens", with_it / without)
-
-
-def _stages(case: Case) -> FabricStages:
-    return stages_of(case.scenario([TESTBED]), TESTBED)
+        with_it, without = (
+            cases.measured(stages, name).samples_per_s for stages, name in ((there, arm), (here, other))
+        )
+        yield beyond(f"{what}, {cases.TITLES[testbed[0]]}, {testbed[1]:,} tokens", with_it / without)
 
 
 def failures(quick: bool) -> Iterator[ScoreboardRow]:
     """Section 5.4: what is left of an iteration's speed when parts of RFabric are lost."""
     model, gpus = "qwen2-57b-a14b", given.SCALES.value[0]
-    scenario = at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
-    stages = stages_of(scenario, "rfabric")
-    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value, constants=TRAIN_CONSTANTS)
+    scenario = cases.at_scale(model, given.FAILURES_GPUS.value, gpus, MODELS[model]).scenario(["rfabric"])
+    stages = cases.stages_of(scenario, "rfabric")
+    job = scenario.train_job(scenario.samples, given.LENGTH_MEDIAN.value, constants=cases.TRAIN_CONSTANTS)
     whole_s = stages.training(SimulatedFailures(), job).seconds
     lost = {
         "one NIC": SimulatedFailures(nics=frozenset({0})),
@@ -226,4 +207,4 @@ def failures(quick: bool) -> Iterator[ScoreboardRow]:
     }
     for what, failed in lost.items():
         ratio = stages.training(failed, job).seconds / whole_s
-        yield beyond(f"training with {what} lost over all there, RFabric, {TITLES[model]}", ratio)
+        yield beyond(f"training with {what} lost over all there, RFabric, {cases.TITLES[model]}", ratio)

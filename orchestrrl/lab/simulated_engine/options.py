@@ -8,7 +8,6 @@ belongs to, and the version of the weights.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -17,42 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import DEFAULT_LENGTHS, LengthModel
-
-
-@dataclass(frozen=True, slots=True)
-class KvLink:
-    """How engines hand KV over. Times are virtual."""
-
-    directory: Path
-    bytes_per_token: float
-    gbps: float
-    latency_s: float
-
-    def transfer_s(self, tokens: int) -> float:
-        return self.latency_s + tokens * self.bytes_per_token * 8 / (self.gbps * 1e9)
-
-    def save(self, wish: TransferParams, token_ids: Sequence[int]) -> None:
-        """The KV of an aborted request; of no tokens, so that nobody waits for it."""
-        assert wish.save is not None
-        entry = self.directory / wish.save
-        written = entry.with_suffix(".part")
-        written.write_text(json.dumps({"weights": wish.weights, "token_ids": list(token_ids)}))
-        written.rename(entry)
-
-    def take(self, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
-        """How many of these tokens' KV the entry has, at most all but the last; None: it is not there yet. Once found
-        it is gone: 0 where it is of other weights or tokens."""
-        assert wish.load is not None
-        entry = self.directory / wish.load
-        try:
-            found = json.loads(entry.read_text())
-        except FileNotFoundError:
-            return None
-        entry.unlink()
-        common = min(len(found["token_ids"]), len(token_ids))
-        if found["weights"] != wish.weights or found["token_ids"][:common] != list(token_ids[:common]):
-            return 0
-        return min(common, len(token_ids) - 1)
 
 
 class SimulatedOptions(BaseModel):
@@ -130,11 +93,9 @@ class SimulatedOptions(BaseModel):
             )
         return self
 
-    @property
-    def link(self) -> KvLink | None:
-        if self.kv_directory is None:
-            return None
-        return KvLink(self.kv_directory, self.kv_bytes_per_token, self.kv_gbps, self.kv_latency_s)
+    def transfer_s(self, tokens: int) -> float:
+        """Return the virtual seconds that KV of these tokens takes from another engine."""
+        return self.kv_latency_s + tokens * self.kv_bytes_per_token * 8 / (self.kv_gbps * 1e9)
 
     @property
     def shape(self) -> EngineShape:
@@ -149,3 +110,28 @@ class SimulatedOptions(BaseModel):
             prefill_s_per_token=prefill_s_per_token / replicas,
             block_tokens=self.block_tokens,
         )
+
+
+def save_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> None:
+    """Write the KV of an aborted request; of no tokens, so that nobody waits for it."""
+    assert wish.save is not None
+    entry = directory / wish.save
+    written = entry.with_suffix(".part")
+    written.write_text(json.dumps({"weights": wish.weights, "token_ids": list(token_ids)}))
+    written.rename(entry)
+
+
+def take_kv(directory: Path, wish: TransferParams, token_ids: Sequence[int]) -> int | None:
+    """Return how many of these tokens' KV the entry has, at most all but the last; None: it is not there yet. Once
+    found it is gone: 0 where it is of other weights or tokens."""
+    assert wish.load is not None
+    entry = directory / wish.load
+    try:
+        found = json.loads(entry.read_text())
+    except FileNotFoundError:
+        return None
+    entry.unlink()
+    common = min(len(found["token_ids"]), len(token_ids))
+    if found["weights"] != wish.weights or found["token_ids"][:common] != list(token_ids[:common]):
+        return 0
+    return min(common, len(token_ids) - 1)

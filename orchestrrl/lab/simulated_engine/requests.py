@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orchestrrl.core.errors import faults_of
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams, read_transfer_params
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TURN_END, TURN_START, TokenModel
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on until they end
 Body = TypeVar("Body", bound=BaseModel)
 _Alternatives = Annotated[int, Field(ge=0, le=20)]
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What requests are checked against."""
-
-    model_name: str
-    model: TokenModel
-    max_model_len_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +98,27 @@ class _ChatBody(_Body):
     add_generation_prompt: bool = True
 
 
-def read_completion_request(endpoint: CompletionEndpoint, body: Any, served: ServedModel) -> SimulatedRequest:
+def read_completion_request(
+    endpoint: CompletionEndpoint, body: Any, options: SimulatedOptions, model: TokenModel
+) -> SimulatedRequest:
     """The request in an OpenAI body. Raises Refused with vLLM's status and an OpenAI error object."""
     is_chat = endpoint is CompletionEndpoint.CHAT
     read: _CompletionBody | _ChatBody = _validated(_ChatBody, body) if is_chat else _validated(_CompletionBody, body)
-    if read.model not in (None, served.model_name):
+    if read.model not in (None, options.model_name):
         raise refusal(f"The model `{read.model}` does not exist.", "model", status=404, kind="NotFoundError")
     if read.prompt_logprobs and read.stream:
         raise refusal("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     if isinstance(read, _ChatBody):
-        prompt_ids, top_logprobs = tokenize_chat(read.messages, read.add_generation_prompt, served.model), None
+        prompt_ids, top_logprobs = tokenize_chat(read.messages, read.add_generation_prompt, model), None
         if read.top_logprobs is not None and not read.logprobs:
             raise refusal("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         if read.logprobs:
             top_logprobs = read.top_logprobs or 0
         asked_tokens = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
     else:
-        prompt_ids, top_logprobs = _completion_prompt(read, served.model), read.logprobs
+        prompt_ids, top_logprobs = _completion_prompt(read, model), read.logprobs
         asked_tokens = read.max_tokens if "max_tokens" in read.model_fields_set else DEFAULT_COMPLETION_TOKENS
-    max_tokens = _room(asked_tokens, len(prompt_ids), served.max_model_len_tokens)
+    max_tokens = _room(asked_tokens, len(prompt_ids), options.max_model_len_tokens)
     if read.min_tokens > max_tokens:
         raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {read.min_tokens}.")
     return SimulatedRequest(
@@ -163,12 +157,12 @@ def tokenize_chat(messages: list[_Message], add_generation_prompt: bool, model: 
     return [*ids, TURN_START, *model.tokenize("assistant\n")] if add_generation_prompt else ids
 
 
-def read_tokenize(body: Any, served: ServedModel) -> list[int]:
+def read_tokenize(body: Any, model: TokenModel) -> list[int]:
     """Token ids for a `/tokenize` body, which has a `prompt` or `messages`."""
     if isinstance(body, Mapping) and "messages" in body:
         chat = _validated(_ChatBody, body)
-        return tokenize_chat(chat.messages, chat.add_generation_prompt, served.model)
-    return served.model.tokenize(_validated(_TokenizeBody, body).prompt)
+        return tokenize_chat(chat.messages, chat.add_generation_prompt, model)
+    return model.tokenize(_validated(_TokenizeBody, body).prompt)
 
 
 def read_detokenize(body: Any) -> list[int]:

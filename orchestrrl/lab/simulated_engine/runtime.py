@@ -5,11 +5,12 @@ import copy
 import itertools
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.integrations.instrument.kv_scheduler import TransferParams
-from orchestrrl.lab.simulated_engine.options import KvLink
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions, save_kv, take_kv
 from orchestrrl.lab.simulated_engine.requests import SimulatedRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, SequenceProgress
 from orchestrrl.lab.simulated_engine.tokens import EOS, Generation, TokenModel
@@ -108,27 +109,17 @@ class Runtime:
     """One simulated engine. Virtual time runs `speed` times as fast as the clock; `tick_s`, in the clock's seconds, is
     how often the scheduler is brought up to date. Late ticks cost nothing but the size of the parts."""
 
-    def __init__(
-        self,
-        shape: EngineShape,
-        model: TokenModel,
-        clock: Clock,
-        speed: float,
-        tick_s: float,
-        link: KvLink | None = None,
-    ) -> None:
-        self.scheduler = Scheduler(shape)
+    def __init__(self, options: SimulatedOptions, model: TokenModel, clock: Clock) -> None:
+        self.scheduler = Scheduler(options.shape)
         self.pause_mode: PauseMode | None = None
         self.prompt_tokens_total = 0
         self.loaded_tokens_total = 0  # of those
         self.finished_total = dict.fromkeys(("stop", "length", "abort"), 0)
         self.model = model
+        self._options = options
         self._clock = clock
-        self._speed = speed
-        self._tick_s = tick_s
         self.began_s = clock.now_s()
         self._answers: dict[RequestId, SimulatedAnswer] = {}
-        self._link = link  # None: KV is neither saved nor loaded
         self._loading: dict[RequestId, asyncio.Task[None]] = {}
         self._held: list[SimulatedAnswer] = []  # arrived, or left waiting, while no new work is taken on
         self._numbers = itertools.count()
@@ -154,8 +145,9 @@ class Runtime:
         request_id = RequestId(f"{engine_id}#{next(self._numbers)}")
         answer = SimulatedAnswer(request_id, engine_id, request, generation, ending_of(request, generation))
         self._answers[request_id] = answer
-        if self._link is not None and request.handover is not None and request.handover.load is not None:
-            self._loading[request_id] = asyncio.create_task(self._load(self._link, answer, request.handover))
+        directory, wish = self._options.kv_directory, request.handover
+        if directory is not None and wish is not None and wish.load is not None:
+            self._loading[request_id] = asyncio.create_task(self._load(directory, answer, wish))
         else:
             self._begin(answer)
         return answer
@@ -166,14 +158,14 @@ class Runtime:
         else:
             self._enqueue(answer)
 
-    async def _load(self, link: KvLink, answer: SimulatedAnswer, wish: TransferParams) -> None:
+    async def _load(self, directory: Path, answer: SimulatedAnswer, wish: TransferParams) -> None:
         """Wait for the KV and for its way here; what does not come is prefilled."""
-        asked_s, found = self._clock.now_s(), link.take(wish, answer.request.prompt_ids)
+        asked_s, found = self._clock.now_s(), take_kv(directory, wish, answer.request.prompt_ids)
         while found is None and self._clock.now_s() - asked_s < wish.wait_s:
-            await self._clock.sleep(self._tick_s)
-            found = link.take(wish, answer.request.prompt_ids)
+            await self._clock.sleep(self._options.tick_s)
+            found = take_kv(directory, wish, answer.request.prompt_ids)
         if found:
-            await self._clock.sleep(link.transfer_s(found) / self._speed)
+            await self._clock.sleep(self._options.transfer_s(found) / self._options.speed)
             answer.loaded_tokens = found
         del self._loading[answer.id]
         self._begin(answer)
@@ -244,10 +236,10 @@ class Runtime:
             self._advance()
             if self.scheduler.idle or self.scheduler.paused:
                 self._work.clear()
-            await self._clock.sleep(self._tick_s)
+            await self._clock.sleep(self._options.tick_s)
 
     def _virtual_s(self) -> float:
-        return (self._clock.now_s() - self.began_s) * self._speed
+        return (self._clock.now_s() - self.began_s) * self._options.speed
 
     def _enqueue(self, answer: SimulatedAnswer) -> None:
         self._advance()
@@ -289,12 +281,12 @@ class Runtime:
 
     def _save(self, answers: list[SimulatedAnswer]) -> None:
         """Of those that are aborted, what they have in KV: nothing for those that were not running."""
-        running = {sequence.id for sequence in self.scheduler.running}
+        running, directory = {sequence.id for sequence in self.scheduler.running}, self._options.kv_directory
         for answer in answers:
             wish = answer.request.handover
-            if self._link is not None and wish is not None and wish.save is not None and answer.id in self._answers:
+            if directory is not None and wish is not None and wish.save is not None and answer.id in self._answers:
                 there = answer.id in running and answer.made > 0
-                self._link.save(wish, [*answer.request.prompt_ids, *answer.made_ids] if there else [])
+                save_kv(directory, wish, [*answer.request.prompt_ids, *answer.made_ids] if there else [])
 
     def _preempt_running(self) -> None:
         """Every running request back to the queue, before those that wait already, without its KV."""

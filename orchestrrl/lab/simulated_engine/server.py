@@ -22,13 +22,7 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 from orchestrrl.lab.simulated_engine.managed import ManagedFace, json_of, object_of
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
-from orchestrrl.lab.simulated_engine.requests import (
-    ServedModel,
-    read_completion_request,
-    read_detokenize,
-    read_tokenize,
-    refusal,
-)
+from orchestrrl.lab.simulated_engine.requests import read_completion_request, read_detokenize, read_tokenize, refusal
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
 from orchestrrl.lab.simulated_engine.weights import first_model
@@ -48,15 +42,10 @@ class SimulatedServer:
     ) -> None:
         self.url = ""
         self._clock = clock or WallClock()
-        model = first_model(options)
-        self.runtime = Runtime(options.shape, model, self._clock, options.speed, options.tick_s, options.link)
+        self.runtime = Runtime(options, first_model(options), self._clock)
         self._options = options
         self._managed = ManagedFace(options, self.runtime, self._clock)
         self._address = (host, port)
-
-    @property
-    def _served(self) -> ServedModel:
-        return ServedModel(self._options.model_name, self.runtime.model, self._options.max_model_len_tokens)
 
     async def __aenter__(self) -> Self:
         """Raises Permanent where it was told to fail."""
@@ -106,10 +95,10 @@ class SimulatedServer:
         return application
 
     async def _generate(self, endpoint: CompletionEndpoint, request: web.Request) -> web.StreamResponse:
-        served = self._served
-        ask = read_completion_request(endpoint, await json_of(request), served)
+        options, model = self._options, self.runtime.model
+        ask = read_completion_request(endpoint, await json_of(request), options, model)
         response_id = ID_PREFIXES[endpoint] + request.headers.get("X-Request-Id", uuid.uuid4().hex[:16])
-        words = Formatter(ask, response_id, int(time.time()), served.model_name, served.model)
+        words = Formatter(ask, response_id, int(time.time()), options.model_name, model)
         # A completion may have several prompts, so vLLM numbers them; a chat has one.
         answer = self.runtime.submit(
             ask, f"{response_id}-0" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
@@ -139,7 +128,7 @@ class SimulatedServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        tokens = read_tokenize(await json_of(request), self._served)
+        tokens = read_tokenize(await json_of(request), self.runtime.model)
         longest = self._options.max_model_len_tokens
         return web.json_response({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 

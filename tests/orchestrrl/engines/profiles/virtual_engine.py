@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, EngineSample, GenerationRequest
-from orchestrrl.lab.simulated_engine.requests import ServedModel, read_completion_request
+from orchestrrl.lab.simulated_engine.requests import read_completion_request
 from orchestrrl.lab.simulated_engine.runtime import Runtime
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import TokenModel
@@ -30,8 +30,7 @@ class VirtualEngine:
         self.prompts: list[tuple[int, ...]] = []
         self._options = options
         model = TokenModel(options.vocab_size, options.lengths, options.seed)
-        self._served = ServedModel(options.model_name, model, options.max_model_len_tokens)
-        self.runtime = Runtime(options.shape, model, clock, 1.0, TICK_S)
+        self.runtime = Runtime(options.model_copy(update={"speed": 1.0, "tick_s": TICK_S}), model, clock)
         self._pace = asyncio.create_task(self.runtime.run())
         self._capabilities = capabilities or EngineCapabilities(
             engine="virtual",
@@ -56,9 +55,8 @@ class VirtualEngine:
         )
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        ask = read_completion_request(
-            CompletionEndpoint.COMPLETIONS, {**request.body, "stream": True, "return_token_ids": True}, self._served
-        )
+        body = {**request.body, "stream": True, "return_token_ids": True}
+        ask = read_completion_request(CompletionEndpoint.COMPLETIONS, body, self._options, self.runtime.model)
         self.started.append(request.request_id)
         self.prompts.append(ask.prompt_ids)
         answer = self.runtime.submit(ask, request.request_id)
@@ -88,7 +86,7 @@ class VirtualEngine:
         return self.runtime.pause_mode is not None
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return self._served.model.detokenize(token_ids)
+        return self.runtime.model.detokenize(token_ids)
 
     async def close(self) -> None:
         self._pace.cancel()

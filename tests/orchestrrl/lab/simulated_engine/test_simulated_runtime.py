@@ -9,28 +9,29 @@ import pytest
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.lab.simulated_engine.requests import ServedModel, SimulatedRequest, read_completion_request
+from orchestrrl.lab.simulated_engine.options import SimulatedOptions
+from orchestrrl.lab.simulated_engine.requests import SimulatedRequest, read_completion_request
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
-from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from orchestrrl.lab.simulated_engine.tokens import EOS, LengthModel, TokenModel
 
 STEP_S = 0.5
 MODEL = TokenModel(lengths=LengthModel((0.0, 1.0), (12, 12)))
-SERVED = ServedModel("m", MODEL, 1000)
+OPTIONS = SimulatedOptions(
+    alpha_s=STEP_S, beta_s=0.0, gamma_s=0.0, kv_capacity_tokens=4096, max_model_len_tokens=1000, tick_s=0.1
+)
 PROMPT = [1, 2, 3]
 
 
 def ask(**body: object) -> SimulatedRequest:
     return read_completion_request(
-        CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, SERVED
+        CompletionEndpoint.COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True, **body}, OPTIONS, MODEL
     )
 
 
 @asynccontextmanager
 async def running(max_num_seqs: int = 4, speed: float = 1.0) -> AsyncIterator[tuple[Runtime, VirtualClock]]:
     clock = VirtualClock()
-    shape = EngineShape(STEP_S, 0.0, 0.0, max_num_seqs, kv_capacity_tokens=4096)
-    runtime = Runtime(shape, MODEL, clock, speed, tick_s=0.1)
+    runtime = Runtime(OPTIONS.model_copy(update={"max_num_seqs": max_num_seqs, "speed": speed}), MODEL, clock)
     pace = asyncio.create_task(runtime.run())
     yield runtime, clock
     pace.cancel()

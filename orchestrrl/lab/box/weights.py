@@ -36,7 +36,7 @@ from orchestrrl.weights.orders import CarryEdge, CarryEdges
 from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
 from planner.fabric.topology import PodRole
-from planner.model import GpuId, PeerId
+from planner.model import PeerId
 from planner.sync_tree.network import NetworkStation, SyncNetwork
 
 VERSION, SEED = 1, 20261122
@@ -129,7 +129,8 @@ class _Show:
         """What one TCP connection over one circuit between PoDs delivers of the circuit's rate."""
         await self._circuits(tree(self._planned))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
-        sent_from, sent_to = (self._box.plan.nic_of(self._gpu(id)) for id in (source, self._receivers[0]))
+        first = {PeerId(str(server.id)): server.gpus[0] for server in self._box.site.servers}
+        sent_from, sent_to = (self._box.plan.nic_of(first[id]) for id in (source, self._receivers[0]))
         flow = Flow(sent_from, sent_to)
         async with running([flow]):
             await asyncio.sleep(WARM_UP_S)
@@ -255,11 +256,6 @@ class _Show:
                 if site.pod[site.pod_of[uplink]].role is PodRole.GEN:
                     found |= {f"{switch.id}:{port}": counts.get(f"p{port}", 0) for port in ports}
         return found
-
-    def _gpu(self, id: PeerId) -> GpuId:
-        gpu = self._peers[id].place.gpu
-        assert gpu is not None
-        return GpuId(gpu)
 
     def _gbps(self, gbps: float) -> float:
         """Of the site, as the box has it."""

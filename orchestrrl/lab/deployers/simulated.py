@@ -2,19 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
-
-
-@dataclass(slots=True)
-class _Engine:
-    deployed: DeployedInstance
-    coming_up: asyncio.Task[None] | None = None  # None: it has come up
 
 
 class SimulatedDeployer:
@@ -37,7 +31,8 @@ class SimulatedDeployer:
         self._started = started
         self._stopped = stopped
         self._domain = domain
-        self._engines: dict[EngineId, _Engine] = {}
+        self._engines: dict[EngineId, DeployedInstance] = {}
+        self._coming_up: dict[EngineId, asyncio.Task[None]] = {}
         self.starts_total = 0
 
     def check(self, spec: EngineSpec) -> None:
@@ -50,20 +45,20 @@ class SimulatedDeployer:
             if held.spec != spec:
                 raise Permanent(f"engine {spec.engine} runs already, as {held.configuration} on GPUs {list(held.gpus)}")
             return held
-        engine = self._take(spec)
+        deployed = self._take(spec)
         self.starts_total += 1
-        engine.coming_up = asyncio.create_task(self._come_up(engine, self._switch_s[spec.configuration]))
-        return engine.deployed
+        coming_up = self._come_up(spec.engine, self._switch_s[spec.configuration])
+        self._coming_up[spec.engine] = asyncio.create_task(coming_up)
+        return deployed
 
     async def stop(self, engine: EngineId) -> None:
         self.remove(engine)
 
     async def status(self, engine: EngineId) -> DeployedInstance | None:
-        held = self._engines.get(engine)
-        return None if held is None else held.deployed
+        return self._engines.get(engine)
 
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
-        return tuple(self._engines[engine].deployed for engine in sorted(self._engines))
+        return tuple(self._engines[engine] for engine in sorted(self._engines))
 
     async def lend(self, engine: EngineId, lent: bool) -> None:
         held = await self.status(engine)
@@ -84,54 +79,52 @@ class SimulatedDeployer:
 
     def place(self, spec: EngineSpec) -> DeployedInstance:
         """An engine that is there from the beginning."""
-        engine = self._take(spec)
-        self._started(engine.deployed)
-        return engine.deployed
+        deployed = self._take(spec)
+        self._started(deployed)
+        return deployed
 
     def fail(self, engine: EngineId, detail: str) -> None:
         """It ends by itself: its GPUs are its own until it is stopped."""
-        held = self._engines[engine]
-        held.deployed = replace(held.deployed, life=EngineLife.ENDED, detail=detail)
-        self._end(held)
+        self._engines[engine] = replace(self._engines[engine], life=EngineLife.ENDED, detail=detail)
+        self._end(engine)
 
     def remove(self, engine: EngineId) -> None:
         """As a stop, or as a crash after which all was cleared up: its GPUs are free at once."""
         held = self._engines.pop(engine, None)
-        if held is not None and held.deployed.life is EngineLife.ALIVE:
-            self._end(held)
+        if held is not None and held.life is EngineLife.ALIVE:
+            self._end(engine)
 
     def shut_down(self) -> None:
-        for engine in self._engines.values():
-            if engine.coming_up is not None:
-                engine.coming_up.cancel()
+        for coming_up in self._coming_up.values():
+            coming_up.cancel()
 
     def _become(self, deployed: DeployedInstance) -> DeployedInstance:
         self._check_free(deployed.engine, deployed.gpus if not deployed.lent else ())
-        self._engines[deployed.engine].deployed = deployed
+        self._engines[deployed.engine] = deployed
         return deployed
 
-    def _end(self, engine: _Engine) -> None:
-        if engine.coming_up is not None:
-            engine.coming_up.cancel()
+    def _end(self, engine: EngineId) -> None:
+        if (coming_up := self._coming_up.pop(engine, None)) is not None:
+            coming_up.cancel()
         else:
-            self._stopped(engine.deployed.engine)
+            self._stopped(engine)
 
-    def _take(self, spec: EngineSpec) -> _Engine:
+    def _take(self, spec: EngineSpec) -> DeployedInstance:
         self.check(spec)
         self._check_free(spec.engine, spec.gpus)
         url = f"http://{spec.engine}.{self._domain}"
-        engine = _Engine(DeployedInstance(spec.engine, spec.configuration, spec.gpus, url, spec=spec))
-        self._engines[spec.engine] = engine
-        return engine
+        deployed = DeployedInstance(spec.engine, spec.configuration, spec.gpus, url, spec=spec)
+        self._engines[spec.engine] = deployed
+        return deployed
 
     def _check_free(self, engine: EngineId, gpus: tuple[GpuId, ...]) -> None:
-        others = (held.deployed for held in self._engines.values() if not held.deployed.lent)
+        others = (held for held in self._engines.values() if not held.lent)
         owner = {gpu: other.engine for other in others if other.engine != engine for gpu in other.gpus}
         if taken := sorted(gpu for gpu in gpus if gpu in owner):
             owners = ", ".join(f"{gpu} by {owner[gpu]}" for gpu in taken)
             raise Permanent(f"engine {engine} cannot have GPUs that are in use: {owners}")
 
-    async def _come_up(self, engine: _Engine, after_s: float) -> None:
+    async def _come_up(self, engine: EngineId, after_s: float) -> None:
         await self._clock.sleep(after_s)
-        engine.coming_up = None
-        self._started(engine.deployed)
+        del self._coming_up[engine]
+        self._started(self._engines[engine])

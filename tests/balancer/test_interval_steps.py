@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.step import lower_bound_s
+from orchestrrl.lab.sim.static import lower_bound_s
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import RequestId

@@ -1,11 +1,12 @@
-"""`orchestrrl sim run`, `compare`, `report` and `daemon-config`: a whole RL cluster, its fabric and its loop; and the
-cells of the cluster simulator's tables."""
+"""`orchestrrl sim run`, `compare`, `split`, `sweep`, `report` and `daemon-config`: a whole RL cluster, its fabric and
+its loop, once or many times."""
 
 import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +14,15 @@ import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Columns, Output, print_view, table
+from orchestrrl.cli.output import Columns, Output, choice_faults, fields, note, print_view, table
 from orchestrrl.cli.progress import with_progress
-from orchestrrl.cli.sim.generation import check_folder, or_faults, parts_of, seeds_of
+from orchestrrl.cli.sim.generation import check_folder, make_folder, or_faults, parts_of, seeds_of
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
     from orchestrrl.lab.sim.rl.results import ClusterResult, SummaryRow
     from orchestrrl.lab.sim.rl.scenario import ClusterScenario
+    from orchestrrl.lab.sim.rl.sweep import SweepPoint, Swept
 
 
 STAGES: Columns = {
@@ -66,8 +68,8 @@ def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
     told: dict[str, tuple[str, set[str]]] = {}
     for result in results:
         who = f"{result.run.fabric}, {result.run.arm}"
-        for note in result.run.notes:
-            told.setdefault(_FIGURE.sub("#", note), (f"{who}: {note}", set()))[1].add(who)
+        for line in result.run.notes:
+            told.setdefault(_FIGURE.sub("#", line), (f"{who}: {line}", set()))[1].add(who)
     lines = [LEGEND, *(escape(f"{first}{_others(len(having) - 1)}") for first, having in told.values())]
     return [*lines, *kept_in(out)]
 
@@ -166,6 +168,100 @@ def daemon_config(
     return Output({"wrote": [str(path) for path in written]}, [escape(f"wrote {path}") for path in written])
 
 
+@command
+def split(
+    scenario: Cluster,
+    fabric: Annotated[str | None, typer.Option(help="On which fabric. Default: the scenario's first.")] = None,
+    arm: Annotated[str, typer.Option(help="An arm of `sim gen`.")] = "verl_to",
+    out: Out = None,
+) -> Output:
+    """Try how a cluster's GPUs are best divided between training and generation: the most samples per second.
+
+    The sum of the scenario's train_gpus and gen_gpus stays; each split that is tried runs its loop. All are shown, the
+    best is marked.
+
+    Example: `orchestrrl sim split cluster64 --fabric fat_tree`
+    """
+    from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
+    from orchestrrl.lab.sim.rl.split import best, faults_of, splits
+    from orchestrrl.lab.sim.scenario import ARMS
+
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)
+    faults: list[str] = []
+    loaded = or_faults(faults, lambda: load_cluster_scenario(scenario))
+    if loaded is not None:
+        faults += faults_of(loaded, fabric, arm)
+    else:
+        faults += choice_faults("--arm", arm, ARMS)
+    if out is not None:
+        or_faults(faults, lambda: check_folder(out, "--out"))
+    if loaded is None or faults:
+        raise ProblemFaults(faults)
+    ran: list[ClusterResult] = []
+    found = with_progress(lambda report: splits(loaded, fabric, arm, report, ran.append))
+    if out is not None:
+        for result in ran:
+            keep(out, result.scenario, [result])
+    top = best(found)
+    columns: Columns = {
+        "GPUs train": "train_gpus",
+        "generate": "gen_gpus",
+        **{name: STAGES[name] for name in ("gen", "train", "sync")},
+        "gen/train": lambda each: f"{each.gen_over_train:.2f}",
+        "samples/s": lambda each: digits(each.samples_per_s),
+        "best": lambda each: "*" if each is top else None,
+    }
+    document = {"best": asdict(top), "tried": [asdict(each) for each in found]}
+    chosen = f"cluster: {{train_gpus: {top.train_gpus}, gen_gpus: {top.gen_gpus}}}"
+    return Output(document, [table(escape(loaded.name), columns, found), chosen, *kept_in(out)])
+
+
+@command
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="A base scenario, and values at dotted paths.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Results: a file for each point.")] = Path("sweep"),
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each core.")] = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="On this Ray cluster: auto or HOST:PORT.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also the points whose results are there.")] = False,
+) -> Output:
+    """Run every combination of values over a base scenario: `base: cluster64`, `grid: {cluster.nic_gbps: [100, 400]}`.
+
+    Points whose results are there already are not run again: a sweep that was cut short goes on. A point that fails is
+    told, and the rest goes on (exit status 1 in the end).
+
+    Example: `orchestrrl sim sweep sweep.yaml --out out/sweep && orchestrrl sim report out/sweep`
+    """
+    from orchestrrl.lab.sim.rl import sweep as sweeps
+    from orchestrrl.lab.sim.rl.results import SUFFIX, parse, rows
+
+    logging.getLogger("orchestrrl").setLevel(logging.ERROR)
+    if ray is not None and workers is not None:
+        raise ProblemFaults([f"--workers: is not for --ray, got {workers}"])
+    faults: list[str] = []
+    points = or_faults(faults, lambda: sweeps.load_sweep(file))
+    or_faults(faults, lambda: check_folder(out, "--out"))
+    if points is None or faults:
+        raise ProblemFaults(faults)
+    make_folder(out, "--out")
+    runner = partial(sweeps.on_ray, address=ray) if ray is not None else partial(sweeps.in_processes, at_once=workers)
+    try:
+        swept = with_progress(lambda report: sweeps.sweep(points, out, runner, report, again=again))
+    except KeyboardInterrupt:
+        note(escape(f"interrupted: points that are done are in {out}, and the same command goes on from there"))
+        raise
+    found = [
+        (point, row)
+        for point in swept.done
+        for row in rows(parse((out / f"{point.digest}{SUFFIX}").read_text(encoding="utf-8")))
+    ]
+    for point in swept.failed:
+        note(escape(f"failed: {point.title}: {point.fault}"))
+    there = [f"{swept.found} were there already"] if swept.found else []
+    shown = table(f"{len(swept.done)} of {len(points)} points", SWEEP_COLUMNS, found)
+    failure = "" if swept.failed else None
+    return Output(_sweep_document(found, swept), [shown, *there, escape(f"results are in {out}")], failure)
+
+
 def _ran(
     source: str, fabrics: str, arms: str, seeds: str, out: Path | None
 ) -> "tuple[list[ClusterResult], ClusterScenario]":
@@ -251,6 +347,16 @@ def _output(columns: Columns, scenario: "ClusterScenario", results: "list[Cluste
     return Output(document, [table(escape(scenario.name), columns, summary), *notes_of(results, out)])
 
 
+def _sweep_document(found: "list[tuple[SweepPoint, SummaryRow]]", swept: "Swept") -> dict[str, Any]:
+    return {
+        "points": [
+            {"values": dict(point.values), "digest": point.digest} | fields(row, "fabric arm samples_per_s network_usd")
+            for point, row in found
+        ],
+        "failed": [{"values": dict(each.values), "fault": each.fault} for each in swept.failed],
+    }
+
+
 RUN_COLUMNS: Columns = {
     "fabric": "fabric",
     "arm": "arm",
@@ -270,4 +376,11 @@ COMPARE_COLUMNS: Columns = {
     "per M$ vs first": lambda row: f"{row.gain_per_usd:.2f}x" if row.network_usd else None,
     "Pareto": lambda row: "*" if row.pareto and row.network_usd else None,
     **STAGES,
+}
+SWEEP_COLUMNS: Columns = {
+    "point": lambda pair: pair[0].title,
+    "fabric": lambda pair: pair[1].fabric,
+    "arm": lambda pair: pair[1].arm,
+    "samples/s": lambda pair: rate_of(pair[1]),
+    "network": lambda pair: usd_of(pair[1]),
 }

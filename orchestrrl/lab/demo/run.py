@@ -14,7 +14,8 @@ from orchestrrl.lab.demo import stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_answers, samples
 from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoFleet, Report, connected
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
-from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
+from orchestrrl.lab.sim.static import best_placed_s, lower_bound_s, placed_s
+from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -148,16 +149,23 @@ async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
+<<<<<<< HEAD
     requests = {sample.id: sample.request for sample in step}
     engines = range(scenario.engines)
     dealt = [[sample.id for sample in step if sample.dealt_to == engine] for engine in engines]
     routed = [[sample.id for sample in step[engine :: scenario.engines]] for engine in engines]
     shape = scenario.engine.shape
+=======
+    dealt: list[list[SimRequest]] = [[] for _ in range(scenario.engines)]
+    for sample in step:
+        dealt[sample.dealt_to].append(sample.request)
+    requests, shape = [sample.request for sample in step], scenario.engine.shape
+>>>>>>> 22a3bd5e (Simulator: options of fabrics are checked by pydantic, static arms and sweeps exist once)
     return OracleMark(
-        best_placed_s(shape, requests, routed),
-        placed_s(shape, requests, dealt),
-        lower_bound_s(shape, requests.values()),
-        max(request.output_tokens for request in requests.values()),
+        best_placed_s(shape, [requests[place :: scenario.engines] for place in range(scenario.engines)]),
+        placed_s(shape, dealt),
+        lower_bound_s(shape, requests),
+        max(request.output_tokens for request in requests),
     )
 
 

@@ -80,7 +80,6 @@ def _arm_json(outcome: ScenarioOutcome, run: ArmRun) -> dict[str, Any]:
         "makespans_s": {str(seed.seed): seed.makespan_s for seed in run.seeds},
         "samples_per_s": median(seed.samples_per_s for seed in run.seeds),
         "gain_vs_verl_to": outcome.gain(run),
-        "gain_end_to_end": outcome.end_to_end_gain(run),
         "paper_gain": outcome.scenario.paper.get(run.arm),
         **{name: median(getattr(seed, name) for seed in run.seeds) for name in MEDIANS},
         "plan_error": run.calibration_error,

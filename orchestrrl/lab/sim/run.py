@@ -5,26 +5,22 @@ from dataclasses import dataclass
 from statistics import median
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.controlled import ControlledRun, EngineSpan, Report, SeedRun
+from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun, EngineSpan, Report, SeedRun
 from orchestrrl.lab.sim.engines import BLOCK_TOKENS, EngineKind, homogeneous, kinds_of
 from orchestrrl.lab.sim.scenario import ARMS, GenerationScenario
 from orchestrrl.lab.sim.static import (
     Ceiling,
     Ran,
     Steps,
-    best_known_steps,
-    best_prompts_known_steps,
     ceiling,
     countdown,
     dealt_steps,
-    partial_steps,
-    widest,
+    measured,
+    static_arm,
+    tuned,
 )
 from orchestrrl.lab.sim.workload import requests_of_step
 from planner.model import ConfigurationId
-
-# Seconds of generation by seconds of training, as the paper measured them (section 2.1).
-GEN_BY_TRAIN = 1.49
 
 
 @dataclass(slots=True)
@@ -106,11 +102,6 @@ class ScenarioOutcome:
         pairs = zip(run.seeds, baseline.seeds, strict=True)
         return median(ours.samples_per_s / theirs.samples_per_s for ours, theirs in pairs)
 
-    def end_to_end_gain(self, run: ArmRun) -> float | None:
-        """Where generation and training overlap, a step takes the longer of the two."""
-        gain = self.gain(run)
-        return None if gain is None else min(gain, GEN_BY_TRAIN)
-
 
 def chosen(names: Sequence[str], known: Sequence[str], option: str) -> list[str]:
     """As they are named, each once; all that are known where none is. Raises ProblemFaults."""
@@ -138,43 +129,28 @@ def run_scenario(
     kinds = usable_kinds(scenario)
     every = list(kinds.values())
     steps = {seed: steps_of(scenario, seed) for seed in seeds}
-    sweep: dict[ConfigurationId, list[SeedRun]] = {}
+    static_s = {}
     for index, kind in enumerate(every):
         report(f"static {kind.id}", index, len(kinds))
-        sweep[kind.id] = [_static_run(scenario, seed, dealt_steps(scenario, kind, steps[seed])) for seed in seeds]
-    tuned = min(sweep, key=lambda name: median(run.total_s for run in sweep[name]))
-    initial = ConfigurationId(scenario.engines.initial or tuned)
+        ran = dealt_steps(scenario, kind, steps).values()
+        static_s[str(kind.id)] = median(step.makespan_s for its in ran for _, step in measured(scenario, its))
+    initial = ConfigurationId(scenario.engines.initial or tuned(scenario, kinds, steps))
     runs = []
-    for arm in arms:
-        match arm:
-            case "verl_to" | "verl_lo":
-                name = tuned if arm == "verl_to" else widest(scenario, every).id
-                runs.append(ArmRun(arm, name, sweep[name]))
-            case "partial_rollout":  # tuned as the static baseline is
-                tried = {
-                    kind.id: [_static_run(scenario, seed, partial_steps(scenario, kind, steps[seed])) for seed in seeds]
-                    for kind in every
-                }
-                name = max(tried, key=lambda name: median(run.samples_per_s for run in tried[name]))
-                runs.append(ArmRun(arm, name, tried[name]))
-            case "packed_known":
-                ran = {seed: best_known_steps(scenario, every, steps[seed]) for seed in seeds}
-                runs.append(ArmRun(arm, "best", [_static_run(scenario, seed, ran[seed]) for seed in seeds]))
-            case "prompts_known":
-                ran = {}
-                for seed in seeds:
-                    report(f"prompts known, seed {seed}", len(ran), len(seeds))
-                    ran[seed] = best_prompts_known_steps(scenario, every, seed, steps[seed])
-                runs.append(ArmRun(arm, "best", [_static_run(scenario, seed, ran[seed]) for seed in seeds]))
-            case _:
-                controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
-                runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
-    measured = [requests for seed in seeds for requests in steps[seed][scenario.workload.warmup_steps :]]
+    for index, arm in enumerate(arms):
+        if arm in CONTROLS:
+            controlled = [ControlledRun(scenario, kinds, initial, arm, seed, steps[seed]) for seed in seeds]
+            runs.append(ArmRun(arm, initial, [one.run(report) for one in controlled]))
+            continue
+        report(arm, index, len(arms))
+        static = static_arm(scenario, kinds, arm, steps)
+        begins_with = "best" if arm in ("packed_known", "prompts_known") else static[seeds[0]][0][0].id
+        runs.append(ArmRun(arm, begins_with, [_static_run(scenario, seed, static[seed]) for seed in seeds]))
+    every_step = [requests for seed in seeds for requests in measured(scenario, steps[seed])]
     outcome = ScenarioOutcome(
         scenario,
         runs,
-        {name: median(step_s for run in swept for step_s in run.makespan_s) for name, swept in sweep.items()},
-        ceiling(scenario, every, measured),
+        static_s,
+        ceiling(scenario, every, every_step),
     )
     if outcome.arm("both") is not None and _shares_links(scenario, kinds):
         alone = [ControlledRun(scenario, kinds, initial, "both", s, steps[s], share_network=False) for s in seeds]
@@ -237,13 +213,13 @@ def _shares_links(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
 
 
 def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -> SeedRun:
-    """Of all steps, warm-up included, those that are measured."""
-    measured = steps[scenario.workload.warmup_steps :]
-    run = SeedRun(seed, [step.makespan_s for _, step in measured], sum(step.samples for _, step in measured))
-    busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in measured)
+    """Return a seed's run without its warm-up."""
+    ran = measured(scenario, steps)
+    run = SeedRun(seed, [step.makespan_s for _, step in ran], sum(step.samples for _, step in ran))
+    busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in ran)
     run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
-    run.preemptions = sum(step.preemptions for _, step in measured)
-    kind, last = measured[-1]
+    run.preemptions = sum(step.preemptions for _, step in ran)
+    kind, last = ran[-1]
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)
     run.remaining = countdown(last.finish_s, len(last.carried))
     for (engine, gpus), ends in zip(fleet.items(), last.finish_s_by_engine, strict=True):

@@ -12,9 +12,12 @@ has the configuration that is fastest there. Prefill, redeployments, moves and f
 fleets of several kinds at once are left out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
+from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +25,7 @@ from numpy.typing import NDArray
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest, redrawn
-from orchestrrl.lab.simulated_engine.scheduler import Scheduler
+from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, decode_alone_s
 from planner.cost.profile import Curve, EngineProfile
 from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId, RequestId
@@ -48,6 +51,7 @@ class StaticStep:
 
 Steps = Sequence[Sequence[SimRequest]]
 Ran = tuple[EngineKind, StaticStep]
+Step = TypeVar("Step")
 
 
 def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]]:
@@ -57,7 +61,7 @@ def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]
 
 def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> StaticStep:
     """Every engine works off what it was given."""
-    engines = [_loaded(kind, [(request, 0) for request in held]) for held in placement]
+    engines = [_loaded(kind.shape, [(request, 0) for request in held]) for held in placement]
     by_engine = [drained(engine) for engine in engines]
     return _step(engines, by_engine)
 
@@ -67,7 +71,7 @@ def run_partial(
 ) -> StaticStep:
     """Partial rollout: the step is over once `share` of its requests are answered, and each that an earlier step had
     cut; the others go on in the next step, which prefills them again."""
-    engines = [_loaded(kind, held) for held in placement]
+    engines = [_loaded(kind.shape, held) for held in placement]
     requests = {request.id: request for held in placement for request, _ in held}
     generated = {request.id: tokens for held in placement for request, tokens in held}
     second_time = {request for request, tokens in generated.items() if tokens}
@@ -90,10 +94,60 @@ def run_partial(
     return step
 
 
-def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """Run each step on as many engines of one kind as there is room for."""
+def static_arm(
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, steps: Mapping[int, Steps]
+) -> dict[int, list[Ran]]:
+    """Return the steps of each seed as the arm runs them, and on which configuration. Raises ValueError for an arm that
+    is none of these."""
+    every = list(kinds.values())
+    match arm:
+        case "verl_to":
+            return dealt_steps(scenario, kinds[tuned(scenario, kinds, steps)], steps)
+        case "verl_lo":
+            inside = scenario.gpus_per_node
+            return dealt_steps(scenario, max(every, key=lambda kind: (kind.gpus <= inside, kind.gpus)), steps)
+        case "partial_rollout":
+            tried = [{seed: _partial_steps(scenario, kind, its) for seed, its in steps.items()} for kind in every]
+            return max(tried, key=lambda ran: median(_samples_per_s(scenario, its) for its in ran.values()))
+        case "packed_known":
+            return {seed: [best_known(scenario, every, requests) for requests in its] for seed, its in steps.items()}
+        case "prompts_known":
+            return {
+                seed: [
+                    best_prompts_known(scenario, every, requests, redrawn(scenario.workload, seed, step, FUTURES))
+                    for step, requests in enumerate(its)
+                ]
+                for seed, its in steps.items()
+            }
+    raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
+
+
+def tuned(
+    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Mapping[int, Steps]
+) -> ConfigurationId:
+    """Return the configuration whose measured steps are shortest when prompts are dealt in turn: median over seeds."""
+
+    def elapsed_s(name: ConfigurationId) -> float:
+        by_seed = dealt_steps(scenario, kinds[name], steps).values()
+        return median(sum(step.makespan_s for _, step in measured(scenario, ran)) for ran in by_seed)
+
+    return min(kinds, key=elapsed_s)
+
+
+def measured(scenario: GenerationScenario, steps: Sequence[Step]) -> Sequence[Step]:
+    """Leave out the warm-up."""
+    return steps[scenario.workload.warmup_steps :]
+
+
+def _samples_per_s(scenario: GenerationScenario, ran: Sequence[Ran]) -> float:
+    steps = [step for _, step in measured(scenario, ran)]
+    return sum(step.samples for step in steps) / sum(step.makespan_s for step in steps)
+
+
+def dealt_steps(scenario: GenerationScenario, kind: EngineKind, steps: Mapping[int, Steps]) -> dict[int, list[Ran]]:
+    """Run each step of each seed on as many engines of one kind as there is room for."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
-    return [(kind, _dealt_step(kind, engines, tuple(requests))) for requests in steps]
+    return {seed: [(kind, _dealt_step(kind, engines, tuple(some))) for some in its] for seed, its in steps.items()}
 
 
 @lru_cache(maxsize=256)
@@ -102,8 +156,8 @@ def _dealt_step(kind: EngineKind, engines: int, requests: tuple[SimRequest, ...]
     return run_static(kind, dealt(requests, engines))
 
 
-def partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
-    """As `dealt_steps`, with partial rollout: what an earlier step cut goes first, dealt over all engines."""
+def _partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) -> list[Ran]:
+    """Run partial rollout: what an earlier step cut goes first, dealt over all engines."""
     engines = len(homogeneous(kind, scenario.gpus, scenario.gpus_per_node))
     carried: list[tuple[SimRequest, int]] = []
     ran = []
@@ -117,19 +171,14 @@ def partial_steps(scenario: GenerationScenario, kind: EngineKind, steps: Steps) 
     return ran
 
 
-def widest(scenario: GenerationScenario, kinds: Iterable[EngineKind]) -> EngineKind:
-    """Return the kind with the most GPUs, inside a node where there is one."""
-    return max(kinds, key=lambda kind: (kind.gpus <= scenario.gpus_per_node, kind.gpus))
-
-
 def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int]]:
     """Return (time, requests in flight) wherever that changes; `left` of them never finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
 
 
-def _loaded(kind: EngineKind, held: Sequence[tuple[SimRequest, int]]) -> Scheduler:
-    engine = Scheduler(kind.shape)
+def _loaded(shape: EngineShape, held: Iterable[tuple[SimRequest, int]]) -> Scheduler:
+    engine = Scheduler(shape)
     for request, tokens in held:
         request.submit(engine, 0.0, tokens)
     return engine
@@ -173,24 +222,6 @@ def best_known(scenario: GenerationScenario, kinds: Sequence[EngineKind], reques
         for place in (spread, packed):
             tried.append((kind, run_static(kind, place(configuration, engines, requests))))
     return min(tried, key=lambda found: found[1].makespan_s)
-
-
-def best_known_steps(scenario: GenerationScenario, kinds: Sequence[EngineKind], steps: Steps) -> list[Ran]:
-    """Run each step on the configuration that is best for it."""
-    return [best_known(scenario, kinds, requests) for requests in steps]
-
-
-def best_prompts_known_steps(
-    scenario: GenerationScenario,
-    kinds: Sequence[EngineKind],
-    seed: int,
-    steps: Steps,
-) -> list[Ran]:
-    """As `best_known_steps`, but of lengths only each prompt's distribution is known."""
-    return [
-        best_prompts_known(scenario, kinds, requests, redrawn(scenario.workload, seed, step, FUTURES))
-        for step, requests in enumerate(steps)
-    ]
 
 
 def best_prompts_known(
@@ -359,3 +390,42 @@ def _along(curve: Curve, xs: Floats) -> Floats:
     slope = (ys[right] - ys[right - 1]) / (knots[right] - knots[right - 1])
     seconds: Floats = np.maximum(0.0, ys[right - 1] + slope * (xs - knots[right - 1]))
     return seconds
+
+
+# --- the oracle of the demo: every request is there at time 0, and every length is known. What it finds is not proven
+# --- optimal, so that `lower_bound_s` stands beside it.
+
+# Requests on the engine that takes the longest, and on the next one.
+PACKED_LONGEST = (1, 2, 3, 4, 6, 8, 12)
+PACKED_NEXT = (20, 30, 40)
+
+
+def placed_s(shape: EngineShape, placement: Sequence[Sequence[SimRequest]]) -> float:
+    """Return the seconds until the last answer; `placement`: of each engine, its requests in order of submission."""
+    return max(max(drained(_loaded(shape, ((request, 0) for request in held))), default=0.0) for held in placement)
+
+
+def best_placed_s(shape: EngineShape, routed: Sequence[Sequence[SimRequest]]) -> float:
+    """Return the shortest step found. `routed`: the placement that OrchestrRL's gateway would begin with."""
+    requests = [request for held in routed for request in held]
+    return min(placed_s(shape, placement) for placement in (routed, *_placements(len(routed), requests)))
+
+
+def lower_bound_s(shape: EngineShape, requests: Iterable[SimRequest]) -> float:
+    """No schedule is shorter: the longest single request on an engine of its own."""
+    return max(decode_alone_s(shape, request.prompt_tokens, request.output_tokens) for request in requests)
+
+
+def _placements(engines: int, requests: Sequence[SimRequest]) -> Iterator[list[list[SimRequest]]]:
+    """Longest first onto the least loaded engine; the longest packed together and the rest spread."""
+    ordered = _longest_first(requests)
+    loads, placement = [0] * engines, [list[SimRequest]() for _ in range(engines)]
+    for request in ordered:
+        target = loads.index(min(loads))
+        placement[target].append(request)
+        loads[target] += request.prompt_tokens + request.output_tokens
+    yield placement
+    for longest, following in product(PACKED_LONGEST, PACKED_NEXT) if engines > 2 else ():
+        rest = ordered[longest + following :]
+        spread_out = [rest[place :: engines - 2] for place in range(engines - 2)]
+        yield [ordered[:longest], ordered[longest : longest + following], *spread_out]

@@ -37,16 +37,7 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import (
-    Ran,
-    Steps,
-    best_known_steps,
-    best_prompts_known_steps,
-    countdown,
-    dealt_steps,
-    partial_steps,
-    widest,
-)
+from orchestrrl.lab.sim.static import countdown, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
@@ -133,7 +124,7 @@ def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -
     scenario = ready.scenario(steps)
     kinds, asked = ready.kinds(scenario), steps_of(scenario, seed)
     if arm in CONTROLS:
-        initial = ConfigurationId(ready.section.initial or _tuned(scenario, kinds, asked))
+        initial = ConfigurationId(ready.section.initial or tuned(scenario, kinds, {seed: asked}))
         network = OverFabric(ready.fabric, ready.where.first, scenario.engines.moved_bytes_per_token)
         run = ControlledRun(scenario, kinds, initial, arm, seed, asked)
         found = run_fast(run, network if ready.section.kv_transfer else None)
@@ -152,41 +143,8 @@ def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -
             seconds=step.makespan_s,
             carried=len(step.carried),
         )
-        for (kind, step), requests in zip(_static(scenario, kinds, arm, seed, asked), asked, strict=True)
+        for (kind, step), requests in zip(static_arm(scenario, kinds, arm, {seed: asked})[seed], asked, strict=True)
     )
-
-
-# --- static arms
-
-
-def _static(
-    scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], arm: str, seed: int, steps: Steps
-) -> list[Ran]:
-    every = list(kinds.values())
-    match arm:
-        case "verl_to":
-            return dealt_steps(scenario, kinds[_tuned(scenario, kinds, steps)], steps)
-        case "verl_lo":
-            return dealt_steps(scenario, widest(scenario, every), steps)
-        case "partial_rollout":
-            return max((partial_steps(scenario, kind, steps) for kind in every), key=_samples_per_s)
-        case "packed_known":
-            return best_known_steps(scenario, every, steps)
-        case "prompts_known":
-            return best_prompts_known_steps(scenario, every, seed, steps)
-    raise ValueError(f"arm must be one of sim gen's, got {arm!r}")
-
-
-def _tuned(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, EngineKind], steps: Steps) -> ConfigurationId:
-    """Return the configuration whose steps are shortest when prompts are dealt in turn."""
-    return min(kinds, key=lambda name: sum(step.makespan_s for _, step in dealt_steps(scenario, kinds[name], steps)))
-
-
-def _samples_per_s(ran: Sequence[Ran]) -> float:
-    return sum(step.samples for _, step in ran) / sum(step.makespan_s for _, step in ran)
-
-
-# --- as stages
 
 
 def stage_of(

@@ -12,11 +12,9 @@ import copy
 import itertools
 import re
 import socket
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +25,7 @@ from orchestrrl.core.addresses import parse_address
 from orchestrrl.core.documents import parse_yaml, read_text
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable, faults_of, shorten
 from orchestrrl.lab.processes import run_tasks
-from orchestrrl.lab.sim.rl.results import complete, digest_of, parse, write
+from orchestrrl.lab.sim.rl.results import ClusterResult, complete, digest_of, write
 from orchestrrl.lab.sim.rl.scenario import FOLDER, scenario_of
 from orchestrrl.lab.sim.scenario import ScenarioSection, scenario_text
 
@@ -63,22 +61,18 @@ class SweepPoint:
         return digest_of(self.document)
 
 
-@dataclass(frozen=True, slots=True)
-class SweepOutcome:
-    """`fault` empty: its file is there."""
-
-    point: SweepPoint
-    fault: str = ""
-
-
-# Runs points into files of a folder, and yields each outcome as it comes, in any order.
-SweepRunner = Callable[[Sequence[SweepPoint], Path], Iterator[SweepOutcome]]
+# What a point has come to: its results, or what went wrong.
+PointResults = list[ClusterResult] | str
+# Runs points, and yields what each has come to, in any order.
+SweepRunner = Callable[[Sequence[SweepPoint]], Iterator[tuple[SweepPoint, PointResults | Exception]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    done: tuple[SweepPoint, ...]  # in the grid's order, those that were there before among them
-    failed: tuple[SweepOutcome, ...]
+    """Points in the grid's order."""
+
+    done: tuple[SweepPoint, ...]  # those that were there before among them
+    failed: tuple[SweepPoint, ...]  # with their faults
     found: int  # of those done: were there before
 
 
@@ -189,47 +183,54 @@ def sweep(
     digests = {point.digest: point for point in sound}
     there = set() if again else complete(folder, digests)
     todo = [point for digest, point in digests.items() if digest not in there]
-    failed = [SweepOutcome(point, point.fault) for point in points if point.fault]
+    faults: dict[str, str] = {}  # by digest
     report(f"{len(there)} were there" if there else "", len(there), len(digests))
-    for number, outcome in enumerate(runner(todo, folder) if todo else (), start=1):
-        failed += [outcome] if outcome.fault else []
-        report(outcome.point.title, len(there) + number, len(digests))
-    lost = {outcome.point.digest for outcome in failed if outcome.point.document is not None}
-    done = tuple(point for point in sound if point.digest not in lost)
-    order = {id(point): number for number, point in enumerate(points)}
-    failed.sort(key=lambda outcome: order[id(outcome.point)])
-    return Swept(done, tuple(failed), len(there))
+    for number, (point, found) in enumerate(runner(todo) if todo else (), start=1):
+        if fault := _written(folder, point, found):
+            faults[point.digest] = fault
+        report(point.title, len(there) + number, len(digests))
+    ran = [point if point.fault else replace(point, fault=faults.get(point.digest, "")) for point in points]
+    done, failed = (tuple(point for point in ran if bool(point.fault) is is_failed) for is_failed in (False, True))
+    return Swept(done, failed, len(there))
 
 
-def run_point(point: SweepPoint, folder: Path) -> str:
-    """Write its results. Returns what went wrong, nothing where all is well."""
+def _written(folder: Path, point: SweepPoint, found: PointResults | Exception) -> str:
+    """Write what a point has come to. Return what went wrong, nothing where all is well."""
+    assert point.document is not None
+    if not isinstance(found, list):
+        return str(found)
+    try:
+        write(folder, point.document, found)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def run_point(point: SweepPoint) -> PointResults:
     from orchestrrl.lab.sim.rl.run import run_cluster
-    from orchestrrl.lab.sim.rl.scenario import scenario_of
 
     assert point.document is not None
     try:
-        scenario = scenario_of(dict(point.document), point.folder)
-        write(folder, point.document, run_cluster(scenario))
-    except (OrchestrRLError, ProblemFaults, OSError) as error:
+        return run_cluster(scenario_of(dict(point.document), point.folder))
+    except (OrchestrRLError, ProblemFaults) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001  a defect of ours at one point is told, and the rest goes on
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-    return ""
 
 
-def in_processes(points: Sequence[SweepPoint], folder: Path, at_once: int | None = None) -> Iterator[SweepOutcome]:
+def in_processes(
+    points: Sequence[SweepPoint], at_once: int | None = None
+) -> Iterator[tuple[SweepPoint, PointResults | Exception]]:
     """So many at once; by default one for each core."""
-    work = partial(run_point, folder=folder)
-    for point, fault in run_tasks(work, points, at_once, ["orchestrrl.lab.sim.rl.run"]):
-        yield SweepOutcome(point, str(fault))
+    return run_tasks(run_point, points, at_once, ["orchestrrl.lab.sim.rl.run"])
 
 
 RETRY_AFTER_S = 10.0
 CONNECT_S = 10.0
 
 
-def on_ray(points: Sequence[SweepPoint], folder: Path, address: str) -> Iterator[SweepOutcome]:
+def on_ray(points: Sequence[SweepPoint], address: str) -> Iterator[tuple[SweepPoint, PointResults]]:
     """`address`: `auto` or HOST:PORT of a cluster that runs. None is started."""
     if find_spec("ray") is None:
         raise Permanent("--ray needs ray: pip install 'orchestrrl[ray]'")
@@ -242,19 +243,15 @@ def on_ray(points: Sequence[SweepPoint], folder: Path, address: str) -> Iterator
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise Retryable(f"no Ray cluster at {address}: {error}", RETRY_AFTER_S) from error
     try:
-        task = ray.remote(num_cpus=1, max_retries=2)(_text_of)
+        task = ray.remote(num_cpus=1, max_retries=2)(run_point)
         running = {task.remote(point): point for point in points}
         while running:
-            (told,), _ = ray.wait(list(running), num_returns=1)
-            point = running.pop(told)
+            (ended,), _ = ray.wait(list(running), num_returns=1)
             try:
-                fault, text = ray.get(told)
+                found: PointResults = ray.get(ended)
             except RayError as error:
-                fault, text = f"{type(error).__name__}: {str(error).splitlines()[0]}", ""
-            if not fault:
-                assert point.document is not None
-                write(folder, point.document, parse(text))
-            yield SweepOutcome(point, fault)
+                found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            yield running.pop(ended), found
     finally:
         ray.shutdown()  # which ends the tasks of this job
 
@@ -271,11 +268,3 @@ def _reach(address: str) -> None:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
         raise Retryable(f"no Ray cluster at {address}: {error}", RETRY_AFTER_S) from error
-
-
-def _text_of(point: SweepPoint) -> tuple[str, str]:
-    """What went wrong, and the point's file."""
-    with tempfile.TemporaryDirectory(prefix="orchestrrl-sim-") as folder:
-        fault = run_point(point, Path(folder))
-        texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.json")]
-    return fault, "".join(texts)

@@ -1,16 +1,20 @@
 """The contract of a simulated fabric: its network in a communication period, components, and options' faults."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from hashlib import sha256
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
 
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.shape import ImpossibleSite, ShapeFault
 
 Shares = Mapping[int, float]
+Count = Annotated[int, Field(ge=1)]
+Radix = Annotated[int, Field(ge=2)]  # ports of a packet switch
 
 
 class FabricStage(StrEnum):
@@ -88,12 +92,13 @@ Built = TypeVar("Built", bound="SimulatedFabric")
 
 @dataclass(frozen=True, eq=False)
 class SimulatedFabric(ABC):
-    """One that is built; by default it never changes, and gives the same network for every period. `reconfigures_s`:
-    what changing circuits takes; 0: there are none."""
+    """One that is built; by default it has no circuits, and is the same network in every period. `reconfigures_s`: what
+    changing circuits takes; 0: there are none."""
 
     servers: Servers
     failed: SimulatedFailures = field(default=NOTHING, kw_only=True)
     name: str = field(default="", kw_only=True)
+    _networks: dict[Hashable, LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
     def reconfigures_s(self) -> float:
@@ -103,16 +108,27 @@ class SimulatedFabric(ABC):
     @abstractmethod
     def pods(self) -> Pods: ...
 
-    @abstractmethod
     def network(self, period: Period | None = None) -> LinkNetwork:
         """As it is once it has been made for the period. None: as it is at rest."""
-
-    @abstractmethod
-    def inventory(self) -> Inventory: ...
+        circuits = self.circuits_of(period)
+        if circuits not in self._networks:
+            self._networks[circuits] = self._network(circuits)
+        return self._networks[circuits]
 
     def changes(self, before: Period | None, after: Period) -> bool:
         """Whether circuits have to be changed between the two."""
-        return False
+        return self.circuits_of(before) != self.circuits_of(after)
+
+    def circuits_of(self, period: Period | None) -> Hashable:
+        """Return what tells the circuits of a period from those of others."""
+        return None
+
+    @abstractmethod
+    def _network(self, circuits: Any) -> LinkNetwork:
+        """Lay the network with the circuits that `circuits_of` has returned."""
+
+    @abstractmethod
+    def inventory(self) -> Inventory: ...
 
     def without(self: Built, failed: SimulatedFailures) -> Built:
         """What is left of it. Of a bundle that fails twice the larger share is lost."""
@@ -133,18 +149,3 @@ def refuse(*faults: ShapeFault) -> None:
     """Raises Impossible where there are any."""
     if faults:
         raise ImpossibleSite(faults)
-
-
-def at_least(name: str, value: object, least: int) -> Iterator[ShapeFault]:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        yield ShapeFault(name, f"must be a whole number >= {least}", value)
-
-
-def number(name: str, value: object, least: float) -> Iterator[ShapeFault]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-        yield ShapeFault(name, f"must be a number >= {least:g}", value)
-
-
-def one_of(name: str, value: object, known: Sequence[str]) -> Iterator[ShapeFault]:
-    if value not in known:
-        yield ShapeFault(name, f"must be one of {', '.join(known)}", value)

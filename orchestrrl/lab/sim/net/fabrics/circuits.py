@@ -5,7 +5,7 @@ on from its far end, whichever is less. So two hops over several others share as
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numba
 import numpy as np
@@ -14,9 +14,12 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import shortest_path
 
 from orchestrrl.lab.sim.net.fabrics.hosts import LinkRows, Wiring, expand
-from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier
+from orchestrrl.lab.sim.net.model import Floats, Ints, LinkTier, Servers
+from orchestrrl.lab.sim.scenario import one_of
+from planner.fabric.topology import DEVICES
 
 NO_WAY = 2**31  # more hops than there are
+Device = Annotated[str, one_of(DEVICES)]  # an optical switch
 
 
 class DirectedLinks(NamedTuple):
@@ -229,6 +232,13 @@ class CircuitLinks:
             [LinkTier(each) for each in tiers[tail, head].tolist()], edges.width, first_node + tail, first_node + head
         )
         return cls(edges, first, light_s[tail, head], most_ways)
+
+    @classmethod
+    def between_servers(cls, wiring: Wiring, joins: Ints, servers: Servers, most_ways: int = 0) -> "CircuitLinks":
+        """`joins` [server, server]: NICs of the first that send to one of the other."""
+        width = np.asarray(joins * servers.nic_bytes_per_s, np.float64)
+        light_s = np.full(joins.shape, 2 * servers.propagation_s)
+        return cls.lay(wiring, width, np.full(joins.shape, LinkTier.DIRECT), light_s, servers.nics, most_ways)
 
     def add(self, rows: LinkRows, legs: Ints, one: Ints, other: Ints, switch_s: float) -> Floats:
         """From a node to a node, of each of the legs; they may be the same. Returns the seconds of light, and of each

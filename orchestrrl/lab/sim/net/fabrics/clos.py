@@ -18,17 +18,18 @@ a GPU in another place goes over NVLink to the GPU of that place first (NCCL's P
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from orchestrrl.lab.sim.net.fabrics.base import (
+    Count,
     Inventory,
-    Period,
     Pods,
+    Radix,
     SimulatedFabric,
     SimulatedFailures,
-    at_least,
-    number,
     refuse,
 )
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, left
@@ -105,16 +106,16 @@ class TreeLinks:
             wiring.lay(LinkTier.CORE, of_pod, core, pods),
         )
 
-    def add(self, rows: LinkRows, legs: Ints, src_nic: Ints, dst_nic: Ints) -> Floats:
+    def add(self, rows: LinkRows, legs: Legs, some: Ints) -> Floats:
         """From ToR to ToR. Returns the seconds of switches, and of the links beside those of NICs."""
         tree = self.tree
-        one, other = tree.tor_of[src_nic[legs]], tree.tor_of[dst_nic[legs]]
+        one, other = tree.tor_of[legs.src_nic[some]], tree.tor_of[legs.dst_nic[some]]
         here, there = tree.pod_of[one], tree.pod_of[other]
         apart, far = one != other, here != there
-        rows.add(legs[apart], self.tor_up + one[apart])
-        rows.add(legs[far], self.pod_up + here[far])
-        rows.add(legs[far], self.pod_down + there[far])
-        rows.add(legs[apart], self.tor_down + other[apart])
+        rows.add(some[apart], self.tor_up + one[apart])
+        rows.add(some[far], self.pod_up + here[far])
+        rows.add(some[far], self.pod_down + there[far])
+        rows.add(some[apart], self.tor_down + other[apart])
         higher = apart.astype(np.int64) + far
         return np.asarray(
             higher * 2 * self.servers.propagation_s + (1 + 2 * higher) * self.servers.processing_s, np.float64
@@ -134,39 +135,19 @@ class Clos(SimulatedFabric):
         first = self.tree.tor_of[:: self.servers.nics_per_server]
         return Pods(self.tree.pod_of[first], apart=False)
 
-    def network(self, period: Period | None = None) -> LinkNetwork:
-        return self._network
-
     def inventory(self) -> Inventory:
         return self.tree.inventory() + Inventory(nics=self.servers.nics)
 
-    @cached_property
-    def _network(self) -> LinkNetwork:
+    def _network(self, circuits: None) -> LinkNetwork:
         hosts = HostNetwork(self.servers, self.failed, self.rails)
         wiring = Wiring()
         first_up = hosts.lay(wiring, hosts.nodes + self.tree.tor_of)
         links = TreeLinks.lay(self.tree, self.servers, self.failed, wiring, hosts.nodes)
-        capacity = wiring.capacity()
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
-            legs = hosts.legs(src, dst)
-
-            def between(rows: LinkRows, some: Ints) -> Floats:
-                return links.add(rows, some, legs.src_nic, legs.dst_nic)
-
-            return passable(hosts.routes(legs, first_up, between), capacity, legs)
+            return hosts.routes(hosts.legs(src, dst), first_up, links.add)
 
         return wiring.network(self.servers, router, self.name)
-
-
-def passable(routes: FlowRoutes, capacity: Floats, legs: Legs) -> FlowRoutes:
-    """Raises ValueError where a link carries nothing."""
-    shut = np.flatnonzero(capacity[routes.link] <= 0)
-    if len(shut):
-        flow = int(np.searchsorted(routes.begin, shut[0], side="right")) - 1
-        leg = int(np.searchsorted(legs.flow, flow))
-        raise ValueError(f"no way from GPU {legs.src[leg]} to GPU {legs.dst[leg]}: link {routes.link[shut[0]]} is lost")
-    return routes
 
 
 RADIX = 64  # ports of a switch: all that the prices of the paper's table 4 are of have 64
@@ -174,7 +155,11 @@ SERVERS_PER_POD = 32
 
 
 def fat_tree(
-    servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, servers_per_tor: int | None = None
+    servers: Servers,
+    *,
+    radix: Radix = RADIX,
+    servers_per_pod: Count = SERVERS_PER_POD,
+    servers_per_tor: Count | None = None,
 ) -> Clos:
     return Clos(servers, blocked_tree(servers, radix, servers_per_pod, servers_per_tor), name="fat_tree")
 
@@ -184,7 +169,6 @@ def blocked_tree(
 ) -> ClosCabling:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
     nics = servers.nics_per_server
-    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor), *number("ratio", ratio, 1.0))
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
     per_tor = servers_per_tor or down // nics
@@ -196,13 +180,6 @@ def blocked_tree(
     pod_of: Ints = used // blocks
     assert int(pod_of.max()) == pods - 1
     return ClosCabling(np.repeat(tor, nics), pod_of, ratio)
-
-
-def tree_faults(radix: int, servers_per_pod: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
-    yield from at_least("servers_per_pod", servers_per_pod, 1)
-    if servers_per_tor is not None:
-        yield from at_least("servers_per_tor", servers_per_tor, 1)
-    yield from at_least("radix", radix, 2)
 
 
 def _too_many(servers: Servers, radix: int, down: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
@@ -217,19 +194,22 @@ def _too_many(servers: Servers, radix: int, down: int, servers_per_tor: int | No
 def oversubscribed(
     servers: Servers,
     *,
-    ratio: float = 3.0,
-    radix: int = RADIX,
-    servers_per_pod: int = SERVERS_PER_POD,
-    servers_per_tor: int | None = None,
+    ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 3.0,
+    radix: Radix = RADIX,
+    servers_per_pod: Count = SERVERS_PER_POD,
+    servers_per_tor: Count | None = None,
 ) -> Clos:
     tree = blocked_tree(servers, radix, servers_per_pod, servers_per_tor, ratio)
     return Clos(servers, tree, name="oversubscribed")
 
 
 def rail_optimized(
-    servers: Servers, *, radix: int = RADIX, servers_per_pod: int = SERVERS_PER_POD, servers_per_tor: int | None = None
+    servers: Servers,
+    *,
+    radix: Radix = RADIX,
+    servers_per_pod: Count = SERVERS_PER_POD,
+    servers_per_tor: Count | None = None,
 ) -> Clos:
-    refuse(*tree_faults(radix, servers_per_pod, servers_per_tor))
     down = radix // 2
     if servers_per_tor is not None and servers_per_tor > down:
         refuse(

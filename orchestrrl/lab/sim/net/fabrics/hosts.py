@@ -34,11 +34,19 @@ class Wiring:
         self._ends.append(np.stack([tail, head], axis=1).astype(np.int64))
         return first
 
-    def capacity(self) -> Floats:
-        return np.concatenate(self._capacity)
-
     def network(self, servers: Servers, router: FlowRouter, name: str) -> LinkNetwork:
-        return LinkNetwork(servers, self.capacity(), tuple(self._tier), router, name, np.concatenate(self._ends))
+        """`router` is asked for routes; one over a link that carries nothing is refused."""
+        capacity = np.concatenate(self._capacity)
+
+        def passable(src: Ints, dst: Ints) -> FlowRoutes:
+            routes = router(src, dst)
+            if len(shut := np.flatnonzero(capacity[routes.link] <= 0)):
+                flow = int(np.searchsorted(routes.begin, shut[0], side="right")) - 1
+                link = routes.link[shut[0]]
+                raise ValueError(f"no way from GPU {src[flow]} to GPU {dst[flow]}: link {link} is lost")
+            return routes
+
+        return LinkNetwork(servers, capacity, tuple(self._tier), passable, name, np.concatenate(self._ends))
 
 
 @dataclass(slots=True)
@@ -57,17 +65,10 @@ class LinkRows:
     def routes(self, latency_s: Floats) -> FlowRoutes:
         """`latency_s` [leg]; that of a flow is its slowest leg's."""
         legs = len(self.flow)
-        taken = np.zeros(legs, np.int64)
-        places = []
-        for leg, _, _ in self._parts:
-            own = np.bincount(leg, minlength=legs)
-            places.append(taken[leg] + np.arange(len(leg)) - (np.cumsum(own) - own)[leg])
-            taken += own
-        first = np.concatenate([[0], np.cumsum(taken)])
-        link, share = np.empty(first[-1], np.int64), np.empty(first[-1])
-        for (leg, links, shares), place in zip(self._parts, places, strict=True):
-            link[first[leg] + place] = links
-            share[first[leg] + place] = shares
+        leg, link, share = (np.concatenate(each) for each in zip(*self._parts, strict=True))
+        order = np.argsort(leg, kind="stable")
+        link, share = link[order], share[order]
+        first = np.concatenate([[0], np.cumsum(np.bincount(leg, minlength=legs))])
         legs_begin = np.flatnonzero(np.diff(self.flow, prepend=-1))
         begin = np.concatenate([first[legs_begin], first[-1:]])
         if len(legs_begin) == legs:
@@ -97,9 +98,6 @@ def expand(begin: Ints, rows: Ints) -> tuple[Ints, Ints]:
     return owner, begin[:-1][rows][owner] + within
 
 
-Between = Callable[[LinkRows, Ints], Floats]  # adds the links of some legs; the seconds that passing them takes
-
-
 @dataclass(frozen=True, eq=False)
 class Legs:
     """Flows as NICs see them. Those of a flow are side by side; a leg inside a server has no NICs (NO_NIC)."""
@@ -122,6 +120,8 @@ class Legs:
 
 
 NO_NIC = -1
+# Adds the links of some of the legs to the rows; returns the seconds that passing them takes.
+Between = Callable[[LinkRows, Legs, Ints], Floats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,11 +233,11 @@ class HostNetwork:
         inside, outside = np.flatnonzero(legs.src_nic == NO_NIC), np.flatnonzero(legs.src_nic != NO_NIC)
         latency_s = np.zeros(len(legs))
         rows.add(inside, legs.src[inside])
-        latency_s[inside] = self.servers.propagation_s + (0.0 if direct is None else direct(rows, inside))
+        latency_s[inside] = self.servers.propagation_s + (0.0 if direct is None else direct(rows, legs, inside))
         rows.add(inside, self.servers.gpus + legs.dst[inside])
         latency_s += self._handed(rows, outside, legs.src, legs.src_nic, out=True)
         rows.add(outside, first_up + legs.src_nic[outside])
-        latency_s[outside] += 2 * self.servers.propagation_s + between(rows, outside)
+        latency_s[outside] += 2 * self.servers.propagation_s + between(rows, legs, outside)
         rows.add(outside, first_up + self.servers.nics + legs.dst_nic[outside])
         latency_s += self._handed(rows, outside, legs.dst, legs.dst_nic, out=False)
         return rows.routes(latency_s)

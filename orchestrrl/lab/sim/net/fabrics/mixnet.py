@@ -17,28 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrrl.lab.sim.net.fabrics.base import (
-    Inventory,
-    Period,
-    Pods,
-    SimulatedFabric,
-    at_least,
-    one_of,
-    refuse,
-)
-from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks
-from orchestrrl.lab.sim.net.fabrics.clos import (
-    RADIX,
-    SERVERS_PER_POD,
-    ClosCabling,
-    TreeLinks,
-    blocked_tree,
-    passable,
-    tree_faults,
-)
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Period, Pods, Radix, SimulatedFabric, refuse
+from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, Device
+from orchestrrl.lab.sim.net.fabrics.clos import RADIX, SERVERS_PER_POD, ClosCabling, TreeLinks, blocked_tree
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
-from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, Servers
 from planner.fabric.allocate import AllocationProblem, allocate
 from planner.fabric.model import EndpointId
 from planner.fabric.shape import ShapeFault
@@ -50,23 +34,16 @@ SERVERS_PER_REGION = SERVERS_PER_POD
 def mixnet(
     servers: Servers,
     *,
-    eps_nics: int = 2,
-    servers_per_region: int = SERVERS_PER_REGION,
-    device: str = "piezo_polatis",
-    radix: int = RADIX,
-    servers_per_pod: int = SERVERS_PER_POD,
-    servers_per_tor: int | None = None,
+    eps_nics: Count = 2,
+    servers_per_region: Count = SERVERS_PER_REGION,
+    device: Device = "piezo_polatis",
+    radix: Radix = RADIX,
+    servers_per_pod: Count = SERVERS_PER_POD,
+    servers_per_tor: Count | None = None,
 ) -> "MixNet":
     """`eps_nics` of each server are on the tree, the others at the OCS of its region."""
-    faults = [
-        *at_least("eps_nics", eps_nics, 1),
-        *at_least("servers_per_region", servers_per_region, 1),
-        *one_of("device", device, tuple(DEVICES)),
-        *tree_faults(radix, servers_per_pod, servers_per_tor),
-    ]
-    if not faults and eps_nics >= servers.nics_per_server:
-        faults.append(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
-    refuse(*faults)
+    if eps_nics >= servers.nics_per_server:
+        refuse(ShapeFault("eps_nics", f"must be < {servers.nics_per_server}, the NICs of a server", eps_nics))
     optical = servers.nics_per_server - eps_nics
     ports = DEVICES[device].ports
     if servers_per_region * optical > ports:
@@ -90,7 +67,6 @@ class MixNet(SimulatedFabric):
     device: str
     name: str = field(default="mixnet", kw_only=True)
     _circuits: dict[str, Ints] = field(default_factory=dict, init=False)
-    _networks: dict[bytes, LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
     def reconfigures_s(self) -> float:
@@ -101,15 +77,8 @@ class MixNet(SimulatedFabric):
         """Its regions: what leaves one has the tree's NICs alone."""
         return Pods(np.arange(self.servers.count) // self.servers_per_region, apart=True)
 
-    def network(self, period: Period | None = None) -> LinkNetwork:
-        circuits = self.circuits(period)
-        key = circuits.tobytes()
-        if key not in self._networks:
-            self._networks[key] = self._network(circuits)
-        return self._networks[key]
-
-    def changes(self, before: Period | None, after: Period) -> bool:
-        return not np.array_equal(self.circuits(before), self.circuits(after))
+    def circuits_of(self, period: Period | None) -> bytes:
+        return self.circuits(period).tobytes()
 
     def inventory(self) -> Inventory:
         """A NIC at an OCS has one transceiver, one fibre and one port there."""
@@ -155,32 +124,22 @@ class MixNet(SimulatedFabric):
         place = tuple(self.optical + gpu * tree_nics // gpus for gpu in range(gpus))
         return HostNetwork(self.servers, self.failed, place=place)
 
-    def _network(self, circuits: Ints) -> LinkNetwork:
+    def _network(self, circuits: bytes) -> LinkNetwork:
         servers, hosts, wiring = self.servers, self._hosts, Wiring()
+        joined = np.frombuffer(circuits, np.int64).reshape(servers.count, -1)
         server_nodes = servers.nics + np.arange(servers.nics) // servers.nics_per_server
         ports = np.where(self.tree.tor_of < 0, server_nodes, hosts.nodes + self.tree.tor_of)
         first_up = hosts.lay(wiring, ports)
         tree = TreeLinks.lay(self.tree, servers, self.failed, wiring, hosts.nodes)
-        links = CircuitLinks.lay(
-            wiring,
-            np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
-            np.full(circuits.shape, LinkTier.DIRECT),
-            np.full(circuits.shape, 2 * servers.propagation_s),
-            servers.nics,
-        )
-        capacity = wiring.capacity()
+        links = CircuitLinks.between_servers(wiring, joined, servers)
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
             hosts.check(src, dst)
-            joins = circuits[hosts.server_of(src), hosts.server_of(dst)] > 0
-            legs = hosts.legs(src, dst, direct=joins)
+            joins = joined[hosts.server_of(src), hosts.server_of(dst)] > 0
 
-            def between(rows: LinkRows, some: Ints) -> Floats:
-                return tree.add(rows, some, legs.src_nic, legs.dst_nic)
-
-            def direct(rows: LinkRows, some: Ints) -> Floats:
+            def direct(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
                 return links.add(rows, some, hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some]), 0.0)
 
-            return passable(hosts.routes(legs, first_up, between, direct), capacity, legs)
+            return hosts.routes(hosts.legs(src, dst, direct=joins), first_up, tree.add, direct)
 
         return wiring.network(servers, router, self.name)

@@ -3,37 +3,38 @@
 import inspect
 from collections.abc import Callable, Mapping
 
+from pydantic import ConfigDict, ValidationError, validate_call
+
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric, refuse
 from orchestrrl.lab.sim.net.fabrics.clos import fat_tree, oversubscribed, rail_optimized
 from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import ShapeFault
+from planner.fabric.shape import ImpossibleSite, ShapeFault
 
+_checked = validate_call(config=ConfigDict(strict=True))
 KINDS: Mapping[str, Callable[..., SimulatedFabric]] = {
-    "fat_tree": fat_tree,
-    "oversubscribed": oversubscribed,
-    "rail_optimized": rail_optimized,
-    "topoopt": topoopt,
-    "mixnet": mixnet,
-    "rfabric": rfabric,
+    function.__name__: _checked(function)
+    for function in (fat_tree, oversubscribed, rail_optimized, topoopt, mixnet, rfabric)
 }
 
 
 def build(kind: str, servers: Servers, **options: object) -> SimulatedFabric:
-    """Raises Impossible (a ValueError) with all that is wrong with the options."""
+    """Raises ImpossibleSite (a ValueError) with all that is wrong with the options."""
     if kind not in KINDS:
         refuse(ShapeFault("kind", f"must be one of {', '.join(KINDS)}", kind))
-    known = options_of(kind)
-    refuse(
-        *(
-            ShapeFault(name, f"is no option of {kind}, which has {', '.join(known)}", options[name])
-            for name in sorted(options)
-            if name not in known
-        )
-    )
-    return KINDS[kind](servers, **options)
+    try:
+        return KINDS[kind](servers, **options)
+    except ValidationError as error:
+        known = ", ".join(options_of(kind))
+        faults = []
+        for each in error.errors(include_url=False):
+            message = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if each["type"] == "unexpected_keyword_argument":
+                message = f"is no option of {kind}, which has {known}"
+            faults.append(ShapeFault(str(each["loc"][0]), message, each["input"]))
+        raise ImpossibleSite(faults) from None
 
 
 def options_of(kind: str) -> tuple[str, ...]:

@@ -9,19 +9,13 @@ all to reach all.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
-from orchestrrl.lab.sim.net.fabrics.base import (
-    Inventory,
-    Period,
-    Pods,
-    SimulatedFabric,
-    at_least,
-    one_of,
-    refuse,
-)
-from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, distances
+from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Period, Pods, SimulatedFabric, refuse
+from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, Device, distances
 from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
 from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring
 from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
@@ -72,30 +66,23 @@ class Rails:
         return found
 
 
-ALLOCATIONS = ("traffic", "uniform", "fixed")
+Allocation = Literal["traffic", "uniform", "fixed"]
 
 
 def rfabric(
     servers: Servers,
     *,
-    train_servers: int | None = None,
-    servers_per_pod: int = SERVERS_PER_POD,
-    servers_per_tor: int | None = None,
-    device: str = "piezo_polatis",
-    allocation: str = "traffic",
+    train_servers: Annotated[int, Field(ge=0)] | None = None,
+    servers_per_pod: Count = SERVERS_PER_POD,
+    servers_per_tor: Count | None = None,
+    device: Device = "piezo_polatis",
+    allocation: Allocation = "traffic",
 ) -> "RFabric":
     """The first `train_servers` are in Train PoDs, evenly over as few as have room, the others in Gen PoDs, which are
     full but for the last; each stage touches those that its template names. None: PoDs have no roles, and a period
     touches those that it has traffic in. A full ToR has as many uplinks as NICs, and a PoD half as many lanes to the
     core. `allocation`: by the traffic of each period; `uniform` over the pairs that have any; `fixed`: as at rest."""
     train = servers.count if train_servers is None else train_servers
-    refuse(
-        *at_least("servers_per_pod", servers_per_pod, 1),
-        *at_least("train_servers", train, 0),
-        *(() if servers_per_tor is None else at_least("servers_per_tor", servers_per_tor, 1)),
-        *one_of("device", device, tuple(DEVICES)),
-        *one_of("allocation", allocation, ALLOCATIONS),
-    )
     if train > servers.count:
         refuse(ShapeFault("train_servers", f"must be <= {servers.count}, all servers", train))
     parts = [count for count in (train, servers.count - train) if count]
@@ -124,10 +111,9 @@ class RFabric(SimulatedFabric):
     site: Site
     place: Ints  # [server], which of the site's it is
     roles: bool
-    allocation: str = "traffic"
+    allocation: Allocation = "traffic"
     name: str = field(default="rfabric", kw_only=True)
     _plans: dict[str, frozenset[PortPair]] = field(default_factory=dict, init=False)
-    _networks: dict[frozenset[PortPair], LinkNetwork] = field(default_factory=dict, init=False)
 
     @property
     def pods(self) -> Pods:
@@ -138,15 +124,6 @@ class RFabric(SimulatedFabric):
     def reconfigures_s(self) -> float:
         used = (each for each in self.site.switches if any(each.ports.values()))
         return max((each.device.reconfiguration_s for each in used), default=0.0)
-
-    def network(self, period: Period | None = None) -> LinkNetwork:
-        cross_connects = self.cross_connects(period)
-        if cross_connects not in self._networks:
-            self._networks[cross_connects] = self._network(self.circuits.between_tors(cross_connects))
-        return self._networks[cross_connects]
-
-    def changes(self, before: Period | None, after: Period) -> bool:
-        return self.cross_connects(before) != self.cross_connects(after)
 
     def inventory(self) -> Inventory:
         """A NIC's link has a transceiver at either end and a port at the ToR; a ToR's fibre one transceiver and port,
@@ -161,7 +138,7 @@ class RFabric(SimulatedFabric):
             fibers=nics + up + lanes,
         )
 
-    def cross_connects(self, period: Period | None) -> frozenset[PortPair]:
+    def circuits_of(self, period: Period | None) -> frozenset[PortPair]:
         if period is None or self.allocation == "fixed":
             return self.circuits.at_rest
         if period.id not in self._plans:
@@ -200,29 +177,26 @@ class RFabric(SimulatedFabric):
         rows = [[number[tor] for tor in self.site.servers[place].tors] for place in self.place.tolist()]
         return np.array(rows, np.int64).ravel()
 
-    def _network(self, circuits: Ints) -> LinkNetwork:
-        servers, hosts = self.servers, self._hosts
+    def _network(self, circuits: frozenset[PortPair]) -> LinkNetwork:
+        servers, hosts, tor_of = self.servers, self._hosts, self._tor_of
         wiring = Wiring()
-        first_up = hosts.lay(wiring, hosts.nodes + self._tor_of)
+        first_up = hosts.lay(wiring, hosts.nodes + tor_of)
         pod_of = self.circuits.pod_of
         apart = pod_of[:, None] != pod_of[None, :]
         links = CircuitLinks.lay(
             wiring,
-            np.asarray(circuits * servers.nic_bytes_per_s, np.float64),
+            np.asarray(self.circuits.between_tors(circuits) * servers.nic_bytes_per_s, np.float64),
             np.where(apart, LinkTier.CORE, LinkTier.AGG),
             np.where(apart, 4, 2) * servers.propagation_s,
             hosts.nodes,
         )
+        rails = Rails(servers.nics_per_server, tor_of, hosts.nic_works, distances(links.edges))
 
-        rails = Rails(servers.nics_per_server, self._tor_of, hosts.nic_works, distances(links.edges))
+        def between(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
+            one, other = tor_of[legs.src_nic[some]], tor_of[legs.dst_nic[some]]
+            return servers.processing_s + links.add(rows, some, one, other, servers.processing_s)
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
-            legs = rails.lead(hosts.legs(src, dst))
-
-            def between(rows: LinkRows, some: Ints) -> Floats:
-                one, other = self._tor_of[legs.src_nic[some]], self._tor_of[legs.dst_nic[some]]
-                return servers.processing_s + links.add(rows, some, one, other, servers.processing_s)
-
-            return hosts.routes(legs, first_up, between)
+            return hosts.routes(rails.lead(hosts.legs(src, dst)), first_up, between)
 
         return wiring.network(servers, router, self.name)

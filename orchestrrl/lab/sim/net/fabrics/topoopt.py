@@ -10,51 +10,39 @@ MP traffic over k shortest paths), and loads each link on the way. What forwardi
 for `FORWARD_S`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
 
 import numpy as np
+from pydantic import InstanceOf
 from scipy.optimize import linear_sum_assignment
 
-from orchestrrl.lab.sim.net.fabrics.base import Inventory, Period, Pods, SimulatedFabric, at_least, refuse
+from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Pods, SimulatedFabric, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, LinkRows, Wiring
-from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring
+from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.shape import ShapeFault
 
 WAYS = 4  # shortest paths that traffic between two servers is spread over
 FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes
 
 
-def topoopt(servers: Servers, *, demand: GpuFlows | None = None, ring_nics: int | None = None) -> "TopoOpt":
+def topoopt(
+    servers: Servers, *, demand: InstanceOf[GpuFlows] | None = None, ring_nics: Count | None = None
+) -> "TopoOpt":
     """`demand`: of the whole job, which the topology is for; None: rings alone. `ring_nics` None: as many as leave the
     fullest link the least to carry, two at least, so that a NIC may fail."""
     nics = servers.nics_per_server
-    refuse(*_ring_faults(ring_nics, nics), *_demand_faults(demand, servers))
+    if ring_nics is not None and ring_nics > nics:
+        refuse(ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics))
+    if demand is not None and (most := int(max(demand.src.max(initial=0), demand.dst.max(initial=0)))) >= servers.gpus:
+        refuse(ShapeFault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most))
     sent = np.zeros((servers.count, servers.count)) if demand is None else server_demand(servers, demand)
     wanted = range(min(2, nics), nics + 1) if ring_nics is None and sent.any() else (ring_nics or nics,)
     found = [TopoOpt(servers, _permutations(sent, nics, rings)) for rings in wanted]
     return min(found, key=lambda each: each.strain(sent))
-
-
-def _ring_faults(ring_nics: int | None, nics: int) -> Iterator[ShapeFault]:
-    if ring_nics is None:
-        return
-    wrong = tuple(at_least("ring_nics", ring_nics, 1))
-    yield from wrong
-    if not wrong and ring_nics > nics:
-        yield ShapeFault("ring_nics", f"must be <= {nics}, the NICs of a server", ring_nics)
-
-
-def _demand_faults(demand: object, servers: Servers) -> Iterator[ShapeFault]:
-    if demand is not None and not isinstance(demand, GpuFlows):
-        yield ShapeFault("demand", "must be flows, of the job", demand)
-    elif demand is not None and len(demand) and max(demand.src.max(), demand.dst.max()) >= servers.gpus:
-        most = int(max(demand.src.max(), demand.dst.max()))
-        yield ShapeFault("demand", f"GPUs are numbered 0 to {servers.gpus - 1}", most)
 
 
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
@@ -102,9 +90,6 @@ class TopoOpt(SimulatedFabric):
         """One: servers are as near as the patches make them."""
         return Pods(np.zeros(self.servers.count, np.int64), apart=False)
 
-    def network(self, period: Period | None = None) -> LinkNetwork:
-        return self._network
-
     def inventory(self) -> Inventory:
         """A NIC has one transceiver, and its pair of fibres ends in a port of a patch panel."""
         nics = self.servers.nics
@@ -129,27 +114,18 @@ class TopoOpt(SimulatedFabric):
         carried = np.bincount(edge, demand[one, other][owner] * share, minlength=len(edges.head))
         return float(f"{(carried / edges.width).max(initial=0.0):.3e}"), float(carried.sum())
 
-    @cached_property
-    def _network(self) -> LinkNetwork:
+    def _network(self, circuits: None) -> LinkNetwork:
         servers, hosts, wiring = self.servers, HostNetwork(self.servers, self.failed), Wiring()
         hosts.lay_nvlink(wiring)
-        links = CircuitLinks.lay(
-            wiring,
-            np.asarray(self.joins * servers.nic_bytes_per_s, np.float64),
-            np.full(self.joins.shape, LinkTier.DIRECT),
-            np.full(self.joins.shape, 2 * servers.propagation_s),
-            servers.nics,
-            WAYS,
-        )
+        links = CircuitLinks.between_servers(wiring, self.joins, servers, WAYS)
+
+        def direct(rows: LinkRows, legs: Legs, some: Ints) -> Floats:
+            one, other = hosts.server_of(legs.src[some]), hosts.server_of(legs.dst[some])
+            forwarded = links.add(rows, some, one, other, FORWARD_S)
+            return np.asarray(forwarded - np.where(one != other, FORWARD_S, 0.0))
 
         def router(src: Ints, dst: Ints) -> FlowRoutes:
             legs = hosts.legs(src, dst, direct=np.ones(len(src), np.bool_))
-
-            def direct(rows: LinkRows, some: Ints) -> Floats:
-                one, other = hosts.server_of(src[some]), hosts.server_of(dst[some])
-                forwarded = links.add(rows, some, one, other, FORWARD_S)
-                return np.asarray(forwarded - np.where(one != other, FORWARD_S, 0.0))
-
-            return hosts.routes(legs, 0, lambda _rows, some: np.zeros(len(some)), direct)
+            return hosts.routes(legs, 0, lambda _rows, _legs, some: np.zeros(len(some)), direct)
 
         return wiring.network(servers, router, self.name)

@@ -55,7 +55,7 @@ def test_circuits_are_within_ports_and_can_be_committed(
     some = rng.integers(0, len(src), 50)
     demand = GpuFlows(src[some], dst[some], rng.exponential(1e9, 50))
     for wanted in (None, period(demand, stage=stage)):
-        cross_connects = fabric.cross_connects(wanted)
+        cross_connects = fabric.circuits_of(wanted)
         assert validate(fabric.site, FabricState(failures=fabric.circuits.failed_ports), cross_connects) == ()
         circuits = fabric.circuits.between_tors(cross_connects)
         assert (circuits == circuits.T).all()
@@ -102,9 +102,9 @@ def test_another_rail_is_reached_over_nvlink() -> None:
 
 def test_stages_touch_their_own_pods() -> None:
     fabric = rfabric(Servers(32), servers_per_pod=8, train_servers=16)
-    train = fabric.cross_connects(period(shifted(0, 128, 64), "train"))
-    gen = fabric.cross_connects(period(shifted(128, 256, 8), "gen", FabricStage.GEN))
-    rest = fabric.cross_connects(None)
+    train = fabric.circuits_of(period(shifted(0, 128, 64), "train"))
+    gen = fabric.circuits_of(period(shifted(128, 256, 8), "gen", FabricStage.GEN))
+    rest = fabric.circuits_of(None)
     of_gen = {switch.id for pod in ("gen0", "gen1") for switch in fabric.site.agg_switches_of[pod]}
     of_train = {switch.id for pod in ("train0", "train1") for switch in fabric.site.agg_switches_of[pod]}
     kept = {each for each in rest if each.switch in of_train}
@@ -119,7 +119,7 @@ def test_gen_pods_are_by_themselves() -> None:
 
     def between_pods(**options: int) -> int:
         fabric = rfabric(Servers(32), servers_per_pod=8, **options)
-        circuits = fabric.circuits.between_tors(fabric.cross_connects(period(flows, "gen", FabricStage.GEN)))
+        circuits = fabric.circuits.between_tors(fabric.circuits_of(period(flows, "gen", FabricStage.GEN)))
         return int(circuits[16:24, 24:32].sum())
 
     assert between_pods(train_servers=16) <= 11

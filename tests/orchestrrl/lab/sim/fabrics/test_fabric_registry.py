@@ -7,10 +7,10 @@ from orchestrrl.lab.sim.net.model import Servers
 from planner.fabric.shape import ImpossibleSite
 
 
-def faults(kind: str, servers: Servers | None = None, **options: object) -> list[tuple[str, object]]:
+def faults(kind: str, servers: Servers | None = None, **options: object) -> dict[str, object]:
     with pytest.raises(ImpossibleSite) as caught:
         build(kind, servers or Servers(8), **options)
-    return [(each.parameter, each.value) for each in caught.value.faults]
+    return {each.parameter: each.value for each in caught.value.faults}
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
@@ -33,29 +33,29 @@ def test_every_kind_is_built_without_options(kind: str) -> None:
 
 
 def test_options_that_cannot_be_are_told_together() -> None:
-    assert faults("fat_tree", radix=1, servers_per_pod=0) == [("servers_per_pod", 0), ("radix", 1)]
-    assert faults("fat_tree", radix=True) == [("radix", True)]
-    assert faults("fat_tree", radix=8) == [("radix", 8)]
-    assert faults("oversubscribed", ratio=0.5) == [("ratio", 0.5)]
-    assert faults("oversubscribed", ratio="3") == [("ratio", "3")]
-    assert faults("rail_optimized", servers_per_pod=0, radix=0) == [("servers_per_pod", 0), ("radix", 0)]
-    assert faults("topoopt", ring_nics=9) == [("ring_nics", 9)]
-    assert faults("topoopt", ring_nics=0) == [("ring_nics", 0)]
-    assert faults("mixnet", eps_nics=8) == [("eps_nics", 8)]
-    assert faults("mixnet", servers_per_region=97) == [("servers_per_region", 97)]
-    assert faults("mixnet", device="mirror", eps_nics=0) == [("eps_nics", 0), ("device", "mirror")]
-    assert faults("rfabric", servers_per_pod=0, allocation="none", device="x", train_servers=-1) == [
-        ("servers_per_pod", 0),
-        ("train_servers", -1),
-        ("device", "x"),
-        ("allocation", "none"),
-    ]
-    assert faults("mixnet", eps_nics=0, radix=1) == [("eps_nics", 0), ("radix", 1)]
-    assert faults("topoopt", demand="all", ring_nics=0) == [("ring_nics", 0), ("demand", "all")]
-    assert faults("rfabric", servers_per_tor="4") == [("servers_per_tor", "4")]
+    assert faults("fat_tree", radix=1, servers_per_pod=0) == {"servers_per_pod": 0, "radix": 1}
+    assert faults("fat_tree", radix=True) == {"radix": True}
+    assert faults("fat_tree", radix=8) == {"radix": 8}
+    assert faults("oversubscribed", ratio=0.5) == {"ratio": 0.5}
+    assert faults("oversubscribed", ratio="3") == {"ratio": "3"}
+    assert faults("rail_optimized", servers_per_pod=0, radix=0) == {"servers_per_pod": 0, "radix": 0}
+    assert faults("topoopt", ring_nics=9) == {"ring_nics": 9}
+    assert faults("topoopt", ring_nics=0) == {"ring_nics": 0}
+    assert faults("mixnet", eps_nics=8) == {"eps_nics": 8}
+    assert faults("mixnet", servers_per_region=97) == {"servers_per_region": 97}
+    assert faults("mixnet", device="mirror", eps_nics=0) == {"eps_nics": 0, "device": "mirror"}
+    assert faults("rfabric", servers_per_pod=0, allocation="none", device="x", train_servers=-1) == {
+        "servers_per_pod": 0,
+        "train_servers": -1,
+        "device": "x",
+        "allocation": "none",
+    }
+    assert faults("mixnet", eps_nics=0, radix=1) == {"eps_nics": 0, "radix": 1}
+    assert faults("topoopt", demand="all", ring_nics=0) == {"ring_nics": 0, "demand": "all"}
+    assert faults("rfabric", servers_per_tor="4") == {"servers_per_tor": "4"}
     for kind, most in (("fat_tree", 4), ("oversubscribed", 6), ("rail_optimized", 32), ("mixnet", 16)):
         assert build(kind, Servers(8), servers_per_tor=most).servers.count == 8
-        assert faults(kind, servers_per_tor=most + 1) == [("servers_per_tor", most + 1)]
-        assert faults(kind, servers_per_tor=0) == [("servers_per_tor", 0)]
-    assert faults("topoopt", servers_per_tor=4) == [("servers_per_tor", 4)]
-    assert faults("rfabric", train_servers=9) == [("train_servers", 9)]
+        assert faults(kind, servers_per_tor=most + 1) == {"servers_per_tor": most + 1}
+        assert faults(kind, servers_per_tor=0) == {"servers_per_tor": 0}
+    assert faults("topoopt", servers_per_tor=4) == {"servers_per_tor": 4}
+    assert faults("rfabric", train_servers=9) == {"train_servers": 9}

@@ -49,7 +49,7 @@ def test_by_traffic_is_no_slower_than_evenly(servers: int, per_tor: int, per_pod
 def between(fabric: RFabric, flows: GpuFlows) -> tuple[Ints, Ints]:
     """Circuits of ToRs that send to each other, and of those of different PoDs that do not."""
     period = Period("period", FabricStage.TRAIN, flows)
-    circuits = fabric.circuits.between_tors(fabric.cross_connects(period))
+    circuits = fabric.circuits.between_tors(fabric.circuits_of(period))
     demand = fabric.tor_demand(flows)
     sends, pod_of = demand + demand.T > 0, fabric.circuits.pod_of
     return circuits[sends], circuits[~sends & (pod_of[:, None] != pod_of)]

@@ -94,6 +94,7 @@ def test_faults_between_sections() -> None:
         "generation.initial",
         "fabrics[1].name",
         "fabrics[2].kind",
+        "fabrics[3].options.ratio",
         "fabrics[3].options.colour",
         "faults[0].of",
         "faults[1].share",

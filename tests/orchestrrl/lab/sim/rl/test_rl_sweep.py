@@ -10,7 +10,7 @@ import yaml
 from orchestrrl.core.errors import Permanent, ProblemFaults, Retryable
 from orchestrrl.lab.sim.rl import sweep as sweeps
 from orchestrrl.lab.sim.rl.results import read
-from orchestrrl.lab.sim.rl.sweep import SweepOutcome, SweepPoint, load_sweep, on_ray, put, run_point, sweep
+from orchestrrl.lab.sim.rl.sweep import PointResults, SweepPoint, load_sweep, on_ray, put, run_point, sweep
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 GRID = {"cluster.nic_gbps": [100, 200], "training.tp": [2, 3, 4]}
@@ -34,12 +34,12 @@ class Here:
         self.ran: list[str] = []
         self.cut_after = cut_after
 
-    def __call__(self, points: Sequence[SweepPoint], folder: Path) -> Iterator[SweepOutcome]:
+    def __call__(self, points: Sequence[SweepPoint]) -> Iterator[tuple[SweepPoint, PointResults]]:
         for point in points:
             if len(self.ran) == self.cut_after:
                 raise KeyboardInterrupt
             self.ran.append(point.title)
-            yield SweepOutcome(point, run_point(point, folder))
+            yield point, run_point(point)
 
 
 def test_a_grid_is_every_combination_in_order(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_ray_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Retryable, match=f"no Ray cluster at {address}"):
-            next(on_ray(points, tmp_path, address))
+            next(on_ray(points, address))
     with pytest.raises(ProblemFaults, match=r"--ray: .*, got 'here'"):
-        next(on_ray(points, tmp_path, "here"))
+        next(on_ray(points, "here"))
     monkeypatch.setattr(sweeps, "find_spec", lambda name: None)
     with pytest.raises(Permanent, match=r"orchestrrl\[ray\]"):
-        next(on_ray(points, tmp_path, "auto"))
+        next(on_ray(points, "auto"))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.sim.step import best_placed_s, lower_bound_s, placed_s
+from orchestrrl.lab.sim.static import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape
 from planner.model import RequestId
@@ -14,9 +14,7 @@ steps = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=2,
 
 @given(steps, st.integers(2, 4))
 def test_the_oracle_lies_between_the_bound_and_what_it_began_with(lengths: list[tuple[int, int]], engines: int):
-    requests = {
-        RequestId(f"r{i:02d}"): SimRequest(RequestId(f"r{i:02d}"), "g", *each) for i, each in enumerate(lengths)
-    }
-    dealt = [list(requests)[k::engines] for k in range(engines)]
-    oracle_s = best_placed_s(SHAPE, requests, dealt)
-    assert lower_bound_s(SHAPE, requests.values()) - 1e-9 <= oracle_s <= placed_s(SHAPE, requests, dealt)
+    requests = [SimRequest(RequestId(f"r{i:02d}"), "g", *each) for i, each in enumerate(lengths)]
+    dealt = [requests[k::engines] for k in range(engines)]
+    oracle_s = best_placed_s(SHAPE, dealt)
+    assert lower_bound_s(SHAPE, requests) - 1e-9 <= oracle_s <= placed_s(SHAPE, dealt)

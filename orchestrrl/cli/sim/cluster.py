@@ -159,8 +159,8 @@ def daemon_config(
 
     Example: `orchestrrl sim daemon-config cluster64 -o orchestrrl.yaml && orchestrrl check-config orchestrrl.yaml`
     """
-    from orchestrrl.lab.sim.rl.deployable import write_daemon
     from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
+    from orchestrrl.lab.sim.rl.stages import write_daemon
 
     if out.is_dir():
         raise ProblemFaults([f"--out: must be a file, got the folder {str(out)!r}"])

@@ -149,18 +149,10 @@ async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
-<<<<<<< HEAD
-    requests = {sample.id: sample.request for sample in step}
-    engines = range(scenario.engines)
-    dealt = [[sample.id for sample in step if sample.dealt_to == engine] for engine in engines]
-    routed = [[sample.id for sample in step[engine :: scenario.engines]] for engine in engines]
-    shape = scenario.engine.shape
-=======
     dealt: list[list[SimRequest]] = [[] for _ in range(scenario.engines)]
     for sample in step:
         dealt[sample.dealt_to].append(sample.request)
     requests, shape = [sample.request for sample in step], scenario.engine.shape
->>>>>>> 22a3bd5e (Simulator: options of fabrics are checked by pydantic, static arms and sweeps exist once)
     return OracleMark(
         best_placed_s(shape, [requests[place :: scenario.engines] for place in range(scenario.engines)]),
         placed_s(shape, dealt),

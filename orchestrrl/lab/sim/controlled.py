@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from orchestrrl.core.config.schema import Config
@@ -39,6 +40,7 @@ class SeedRun:
     makespan_s: list[float] = field(default_factory=list)  # by step
     samples: int = 0
     output_tokens: int = 0
+    busy_gpu_s: float = 0.0
     idle_fraction: float = 0.0  # of all GPU seconds of the steps
     moves: int = 0
     redeployments: int = 0
@@ -146,14 +148,16 @@ class ControlledRun:
             world.control_plane.plans.pin("this arm does not plan", 0.0)
         async with world:
             world.schedule(scenario.faults)
-            busy_gpu_s = 0.0
             for index, requests in enumerate(self.steps):
-                before = _Counts.of(world)
+                is_measured, busy_before_s = index >= scenario.workload.warmup_steps, _busy_gpu_s(world)
+                if is_measured:
+                    _add(run, world, -1)
                 label = f"{self.arm}, seed {self.seed}, step {index + 1} of {len(self.steps)}"
-                step = await world.run_step(requests, self._dealt(world, requests), _named(report, label))
+                step = await world.run_step(requests, self._dealt(world, requests), partial(report, label))
                 check_answers(step.finish_s, step.output_tokens, requests)
-                if index >= scenario.workload.warmup_steps:
-                    busy_gpu_s += _Counts.of(world).take(before, run)
+                if is_measured:
+                    _add(run, world, 1)
+                    run.busy_gpu_s += _busy_gpu_s(world) - busy_before_s
                     run.makespan_s.append(step.makespan_s)
                     run.samples += step.requests
                     run.output_tokens += step.output_tokens
@@ -161,7 +165,7 @@ class ControlledRun:
                     _picture(world, step, run)
                 elif scenario.workload.gap_s:
                     await world.advance(scenario.workload.gap_s)
-            run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
+            run.idle_fraction = 1 - run.busy_gpu_s / (scenario.gpus * run.total_s)
             run.transfers, run.transferred_gbytes = world.transfers, world.network.carried_gbytes
             run.transfer_delay_s = world.network.delayed_s
         return run
@@ -174,10 +178,6 @@ class ControlledRun:
         return [engines[request.group_index % len(engines)] for request in requests]
 
 
-def _named(report: Report, label: str) -> Callable[[int, int], None]:
-    return lambda done, total: report(label, done, total)
-
-
 def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Sequence[SimRequest]) -> None:
     """Raise AssertionError unless every request has its whole answer, once."""
     wanted = sum(request.output_tokens for request in requests)
@@ -185,40 +185,26 @@ def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Seque
         raise AssertionError(f"{len(finish_s)} of {len(requests)} answers, {output_tokens} of {wanted} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Counters of a whole run, to be taken before and after a step."""
+def _engines(world: World) -> list[VirtualEngine]:
+    return [*world.past_engines, *world.engines.values()]
 
-    busy_gpu_s: float
-    moves: int
-    redeployments: int
-    recomputed: int
-    preemptions: int
 
-    @classmethod
-    def of(cls, world: World) -> "_Counts":
-        engines = [*world.engines.values(), *world.past_engines]
-        return cls(
-            sum(engine.scheduler.busy_s * len(engine.gpus) for engine in engines),
-            world.fleet.state.totals.moves_done,
-            world.machines.starts_total,
-            world.gateway.tokens_recomputed,
-            sum(engine.scheduler.preemptions_total for engine in engines),
-        )
+def _busy_gpu_s(world: World) -> float:
+    return sum(engine.scheduler.busy_s * len(engine.gpus) for engine in _engines(world))
 
-    def take(self, before: "_Counts", run: SeedRun) -> float:
-        run.moves += self.moves - before.moves
-        run.redeployments += self.redeployments - before.redeployments
-        run.tokens_recomputed += self.recomputed - before.recomputed
-        run.preemptions += self.preemptions - before.preemptions
-        return self.busy_gpu_s - before.busy_gpu_s
+
+def _add(run: SeedRun, world: World, sign: int) -> None:
+    """Add the world's counters so far to the run's, or take them off."""
+    run.moves += sign * world.fleet.state.totals.moves_done
+    run.redeployments += sign * world.machines.starts_total
+    run.tokens_recomputed += sign * world.gateway.tokens_recomputed
+    run.preemptions += sign * sum(engine.scheduler.preemptions_total for engine in _engines(world))
 
 
 def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
     from_s, to_s = step.started_s, max(step.finish_s)
     run.remaining = countdown(sorted(at_s - from_s for at_s in step.finish_s))
-    engines: list[VirtualEngine] = [*world.past_engines, *world.engines.values()]
-    for engine in engines:
+    for engine in _engines(world):
         ended_s = to_s if engine.stopped_s is None else engine.stopped_s
         if ended_s <= from_s or engine.started_s >= to_s:
             continue

@@ -216,8 +216,8 @@ def _static_run(scenario: GenerationScenario, seed: int, steps: Sequence[Ran]) -
     """Return a seed's run without its warm-up."""
     ran = measured(scenario, steps)
     run = SeedRun(seed, [step.makespan_s for _, step in ran], sum(step.samples for _, step in ran))
-    busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in ran)
-    run.idle_fraction = 1 - busy_gpu_s / (scenario.gpus * run.total_s)
+    run.busy_gpu_s = sum(sum(step.busy_s) * kind.gpus for kind, step in ran)
+    run.idle_fraction = 1 - run.busy_gpu_s / (scenario.gpus * run.total_s)
     run.preemptions = sum(step.preemptions for _, step in ran)
     kind, last = ran[-1]
     fleet = homogeneous(kind, scenario.gpus, scenario.gpus_per_node)

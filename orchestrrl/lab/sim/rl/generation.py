@@ -26,13 +26,16 @@ from orchestrrl.lab.sim.rl.generation_fast import run_fast
 from orchestrrl.lab.sim.rl.generation_fleet import (
     GenGpus,
     Hardware,
+    KvOutcome,
+    Leaving,
+    OverFabric,
+    Place,
     UniformFleet,
     deployed,
     gen_period,
     on_fabric,
     token_flows,
 )
-from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric, Place
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import steps_of, usable_kinds

@@ -19,7 +19,7 @@ from orchestrrl.daemon.planning import Planning
 from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.net.fluid import summed
-from orchestrrl.lab.sim.rl.kv_moves import KvOutcome, Leaving, OverFabric
+from orchestrrl.lab.sim.rl.generation_fleet import KvOutcome, Leaving, OverFabric
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.admission import FREE, ControlState, OperatorControl

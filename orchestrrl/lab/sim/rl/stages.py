@@ -8,15 +8,22 @@ place (see faults.py).
 A fabric that is built for one job is built for what the job is expected to send in a step: TopoOpt's topology is worked
 out from the job's traffic and stays as it is (section 4 of the TopoOpt paper, NSDI 2023): collectives of its optimiser
 steps, engines' exchanges where they span servers, weights on their way.
+
+The engines of a scenario, with the curves that they have on a fabric, can be written as a daemon's configuration.
 """
 
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from orchestrrl.core.documents import dump_yaml
+from orchestrrl.core.errors import ProblemFaults
+from orchestrrl.daemon.configuration import parse_config
+from orchestrrl.engines.profiles.store import as_text
 from orchestrrl.lab.sim.net.fabrics.base import NOTHING, FabricStage, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import options_of
 from orchestrrl.lab.sim.net.model import GpuFlows
@@ -40,7 +47,7 @@ from orchestrrl.lab.sim.train.iteration import forward_s, iteration
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainConstants, TrainingIteration, TrainJob
 from orchestrrl.lab.sim.train.traffic import periods
 from orchestrrl.lab.sim.workload import mean_tokens
-from planner.cost.profile import EngineProfile
+from planner.cost.profile import EngineProfile, Profile
 
 
 def fabric_for(
@@ -305,3 +312,43 @@ def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricS
     if part is FaultyPart.ENGINE or (per is not None and number * per >= first):
         return FabricStage.GEN
     return FabricStage.TRAIN
+
+
+def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path: str) -> tuple[dict[str, Any], Profile]:
+    """And the profile that it names; on the fabric of that title, or the first. Raises ProblemFaults."""
+    titles = [section.title for section in scenario.fabrics]
+    if fabric is not None and fabric not in titles:
+        raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])
+    section = scenario.fabrics[titles.index(fabric) if fabric is not None else 0]
+    try:
+        profile = FabricStages(scenario, section).ready(SimulatedFailures()).profile
+    except ValueError as error:
+        raise ProblemFaults([f"generation: {error}"]) from None
+    fleet: dict[str, Any] = {
+        "gpus": {"count": scenario.cluster.generating, "per_node": scenario.cluster.gpus_per_server},
+        "profile": profile_path,
+    }
+    if scenario.generation.kv_transfer:
+        fleet["kv_transfer"] = {
+            "inter_node_gbps_per_gpu": scenario.cluster.nic_gbps
+            * scenario.cluster.nics_per_server
+            / scenario.cluster.gpus_per_server,
+            "intra_node_gbps_per_gpu": scenario.servers.nvlink_bytes_per_s * 8e-9,
+        }
+    document = {**scenario.daemon, "fleet": fleet}
+    parse_config(dump_yaml(document), profile=profile)
+    return document, profile
+
+
+def write_daemon(scenario: ClusterScenario, fabric: str | None, path: Path) -> list[Path]:
+    """The configuration, and beside it the profile that it names. Raises ProblemFaults."""
+    beside = path.with_suffix(".profile.yaml")
+    document, profile = daemon_document(scenario, fabric, beside.name)
+    head = f"# From the scenario {scenario.name!r}.\n# How engines are started is yours to add (fleet.launch).\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(as_text(profile), encoding="utf-8")
+        path.write_text(head + dump_yaml(document), encoding="utf-8")
+    except OSError as error:
+        raise ProblemFaults([f"--out: {error.strerror}, got {str(path)!r}"]) from None
+    return [path, beside]

@@ -104,44 +104,26 @@ def shortest(
     given: StageLoad, kept: Gradients, changed: Gradients | None, optimizer_s: float, reconfigures_s: float
 ) -> Taken:
     """`changed`: on the circuits for gradients; None: there are no others."""
-    found = [_kept(given, kept, optimizer_s)]
+
+    def taken(
+        schedule: PipelineSchedule, shift_s: float, gather_s: float, reduce_s: float, last_s: float, change: bool
+    ) -> Taken:
+        from_s = last_sent_s(given, schedule) + reconfigures_s if change else 0.0
+        done = reduced(given, schedule, reduce_s, from_s=from_s, alone=change)
+        return Taken(shift_s + done.seconds + last_s, schedule, done, gather_s, shift_s)
+
+    # Parameters are gathered beside the first pass; where they have no way, that never ends.
+    has_way = math.isfinite(kept.gather_s)
+    beside, shift_s = given.schedule(kept.gather_s if has_way else 0.0), 0.0 if has_way else math.inf
+    found = [taken(beside, shift_s, kept.gather_s, kept.reduce_s, optimizer_s, change=False)]
     if changed is not None:
-        found.append(_for_reduction(given, kept, changed, optimizer_s, reconfigures_s))
-        found.append(_for_both(given, changed, optimizer_s, reconfigures_s))
+        # Other circuits for gradients, back while the optimizer steps; or for parameters as well, back before a pass.
+        back_s = max(optimizer_s, reconfigures_s)
+        found.append(taken(beside, shift_s, kept.gather_s, changed.reduce_s, back_s, change=True))
+        after = given.schedule()
+        shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, after))
+        found.append(taken(after, shift_s, changed.gather_s, changed.reduce_s, optimizer_s, change=True))
     return min(found, key=lambda each: each.seconds)
-
-
-def _passes(given: StageLoad, gather_s: float) -> tuple[PipelineSchedule, float]:
-    """Return the schedule and the seconds before it begins, infinite where parameters have no way."""
-    return (given.schedule(), gather_s) if gather_s == float("inf") else (given.schedule(gather_s), 0.0)
-
-
-def _kept(given: StageLoad, kept: Gradients, optimizer_s: float) -> Taken:
-    """One plan for the whole iteration."""
-    schedule, shift_s = _passes(given, kept.gather_s)
-    done = reduced(given, schedule, kept.reduce_s)
-    return Taken(shift_s + done.seconds + optimizer_s, schedule, done, kept.gather_s, shift_s)
-
-
-def _for_reduction(
-    given: StageLoad, kept: Gradients, changed: Gradients, optimizer_s: float, reconfigures_s: float
-) -> Taken:
-    """Other circuits for gradients, back while the optimizer steps."""
-    schedule, shift_s = _passes(given, kept.gather_s)
-    from_s = last_sent_s(given, schedule) + reconfigures_s
-    done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
-    back_s = max(optimizer_s, reconfigures_s)
-    return Taken(shift_s + done.seconds + back_s, schedule, done, kept.gather_s, shift_s)
-
-
-def _for_both(given: StageLoad, changed: Gradients, optimizer_s: float, reconfigures_s: float) -> Taken:
-    """Other circuits for gradients and parameters, back before the first pass."""
-    schedule = given.schedule()
-    from_s = last_sent_s(given, schedule) + reconfigures_s
-    done = reduced(given, schedule, changed.reduce_s, from_s=from_s, alone=True)
-    shift_s = changed.gather_s + max(0.0, reconfigures_s - first_sent_s(given, schedule))
-    seconds = shift_s + done.seconds + optimizer_s
-    return Taken(seconds, schedule, done, changed.gather_s, shift_s)
 
 
 def last_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
@@ -171,17 +153,11 @@ def first_sent_s(given: StageLoad, schedule: PipelineSchedule) -> float:
     return float(schedule.end_s[0, 0, 0]) if "pp" in given.crossing else schedule.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingOnFabric:
-    """`kept`: gradients on the circuits of forward and backward; `changed`: on those made for them, None where they are
-    the same."""
-
-    given: StageLoad
-    kept: Gradients
-    changed: Gradients | None
-
-
-def on_fabric(job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]) -> TrainingOnFabric:
+def on_fabric(
+    job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, GroupCollective]
+) -> tuple[StageLoad, Gradients, Gradients | None]:
+    """Return the load of stages; gradients on the circuits of forward and backward; and on those made for them, None
+    where they are the same."""
     passes_period, gradients_period = periods_of(job, exchanges)
     network = fabric.network(passes_period)
     each_s = once_s(network, exchanges, FORWARD_BACKWARD)
@@ -190,7 +166,7 @@ def on_fabric(job: TrainJob, fabric: SimulatedFabric, exchanges: Mapping[str, Gr
     changed = None
     if "dp" in given.crossing and fabric.changes(passes_period, gradients_period):
         changed = gradients(fabric.network(gradients_period), exchanges)
-    return TrainingOnFabric(given, gradients(network, exchanges), changed)
+    return given, gradients(network, exchanges), changed
 
 
 def group_of(kind: str) -> str:
@@ -283,42 +259,33 @@ def windows(found: tuple[CollectiveBoundary, ...]) -> tuple[OverlapWindow, ...]:
 def iteration(job: TrainJob, fabric: SimulatedFabric) -> TrainingIteration:
     """On the networks that the fabric is in the job's periods. Raises ValueError where GPUs of a group have no way to
     each other."""
-    exchanges = traffic(job, fabric.servers)
-    found = on_fabric(job, fabric, exchanges)
+    given, kept, changed = on_fabric(job, fabric, traffic(job, fabric.servers))
     step_s = optimizer_s(job)
-    taken, free = (
-        shortest(found.given, found.kept, found.changed, step_s, each) for each in (fabric.reconfigures_s, 0.0)
-    )
+    taken, free = (shortest(given, kept, changed, step_s, each) for each in (fabric.reconfigures_s, 0.0))
     if not math.isfinite(taken.seconds):
         raise ValueError(
             f"{fabric.name}: there is no way for gradients of {job.model.name}, on either period's circuits"
         )
-    return _iteration_of(found, taken, free, step_s)
-
-
-def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
-    """The batch's forward passes alone, as for probabilities under the policy or a reference."""
-    given = on_fabric(job, fabric, traffic(job, fabric.servers)).given
-    return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
-
-
-def _iteration_of(found: TrainingOnFabric, taken: Taken, free: Taken, step_s: float) -> TrainingIteration:
-    given, job = found.given, found.given.job
     busy_s = without_network(given)
     rank = int(np.argmax(busy_s))
     parts = _parts(given, taken, free, step_s, rank, float(busy_s[rank]))
     total_s = math.fsum(parts.values())
     flops = step_flops(job.model, job.sequences, job.tokens, job.square_tokens)
-    flops_per_s = flops / (job.layout.gpus * total_s)
     sent = boundaries(given, taken, rank)
     return TrainingIteration(
         seconds=total_s,
-        mfu=flops_per_s / job.gpu.bf16_flops,
+        mfu=flops / (job.layout.gpus * total_s) / job.gpu.bf16_flops,
         parts_s=parts,
         boundaries=sent,
         windows=windows(sent),
         waits_s=parts["circuits"],
     )
+
+
+def forward_s(job: TrainJob, fabric: SimulatedFabric) -> float:
+    """The batch's forward passes alone, as for probabilities under the policy or a reference."""
+    given, _, _ = on_fabric(job, fabric, traffic(job, fabric.servers))
+    return run(forward_only(given.ops), given.stages, job.micro_batches).seconds
 
 
 def _parts(given: StageLoad, taken: Taken, free: Taken, step_s: float, rank: int, busy_s: float) -> dict[str, float]:

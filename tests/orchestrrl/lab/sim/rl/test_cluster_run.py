@@ -8,10 +8,10 @@ import pytest
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.daemon.configuration import load_config
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
-from orchestrrl.lab.sim.rl.deployable import write_daemon
 from orchestrrl.lab.sim.rl.results import Bill, ClusterResult, as_text, pareto, parse, rows
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import scenario_of
+from orchestrrl.lab.sim.rl.stages import write_daemon
 from orchestrrl.lab.sim.run import chosen
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.kv_moves import Leaving, OverFabric, Place
+from orchestrrl.lab.sim.rl.generation_fleet import Leaving, OverFabric, Place
 from planner.cost.profile import Parallelism
 from planner.model import GpuId, RequestId
 

@@ -11,8 +11,7 @@ from orchestrrl.lab.sim.net.fluid import summed
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
 from orchestrrl.lab.sim.rl.generation import generation_on
-from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, deployed, token_flows
-from orchestrrl.lab.sim.rl.kv_moves import Leaving, OverFabric
+from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, Leaving, OverFabric, deployed, token_flows
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import GenerationSection, scenario_of
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages

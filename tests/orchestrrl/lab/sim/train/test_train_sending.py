@@ -28,7 +28,7 @@ FOUR = Servers(4)
 def given(of: TrainJob, **changes: object) -> StageLoad:
     constants = replace(MEGATRON, **changes)  # type: ignore[arg-type]
     of = replace(of, constants=constants)
-    return on_fabric(of, static(FOUR), traffic(of, FOUR)).given
+    return on_fabric(of, static(FOUR), traffic(of, FOUR))[0]
 
 
 def experts(**changes: object) -> StageLoad:

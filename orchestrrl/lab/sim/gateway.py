@@ -6,6 +6,7 @@ follow gateway/relay.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from orchestrrl.core.clock import Clock
@@ -193,22 +194,22 @@ class VirtualGateway:
     def _move(self, move: RequestMove, now_s: float) -> OperationItemResult:
         """As gateway/core.py and relay.py judge it."""
         record = self.records.get(move.request)
-        if record is None:
-            return OperationItemResult(move.request, done=False, detail="no such request")
-        if record.engine is None or record.engine != move.from_engine:
-            return OperationItemResult(move.request, done=False, detail=f"is on {record.engine or 'no engine'} by now")
         source_slot, target = self.fleet.get(move.from_engine), self.fleet.get(move.to_engine)
+        refused = partial(OperationItemResult, move.request, done=False)
+        if record is None:
+            return refused(detail="no such request")
+        if record.engine is None or record.engine != move.from_engine:
+            return refused(detail=f"is on {record.engine or 'no engine'} by now")
         if source_slot is None:
-            return OperationItemResult(
-                move.request, done=False, detail=f"engine {move.from_engine!r} is not in the routes"
-            )
+            return refused(detail=f"engine {move.from_engine!r} is not in the routes")
         if (target is None or not target.usable) and not move.hold_s:
-            detail = f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests"
-            return OperationItemResult(move.request, done=False, detail=detail)
+            return refused(
+                detail=f"engine {move.to_engine!r} is not in the routes" if target is None else "takes no requests"
+            )
         source = self._engine_at(source_slot.engine.url)
         self.progressed(source, source.advance(now_s), now_s)
         if move.request not in self.records:
-            return OperationItemResult(move.request, done=False, detail="finished before the move")
+            return refused(detail="finished before the move")
         computed = bool(record.generated) and record.state is RequestState.RUNNING
         source.scheduler.abort([record.id])
         self.fleet.release(source_slot, record)
@@ -220,9 +221,8 @@ class VirtualGateway:
             self.tokens_recomputed += record.context_tokens if computed else 0
             record.detach()
             self._held[record.id] = (move.to_engine, now_s + move.hold_s)
-        return OperationItemResult(
-            move.request, done=True, detail="", recomputed_tokens=self.tokens_recomputed - before
-        )
+        recomputed_tokens = self.tokens_recomputed - before
+        return OperationItemResult(move.request, done=True, detail="", recomputed_tokens=recomputed_tokens)
 
     def _place_held(self, now_s: float) -> None:
         for request, (engine, until_s) in list(self._held.items()):

@@ -61,7 +61,7 @@ def dealt(requests: Sequence[SimRequest], engines: int) -> list[list[SimRequest]
 
 def run_static(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> StaticStep:
     """Every engine works off what it was given."""
-    engines = [_loaded(kind.shape, [(request, 0) for request in held]) for held in placement]
+    engines = loaded_engines(kind, placement)
     by_engine = [drained(engine) for engine in engines]
     return _step(engines, by_engine)
 
@@ -175,6 +175,10 @@ def countdown(finish_s: Sequence[float], left: int = 0) -> list[tuple[float, int
     """Return (time, requests in flight) wherever that changes; `left` of them never finish."""
     total = len(finish_s) + left
     return [(at_s, total - done) for done, at_s in enumerate([0.0, *finish_s])]
+
+
+def loaded_engines(kind: EngineKind, placement: Sequence[Sequence[SimRequest]]) -> list[Scheduler]:
+    return [_loaded(kind.shape, ((request, 0) for request in held)) for held in placement]
 
 
 def _loaded(shape: EngineShape, held: Iterable[tuple[SimRequest, int]]) -> Scheduler:

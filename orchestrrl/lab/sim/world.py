@@ -5,7 +5,7 @@ Everything between them is what ships, built by the function that builds the dae
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,7 +86,6 @@ class World:
         self._agents: dict[EngineId, _Agent] = {}
         self._limits = HealthLimits(rate_window_s=control.rate_window_s)
         self._sequence = 0
-        self._crashed: set[EngineId] = set()
         nic_gbps = scenario.network.nic_gbps_per_node
         self.network = NodeNetwork(self.clock, nic_gbps, share_network, self._links_changed)
         self.transfers = 0
@@ -219,10 +218,10 @@ class World:
         self.engines[deployed.engine] = self._by_url[deployed.url] = engine
         node = NodeId(f"agent-{deployed.gpus[0] // self.per_node}")
         self._agents[deployed.engine] = _Agent(node)
-        self._crashed.discard(deployed.engine)
 
     def _engine_stopped(self, engine_id: EngineId) -> None:
         engine, now_s = self.engines.pop(engine_id), self.clock.now_s()
+        del self._agents[engine_id]
         self._catch_up(engine, now_s)
         engine.stopped_s = now_s
         self.past_engines.append(engine)
@@ -237,7 +236,8 @@ class World:
             transfer_s = gbytes * 8 / wish_gbps + self.links.latency_s
             if transfer_s < record.context_tokens / engine.kind.profile.prefill_tokens_per_s:
                 self.transfers += 1
-                self._in_background(self._bring_kv(record, engine, record.attempt, passed, wish_gbps, gbytes))
+                transfer = partial(self.network.transfer, passed, wish_gbps, gbytes)
+                self._in_background(self._bring_kv(record, engine, record.attempt, transfer))
                 return
         if source is not None:
             cached = engine.scheduler.cached_tokens(record.group, record.prompt_tokens_estimate)
@@ -259,16 +259,10 @@ class World:
         )
 
     async def _bring_kv(
-        self,
-        record: CountedRecord,
-        engine: VirtualEngine,
-        attempt: int,
-        passed: tuple[Node, ...],
-        wish_gbps: float,
-        gbytes: float,
+        self, record: CountedRecord, engine: VirtualEngine, attempt: int, transfer: Callable[[], Awaitable[None]]
     ) -> None:
         await self.clock.sleep(self.links.latency_s)
-        await self.network.transfer(passed, wish_gbps, gbytes)
+        await transfer()
         if record.attempt == attempt and record.engine == engine.id and engine.stopped_s is None:
             self._submit(record, engine, prefilled=True)
 
@@ -346,8 +340,6 @@ class World:
     def _scrape(self, now_s: float) -> None:
         for engine_id, agent in self._agents.items():
             engine = self.engines.get(engine_id)
-            if engine is None and engine_id not in self._crashed:
-                continue
             reading = replace(engine.reading(), sampled_s=now_s) if engine else None
             health, detail = judge(reading or Retryable("connection refused", 1.0), 0.0, self._limits)
             agent.track, sample = fold(agent.track, reading, self._limits)
@@ -379,8 +371,9 @@ class World:
         engine = self.engines.get(EngineId(fault.kill_engine))
         if engine is None:
             return
-        self._crashed.add(engine.id)
+        agent = self._agents[engine.id]
         self.machines.remove(engine.id)
+        self._agents[engine.id] = agent  # which reports that nothing answers
         if fault.back_after_s is not None:
             await self.clock.sleep(fault.back_after_s)
             with suppress(Permanent):  # its GPUs may serve another engine by now

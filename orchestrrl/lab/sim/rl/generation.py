@@ -40,7 +40,7 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import countdown, static_arm, tuned
+from orchestrrl.lab.sim.static import countdown, loaded_engines, run_static, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
@@ -231,8 +231,9 @@ def _until_redeployment(
 ) -> tuple[float, list[float], list[_Left]]:
     """Return when it is, when those were answered that are answered by then, and the others."""
     wanted = len(case.requests) - int(case.left_share * len(case.requests))
-    at_s = sorted(_ended_s(_given(case, kind, instances), NEVER_S))[wanted - 1]
-    engines, by_id = _given(case, kind, instances), {request.id: request for request in case.requests}
+    placement = [case.requests[place::instances] for place in range(instances)]  # dealt in turn
+    at_s = run_static(kind, placement).finish_s[wanted - 1]
+    engines, by_id = loaded_engines(kind, placement), {request.id: request for request in case.requests}
     finish_s = _ended_s(engines, at_s)
     left = [
         _Left(by_id[held.id], held.generated, place, runs)
@@ -241,14 +242,6 @@ def _until_redeployment(
         for held in some
     ]
     return at_s, finish_s, left
-
-
-def _given(case: RedeploymentCase, kind: EngineKind, instances: int) -> list[Scheduler]:
-    """[instance], with its requests: they are dealt in turn."""
-    engines = [Scheduler(kind.shape) for _ in range(instances)]
-    for place, request in enumerate(case.requests):
-        request.submit(engines[place % instances], 0.0)
-    return engines
 
 
 def _ended_s(engines: Sequence[Scheduler], until_s: float) -> list[float]:

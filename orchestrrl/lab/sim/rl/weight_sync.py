@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import TierBytes, finish_beside, finish_s, summed, tier_bytes
-from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
+from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.rl.generation_fleet import UniformFleet, token_flows
 from orchestrrl.lab.sim.rl.model import SyncCourse, SyncStage
 from orchestrrl.lab.sim.rl.scenario import TrainingSection
@@ -41,7 +40,6 @@ class FlowStep:
     waits for, one of each flow above it."""
 
     flows: GpuFlows
-    crosses: NDArray[np.bool_]  # [flow], from PoD to PoD
     above: Ints  # [flow]
 
 
@@ -51,50 +49,45 @@ def tree_steps(plan: SyncPlan, shards: Sequence[ServerShard], gpus_per_server: i
     for wave in plan.waves:
         edges, size = wave.edges, wave.edges.bytes.astype(np.float64)
         sent = spread(edges.src, edges.dst, size, gpus_per_server)
-        crosses, above = np.repeat(edges.circuits > 0, gpus_per_server), np.repeat(edges.above, gpus_per_server)
         inside = _passed_on(shards, edges.shard, edges.dst, size, gpus_per_server)
-        steps.append(_with_last_hop(sent, crosses, above, inside))
+        steps.append(_with_last_hop(sent, np.repeat(edges.above, gpus_per_server), inside))
     return steps
 
 
-def naive_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
+def naive_steps(shards: Sequence[ServerShard], gpus_per_server: int) -> list[FlowStep]:
     """Holders in turn."""
-    rows: list[Row] = []
-    crosses: list[bool] = []
-    for shard in shards:
-        for turn, (server, needs) in enumerate(zip(shard.receivers, shard.needs.tolist(), strict=True)):
-            holder = shard.holders[turn % len(shard.holders)]
-            for place, size in enumerate(needs):
-                if size:
-                    rows.append((holder * gpus_per_server + place, server * gpus_per_server + place, size))
-                    crosses.append(bool(site.pod[holder] != site.pod[server]))
-    return [FlowStep(GpuFlows.of(rows), np.array(crosses, np.bool_), np.zeros(len(rows), np.int64))]
+    rows: list[Row] = [
+        (shard.holders[turn % len(shard.holders)] * gpus_per_server + place, server * gpus_per_server + place, size)
+        for shard in shards
+        for turn, (server, needs) in enumerate(zip(shard.receivers, shard.needs.tolist(), strict=True))
+        for place, size in enumerate(needs)
+        if size
+    ]
+    return [FlowStep(GpuFlows.of(rows), np.zeros(len(rows), np.int64))]
 
 
 def two_stage_steps(shards: Sequence[ServerShard], site: SyncSite, gpus_per_server: int) -> list[FlowStep]:
     first: list[Row] = []
-    crosses: list[bool] = []
     chains: list[tuple[int, int, float, int]] = []  # server, server, bytes, how far down
     at: list[tuple[int, int, float]] = []  # shard, server, bytes that come there
     for number, shard in enumerate(shards):
         for turn, servers in enumerate(_by_pod(shard, site)):
             holder, seed = shard.holders[turn % len(shard.holders)], servers[0]
-            for place in _first_engine(shard, seed):
-                size = shard.bytes / len(_first_engine(shard, seed))
-                first.append((holder * gpus_per_server + place, seed * gpus_per_server + place, size))
-                crosses.append(bool(site.pod[holder] != site.pod[seed]))
+            places = _first_engine(shard, seed)
+            first += [
+                (holder * gpus_per_server + place, seed * gpus_per_server + place, shard.bytes / len(places))
+                for place in places
+            ]
             chains += [(servers[k], servers[k + 1], shard.bytes, k) for k in range(len(servers) - 1)]
             at += [(number, server, shard.bytes) for server in servers]
-    steps = [FlowStep(GpuFlows.of(first), np.array(crosses, np.bool_), np.zeros(len(first), np.int64))]
+    steps = [FlowStep(GpuFlows.of(first), np.zeros(len(first), np.int64))]
     of, server, came = (np.array(each) for each in zip(*at, strict=True))
     inside = _passed_on(shards, of, server, came.astype(np.float64), gpus_per_server)
     chain, depth = GpuFlows.none(), np.empty(0, np.int64)
     if chains:
         src, dst, along, depth = (np.array(each) for each in zip(*chains, strict=True))
         chain = spread(src, dst, along.astype(np.float64), gpus_per_server)
-    down = np.repeat(depth, gpus_per_server)
-    steps.append(_with_last_hop(chain, np.zeros(len(chain), np.bool_), down, inside))
-    return steps
+    return [*steps, _with_last_hop(chain, np.repeat(depth, gpus_per_server), inside)]
 
 
 def spread(src: Ints, dst: Ints, size: Floats, gpus_per_server: int) -> GpuFlows:
@@ -126,14 +119,10 @@ def _passed_on(shards: Sequence[ServerShard], of: Ints, server: Ints, size: Floa
     return GpuFlows.of(rows)
 
 
-def _with_last_hop(sent: GpuFlows, crosses: NDArray[np.bool_], above: Ints, inside: GpuFlows) -> FlowStep:
+def _with_last_hop(sent: GpuFlows, above: Ints, inside: GpuFlows) -> FlowStep:
     """What goes on inside a server does so chunk by chunk, as the last of those below the others."""
     last = int(above.max(initial=0)) + 1
-    return FlowStep(
-        GpuFlows.joined([sent, inside]),
-        np.concatenate([crosses, np.zeros(len(inside), np.bool_)]),
-        np.concatenate([above, np.full(len(inside), last, np.int64)]),
-    )
+    return FlowStep(GpuFlows.joined([sent, inside]), np.concatenate([above, np.full(len(inside), last, np.int64)]))
 
 
 def _by_pod(shard: ServerShard, site: SyncSite) -> Iterator[list[int]]:
@@ -211,6 +200,12 @@ class _Ground:
     fabric: SimulatedFabric
     beside: Sequence[Beside]
     bound_s: float
+    pod: Ints  # [server]
+
+    def crosses(self, flows: GpuFlows) -> Bools:
+        """[flow], whether it goes from PoD to PoD."""
+        gpus = self.fabric.servers.gpus_per_server
+        return np.asarray(self.pod[flows.src // gpus] != self.pod[flows.dst // gpus])
 
     def period(self, flows: GpuFlows, share: float = 1.0) -> Period:
         """For these flows, and what others send in that share of the time."""
@@ -236,7 +231,7 @@ def sync_stage(
         raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
     shards, site = shards_of(job, fleets, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
-    found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site)))
+    found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))
     return min(found, key=lambda each: each.cost_s)  # of those that are alike, the one that changes least
 
 
@@ -245,7 +240,7 @@ def steps_of(
 ) -> list[FlowStep]:
     gpus = servers.gpus_per_server
     if scheme == "naive":
-        return naive_steps(shards, site, gpus)
+        return naive_steps(shards, gpus)
     if scheme == "two_stage":
         return two_stage_steps(shards, site, gpus)
     plan = make_plan(problem_of(shards, site, servers), wave_s=wave_s)
@@ -327,7 +322,7 @@ def _by_wave(steps: Sequence[FlowStep], ground: _Ground) -> SyncStage:
 def _stage(
     course: SyncCourse, circuits_s: float, steps: Sequence[FlowStep], networks: Sequence[LinkNetwork], ground: _Ground
 ) -> SyncStage:
-    times = [_step_s(network, step, ground.beside) for network, step in zip(networks, steps, strict=True)]
+    times = [_step_s(network, step, ground) for network, step in zip(networks, steps, strict=True)]
     crossing_s = sum(each.crossing_s for each in times)
     inside_s = sum(each.seconds for each in times) - crossing_s
     held_s: dict[FabricStage, float] = {}
@@ -351,9 +346,9 @@ class _StepTime:
     held_s: Mapping[FabricStage, float]
 
 
-def _step_s(network: LinkNetwork, step: FlowStep, beside: Sequence[Beside]) -> _StepTime:
+def _step_s(network: LinkNetwork, step: FlowStep, ground: _Ground) -> _StepTime:
     """Who is below others waits for a chunk and a hop of each above it."""
-    flows = step.flows
+    flows, beside = step.flows, ground.beside
     if not len(flows):
         return _StepTime(0.0, 0.0, {}, {each.stage: 0.0 for each in beside})
     routes = network.routes(flows)
@@ -362,7 +357,7 @@ def _step_s(network: LinkNetwork, step: FlowStep, beside: Sequence[Beside]) -> _
     ends_s = ends_s + routes.latency_s + step.above * (chunk_s + routes.latency_s)
     seconds = float(ends_s.max())
     held_s = {each.stage: late_s.get(each.stage, seconds) for each in beside}  # without a way, all the while
-    crossing_s = float(ends_s[step.crosses].max(initial=0.0))
+    crossing_s = float(ends_s[ground.crosses(flows)].max(initial=0.0))
     return _StepTime(crossing_s, seconds, tier_bytes(network, flows, routes), held_s)
 
 

@@ -71,18 +71,29 @@ def traffic(job: TrainJob, servers: Servers) -> Mapping[str, GroupCollective]:
 
 
 def _of_passes(job: TrainJob, servers: Servers) -> dict[str, GroupCollective]:
-    layout = job.layout
-    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
-    of = {"tp": _tensor, "cp": _context, "ep": _experts, "pp": _pipeline}
-    found = {}
-    for kind, degree in degrees.items():
-        if degree > 1:
-            members = groups(job, kind)
-            found[kind] = GroupCollective(*of[kind](job, members, servers), crosses(members, servers))
-    return found
-
-
-Counted = tuple[MessageTransfer, float]  # times in an iteration
+    model, layout = job.model, job.layout
+    layers, passes = _layer_passes(job)
+    members = {kind: groups(job, kind) for kind in FORWARD_BACKWARD}
+    vectors = job.micro_tokens * model.hidden * ACTIVATION_BYTES / layout.tp  # a rank's share of a micro-batch
+    block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
+    around = layout.vpp > 1
+    found = {  # and how often in an iteration
+        "tp": (collectives.all_gather(members["tp"], vectors, servers), layers * passes * tp_count(job)),
+        "cp": (_ring(members["cp"], (layout.cp - 1) * block, servers), layers * (passes + 1)),
+        "ep": (
+            collectives.all_to_all(members["ep"], vectors * model.experts_per_token, servers),
+            layers * passes * 2,
+        ),
+        "pp": (
+            _down(members["pp"], vectors, servers, around=around),
+            2 * job.micro_batches * (layout.stages - 1) / layout.pp,
+        ),
+    }
+    return {
+        kind: GroupCollective(transfer, times, crosses(members[kind], servers))
+        for kind, (transfer, times) in found.items()
+        if members[kind].shape[1] > 1
+    }
 
 
 def _layer_passes(job: TrainJob) -> tuple[float, float]:
@@ -94,36 +105,6 @@ def forward_times(job: TrainJob, kind: str, exchange: GroupCollective) -> float:
     """How often in the forward passes alone, each rank; of a kind of forward and backward."""
     passes = _layer_passes(job)[1]
     return exchange.times / {"tp": passes, "cp": passes + 1, "ep": passes, "pp": 2.0}[kind]
-
-
-def _tokens_bytes(job: TrainJob) -> float:
-    return job.micro_tokens * job.model.hidden * ACTIVATION_BYTES
-
-
-def _tensor(job: TrainJob, members: Ints, servers: Servers) -> Counted:
-    layers, passes = _layer_passes(job)
-    shard = _tokens_bytes(job) / job.layout.tp
-    return collectives.all_gather(members, shard, servers), layers * passes * tp_count(job)
-
-
-def _context(job: TrainJob, members: Ints, servers: Servers) -> Counted:
-    model, layout = job.model, job.layout
-    layers, passes = _layer_passes(job)
-    block = job.micro_tokens * 2 * max(1.0, model.kv_heads / layout.tp) * model.head_dim * ACTIVATION_BYTES
-    given = (layout.cp - 1) * block
-    return _ring(members, given, servers), layers * (passes + 1)
-
-
-def _experts(job: TrainJob, members: Ints, servers: Servers) -> Counted:
-    layers, passes = _layer_passes(job)
-    whole = _tokens_bytes(job) / job.layout.tp * job.model.experts_per_token
-    return collectives.all_to_all(members, whole, servers), layers * passes * 2
-
-
-def _pipeline(job: TrainJob, members: Ints, servers: Servers) -> Counted:
-    layout, given = job.layout, _tokens_bytes(job) / job.layout.tp
-    times = 2 * job.micro_batches * (layout.stages - 1) / layout.pp
-    return _down(members, given, servers, around=layout.vpp > 1), times
 
 
 def tp_count(job: TrainJob) -> int:

@@ -47,8 +47,6 @@ class SeedRun:
     tokens_recomputed: int = 0
     preemptions: int = 0
     transfers: int = 0  # of KV, instead of computing it again
-    transferred_gbytes: float = 0.0  # over NICs, new weights included
-    transfer_delay_s: float = 0.0  # by which they took longer than alone, summed
     predicted_actual_s: list[tuple[float, float]] = field(default_factory=list)  # of each plan
     remaining: list[tuple[float, int]] = field(default_factory=list)
     spans: list[EngineSpan] = field(default_factory=list)
@@ -166,8 +164,7 @@ class ControlledRun:
                 elif scenario.workload.gap_s:
                     await world.advance(scenario.workload.gap_s)
             run.idle_fraction = 1 - run.busy_gpu_s / (scenario.gpus * run.total_s)
-            run.transfers, run.transferred_gbytes = world.transfers, world.network.carried_gbytes
-            run.transfer_delay_s = world.network.delayed_s
+            run.transfers = world.transfers
         return run
 
     def _dealt(self, world: World, requests: Sequence[SimRequest]) -> list[EngineId] | None:

@@ -58,7 +58,7 @@ class CountedRecord(RequestRecord):
             self.started_s = now_s
 
 
-def record_of(request: SimRequest, now_s: float, generated: int = 0) -> CountedRecord:
+def record_of(request: SimRequest, now_s: float) -> CountedRecord:
     return CountedRecord(
         request.id,
         CompletionEndpoint.COMPLETIONS,
@@ -68,7 +68,6 @@ def record_of(request: SimRequest, now_s: float, generated: int = 0) -> CountedR
         request.max_tokens,
         group=request.group,
         prompt_tokens_estimate=request.prompt_tokens,
-        generated=generated,
         output_tokens=request.output_tokens,
     )
 

@@ -40,12 +40,9 @@ class NodeNetwork:
         self._engines_gbps: dict[Node, float] = {}
         self._settled_s = clock.now_s()
         self._next: asyncio.Task[None] | None = None
-        self.carried_gbytes = 0.0
-        self.delayed_s = 0.0  # by which transfers took longer than alone
 
     async def transfer(self, nodes: tuple[Node, ...], wish_gbps: float, gbytes: float, cargo: Cargo = "moves") -> None:
         """Returns when the bytes are there. `nodes` are those whose NICs are passed."""
-        began_s = self._clock.now_s()
         flow = _Flow(nodes, wish_gbps, gbytes * 8, asyncio.get_running_loop().create_future(), cargo)
         self._settle()
         self._flows.append(flow)
@@ -57,8 +54,6 @@ class NodeNetwork:
                 self._settle()
                 self._flows.remove(flow)
                 self._replan()
-        self.carried_gbytes += gbytes if nodes else 0.0
-        self.delayed_s += max(0.0, self._clock.now_s() - began_s - gbytes * 8 / wish_gbps)
 
     def engines_send(self, gbps: Mapping[Node, float]) -> None:
         """What engines send over each node's NICs from now on, as they decode."""

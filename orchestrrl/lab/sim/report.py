@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Of the seeds' figures those that are reported by their names, as medians.
-MEDIANS = (
-    *("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions"),
-    *("transfers", "transferred_gbytes", "transfer_delay_s"),
-)
+MEDIANS = ("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions", "transfers")
 LEGEND = (
     "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
     "off: of plans' predicted ends"

@@ -145,15 +145,25 @@ class EngineConfiguration(ScenarioSection):
     nic_gbps: NotNegative = 0.0  # what it sends over NICs while it decodes (EP, AFD), per node
 
 
-class EnginesSection(ScenarioSection):
-    """The ways to run engines: inline, or from a profile (a built-in name, or a file; from the scenario's folder)."""
+class ProfiledSection(ScenarioSection):
+    """Engines that a profile may describe: a built-in one, or a file, from the scenario's folder."""
 
     profile: Name | None = None
-    configurations: tuple[EngineConfiguration, ...] = ()
-    initial: str | None = None  # configuration that our arms begin with; by default the tuned static baseline's
-    kv_bytes_per_token: Positive | None = None  # by default the profile's
+    initial: str | None = None  # what our arms begin with; by default the tuned static baseline's
     prefix_caching: bool = False  # samples of one prompt that run on one engine have its KV in common
     _profile: Profile | None = PrivateAttr(None)  # what `profile` names, once it is read
+
+    @property
+    def profile_value(self) -> Profile | None:
+        """The profile that `profile` names, with its curves."""
+        return self._profile
+
+
+class EnginesSection(ProfiledSection):
+    """The ways to run engines: inline, or from a profile."""
+
+    configurations: tuple[EngineConfiguration, ...] = ()
+    kv_bytes_per_token: Positive | None = None  # by default the profile's
 
     @model_validator(mode="after")
     def _one_source(self) -> "EnginesSection":
@@ -167,11 +177,6 @@ class EnginesSection(ScenarioSection):
         section = cls(profile=profile.model, **options)
         section._profile = profile
         return section
-
-    @property
-    def profile_value(self) -> Profile | None:
-        """The profile that `profile` names, with its curves."""
-        return self._profile
 
     @property
     def moved_bytes_per_token(self) -> float:

@@ -26,7 +26,7 @@ from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest, redrawn
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, decode_alone_s
-from planner.cost.profile import Curve, EngineProfile
+from planner.cost.profile import EngineProfile
 from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId, RequestId
 
@@ -381,19 +381,8 @@ def _rounds_s(profile: EngineProfile, sequences: Floats, kv_tokens: Floats, room
     batch, held = sequences / rounds, kv_tokens / rounds
     spilled = np.maximum(0.0, held - profile.kv_capacity_tokens)
     step = profile.step
-    one_s = _along(step.base_s, batch) + step.kv_s_per_token * held + step.spill_s_per_token * spilled
+    one_s = step.base_s.over(batch) + step.kv_s_per_token * held + step.spill_s_per_token * spilled
     return rounds * one_s
-
-
-def _along(curve: Curve, xs: Floats) -> Floats:
-    """`curve.at` of many."""
-    if len(curve.xs) == 1:
-        return np.full_like(xs, curve.ys[0])
-    knots, ys = np.array(curve.xs), np.array(curve.ys)
-    right = np.clip(np.searchsorted(knots, xs, side="right"), 1, len(knots) - 1)
-    slope = (ys[right] - ys[right - 1]) / (knots[right] - knots[right - 1])
-    seconds: Floats = np.maximum(0.0, ys[right - 1] + slope * (xs - knots[right - 1]))
-    return seconds
 
 
 # --- the oracle of the demo: every request is there at time 0, and every length is known. What it finds is not proven

@@ -226,17 +226,14 @@ class ArmGroup:
     def mean_step_s(self) -> dict[str, float]:
         """Seconds of a step in the mean over steps after the warm-up, by what they were spent on; the median over
         seeds."""
+        loop = self.first.scenario.get("loop")
+        warmup_steps = int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0
+        measured = [result.run.steps[warmup_steps:] for result in self.results]
         names = sorted({name for result in self.results for row in result.run.steps for name in row})
-        return {name: median(_mean(_measured(result), name) for result in self.results) for name in names}
-
-
-def _measured(result: ClusterResult) -> Sequence[Mapping[str, float]]:
-    loop = result.scenario.get("loop")
-    return result.run.steps[int(loop.get("warmup_steps", 0)) if isinstance(loop, Mapping) else 0 :]
-
-
-def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(row.get(name, 0.0) for row in rows) / len(rows) if rows else 0.0
+        return {
+            name: median(sum(row.get(name, 0.0) for row in rows) / max(1, len(rows)) for rows in measured)
+            for name in names
+        }
 
 
 def groups_of(results: Sequence[ClusterResult]) -> tuple[ArmGroup, ...]:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.scenario import NotNegative, Positive, ScenarioSection
@@ -23,14 +23,7 @@ class FaultyPart(StrEnum):
     ENGINE = "engine"
 
 
-def _one_or_many(of: Any) -> Any:
-    return (of,) if isinstance(of, int) else of
-
-
-def _some(of: tuple[int, ...]) -> tuple[int, ...]:
-    if not of:
-        raise ValueError("must name one at least")
-    return of
+Numbers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
 
 class ClusterFaultSection(ScenarioSection):
@@ -40,7 +33,7 @@ class ClusterFaultSection(ScenarioSection):
 
     at_s: NotNegative
     fail: FaultyPart
-    of: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_one_or_many), AfterValidator(_some)]
+    of: Annotated[Numbers, BeforeValidator(lambda of: (of,) if isinstance(of, int) else of)]
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of the uplinks
     back_after_s: Positive | None = None  # None: it stays away
 

@@ -50,16 +50,22 @@ from planner.model import ConfigurationId, GpuId
 
 @dataclass(frozen=True)
 class EnginesOnFabric:
-    """A section's engines on the GPUs of a fabric: what all arms and seeds have in common. `daemon`: a daemon's
+    """A section's engines on the GPUs of a fabric: what all arms and seeds have in common. They are of these `layouts`,
+    or of the section's profile: exchanges of known engines are not changed by the network. `daemon`: a daemon's
     configuration, without `fleet`."""
 
     section: GenerationSection
     hardware: Hardware
     where: GenGpus
     fabric: SimulatedFabric
-    profile: Profile
+    layouts: Sequence[Parallelism] = ()
     daemon: Mapping[str, Any] = field(default_factory=dict)
     _token_bytes: dict[ConfigurationId, TierBytes] = field(default_factory=dict)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Raises ValueError where no configuration fits."""
+        return self.section.profile_value or on_fabric(self.hardware, self.layouts, self.where, self.fabric)
 
     @cached_property
     def fleets(self) -> Mapping[ConfigurationId, UniformFleet]:
@@ -77,16 +83,14 @@ class EnginesOnFabric:
 
     def sent(self, tokens: Mapping[ConfigurationId, float]) -> TierBytes:
         """Return what engines exchange of tokens that pass those of each configuration, generated or prefilled."""
+        servers = self.fabric.servers
+        for name in tokens:
+            if name not in self._token_bytes:
+                network, fleet = self.fabric.network(gen_period(self.fleets[name], servers, name)), self.fleets[name]
+                self._token_bytes[name] = tier_bytes(network, token_flows(fleet, self.hardware.model, servers))
         return summed(
-            {tier: size * tokens[name] for tier, size in self._of_token(name).items()} for name in sorted(tokens)
+            {tier: size * tokens[name] for tier, size in self._token_bytes[name].items()} for name in sorted(tokens)
         )
-
-    def _of_token(self, name: ConfigurationId) -> TierBytes:
-        if name not in self._token_bytes:
-            servers, fleet = self.fabric.servers, self.fleets[name]
-            network = self.fabric.network(gen_period(fleet, servers, name))
-            self._token_bytes[name] = tier_bytes(network, token_flows(fleet, self.hardware.model, servers))
-        return self._token_bytes[name]
 
     def scenario(self, steps: int) -> GenerationScenario:
         part, servers = self.section, self.fabric.servers
@@ -106,20 +110,6 @@ class EnginesOnFabric:
             control=part.control,
             daemon={"mode": "act", **self.daemon, "slow": slow},
         )
-
-
-def generation_on(
-    section: GenerationSection,
-    hardware: Hardware,
-    where: GenGpus,
-    fabric: SimulatedFabric,
-    layouts: Sequence[Parallelism] = (),
-    daemon: Mapping[str, Any] | None = None,
-) -> EnginesOnFabric:
-    """With engines of these `layouts`, or of the section's profile: exchanges of known engines are not changed by the
-    network. Raises ValueError where no configuration fits."""
-    profile = section.profile_value or on_fabric(hardware, layouts, where, fabric)
-    return EnginesOnFabric(section, hardware, where, fabric, profile, daemon or {})
 
 
 def generation_stages(ready: EnginesOnFabric, arm: str, seed: int, steps: int) -> tuple[GenStage, ...]:

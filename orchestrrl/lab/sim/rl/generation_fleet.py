@@ -21,8 +21,11 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.collectives import m2n
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, Period, Pods, SimulatedFabric
@@ -37,16 +40,12 @@ from planner.cost.roofline import ACTIVATION_BYTES
 from planner.model import GpuId, RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, slots=True)
 class GenGpus:
     """The GPUs that generate: `count` of them from `first` on, whole servers."""
 
-    first: int
-    count: int
-
-    def __post_init__(self) -> None:
-        if self.first < 0 or self.count < 1:
-            raise ValueError(f"first must be >= 0 and count >= 1, got {self.first} and {self.count}")
+    first: Annotated[int, Field(ge=0)]
+    count: Annotated[int, Field(ge=1)]
 
     @property
     def all(self) -> Ints:

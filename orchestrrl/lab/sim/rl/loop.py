@@ -20,22 +20,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked
 
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun, TimelineSpan
+from orchestrrl.lab.sim.scenario import Count
+
+Number = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
+@checked(frozen=True, slots=True)
 class SampleBatch:
     """Samples of a generation step: new ones, and how many (older ones first) are done in it."""
 
-    begun: int
-    finished: int
-
-    def __post_init__(self) -> None:
-        if self.begun < 0 or self.finished < 1:
-            raise ValueError(f"begun must be >= 0 and finished >= 1, got {self.begun} and {self.finished}")
+    begun: Number
+    finished: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,6 @@ class LoopRules:
     def __post_init__(self) -> None:
         if (self.mode is LoopMode.BOUNDED_STALENESS) != (self.staleness is not None):
             raise ValueError(f"staleness goes with bounded_staleness alone, got {self.staleness} with {self.mode}")
-        for name in ("batch_samples", "buffer_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
-        if self.staleness is not None and self.staleness < 0:
-            raise ValueError(f"staleness must be >= 0, got {self.staleness}")
         if self.shared and self.mode is not LoopMode.SYNCHRONOUS:
             raise ValueError(f"GPUs that train and generate in turn go with the synchronous mode, got {self.mode}")
 

@@ -109,14 +109,9 @@ def read(source: Path) -> tuple[ClusterResult, ...]:
     faults: list[str] = []
     for path in paths:
         try:
-            text = read_text(path)
-        except ProblemFaults as error:
-            faults += error.faults
-            continue
-        try:
-            found += parse(text)
-        except ProblemFaults as error:
-            faults += [f"{path}: {fault}" for fault in error.faults]
+            found += parse(read_text(path))
+        except ProblemFaults as error:  # a file that cannot be read names itself
+            faults += [fault if fault.startswith(str(path)) else f"{path}: {fault}" for fault in error.faults]
     if faults:
         raise ProblemFaults(faults)
     return tuple(found)

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from orchestrrl.core.documents import parse_yaml
 from orchestrrl.core.errors import shorten
+from orchestrrl.engines.profiles import importer
 from orchestrrl.lab.sim.net.fabrics.base import NOTHING, SimulatedFabric, SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
-from orchestrrl.lab.sim.rl.loop import LoopRules
+from orchestrrl.lab.sim.rl.loop import LoopRules, Number
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode
 from orchestrrl.lab.sim.scenario import (
     Arm,
@@ -26,6 +27,7 @@ from orchestrrl.lab.sim.scenario import (
     Name,
     NotNegative,
     Positive,
+    ProfiledSection,
     ScenarioSection,
     WorkloadSection,
     one_of,
@@ -39,7 +41,7 @@ from planner.cost.engines import ENGINES, EngineModel
 from planner.cost.hardware import GPUS, GpuModel, gpu_named
 from planner.cost.models import MODELS, Model, model_named
 from planner.cost.paper import paper_engine
-from planner.cost.profile import Parallelism, Profile
+from planner.cost.profile import Parallelism
 from planner.fabric.shape import ImpossibleSite
 from planner.solver.layouts import layouts
 
@@ -47,10 +49,6 @@ PAPER_ENGINE = "paper"
 SIZES = ("servers_per_tor", "servers_per_pod")  # of the cluster, that are options of fabrics
 _OF_THE_LOOP = ("steps", "warmup_steps", "gap_s")  # that a workload of `sim gen` has, and this one's loop says
 
-Number = Annotated[int, Field(ge=0)]
-
-
-_LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
 _AFD = re.compile(r"afd(\d+)\+(\d+)(?:x(\d+))?(?:tp(\d+))?")
 
 
@@ -59,11 +57,10 @@ def layout_named(name: str) -> Parallelism:
     if match := _AFD.fullmatch(name):
         attention, ffn, micro_batches, tp = (int(number or 1) for number in match.groups())
         return Parallelism(tp=tp, attention_gpus=attention, ffn_gpus=ffn, micro_batches=micro_batches)
-    match = _LAYOUT.fullmatch(name)
-    if not name or match is None:
-        raise ValueError("must be a layout such as tp8, tp8ep8, tp1dp16ep16 or afd24+16x3")
-    tp, dp, ep = (int(number or 1) for number in match.groups())
-    return Parallelism(tp=tp, dp=dp, ep=ep)
+    try:
+        return importer.layout_named(name)
+    except ValueError as error:
+        raise ValueError(f"{error}, or afd24+16x3") from None
 
 
 def _is_layout(name: str) -> str:
@@ -145,21 +142,17 @@ class TrainingSection(ScenarioSection):
         return tuple((size, times) for size, times in found if times)
 
 
-class GenerationSection(ScenarioSection):
+class GenerationSection(ProfiledSection):
     """What each step generates, and on which engines: by default on every layout worth a look, predicted from model and
     GPU and from what the fabric gives to those that span servers."""
 
     workload: WorkloadSection
-    layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()
-    profile: Name | None = None  # instead: a built-in one, or a file from the scenario's folder
+    layouts: tuple[Annotated[str, AfterValidator(_is_layout)], ...] = ()  # a profile takes their place
     engine: Annotated[str, one_of([*ENGINES, PAPER_ENGINE])] = "vllm"
-    initial: str | None = None  # layout that our arms begin with; by default the tuned static baseline's
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = ("both",)
     partial_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     kv_transfer: bool = True  # engines can hand KV over; otherwise a moved request is recomputed
-    prefix_caching: bool = False
     control: GenerationControlSection = GenerationControlSection()
-    _profile: Profile | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _one_source(self) -> "GenerationSection":
@@ -168,11 +161,6 @@ class GenerationSection(ScenarioSection):
         if given := [name for name in _OF_THE_LOOP if name in self.workload.model_fields_set]:
             raise ValueError(f"workload must leave {', '.join(given)} to the loop")
         return self
-
-    @property
-    def profile_value(self) -> Profile | None:
-        """The profile that `profile` names, with its curves."""
-        return self._profile
 
 
 class WeightSyncSection(ScenarioSection):

@@ -28,7 +28,7 @@ from orchestrrl.lab.sim.net.fabrics.base import NOTHING, FabricStage, SimulatedF
 from orchestrrl.lab.sim.net.fabrics.registry import options_of
 from orchestrrl.lab.sim.net.model import GpuFlows
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, FaultyPart, stretched_s, with_lost_work_s
-from orchestrrl.lab.sim.rl.generation import EnginesOnFabric, generation_on, generation_stages
+from orchestrrl.lab.sim.rl.generation import EnginesOnFabric, generation_stages
 from orchestrrl.lab.sim.rl.generation_fleet import (
     GenGpus,
     Hardware,
@@ -63,47 +63,23 @@ def fabric_for(
 
 def job_demand(scenario: ClusterScenario, plain: SimulatedFabric, constants: TrainConstants = MEGATRON) -> GpuFlows:
     """Of one step. `plain`: the fabric as it would be without, for the sync's plan."""
-    samples, tokens = scenario.loop.batch_samples or scenario.samples, mean_tokens(scenario.generation.workload)
-    job, fleet = scenario.train_job(samples, tokens, constants=constants), _fleet(scenario, plain)
-    parts = _training(scenario, job)
-    if fleet is not None:
-        parts += [_weights(scenario, job, fleet, plain), _exchanges(scenario, fleet)]
-    return GpuFlows.joined(parts)
-
-
-def _training(scenario: ClusterScenario, job: TrainJob) -> list[GpuFlows]:
-    """All optimiser steps of a training step."""
-    return [
+    cluster, servers, tokens = scenario.cluster, scenario.servers, mean_tokens(scenario.generation.workload)
+    job = scenario.train_job(scenario.loop.batch_samples or scenario.samples, tokens, constants=constants)
+    parts = [
         period.demand.times(times)
         for size, times in scenario.training.shares(job.sequences)
-        for period in periods(replace(job, sequences=size), scenario.servers)
+        for period in periods(replace(job, sequences=size), servers)
     ]
-
-
-def _fleet(scenario: ClusterScenario, plain: SimulatedFabric) -> UniformFleet | None:
-    """Of the last layout that there is room for: which of them will run is known once the fabric is."""
-    cluster = scenario.cluster
+    # Of the last layout that there is room for: which of them will run is known once the fabric is.
     where = GenGpus(cluster.first_generating, cluster.generating)
-    for parallelism in reversed(scenario.engine_layouts):
-        fleet = deployed(parallelism, where, scenario.servers, plain.pods)
-        if len(fleet):
-            return fleet
-    return None
-
-
-def _exchanges(scenario: ClusterScenario, fleet: UniformFleet) -> GpuFlows:
-    """Of engines that span servers, for all tokens of a step."""
-    if not leaves_servers(fleet, scenario.servers):
-        return GpuFlows.none()
-    tokens = scenario.samples * mean_tokens(scenario.generation.workload)
-    return token_flows(fleet, scenario.model_value, scenario.servers).times(tokens)
-
-
-def _weights(scenario: ClusterScenario, job: TrainJob, fleet: UniformFleet, plain: SimulatedFabric) -> GpuFlows:
-    servers = scenario.servers
-    shards = shards_of(job, [fleet], servers.gpus_per_server)
-    steps = steps_of(scenario.weight_sync.scheme, shards, site_of(plain.network(None)), servers)
-    return GpuFlows.joined([step.flows for step in steps])
+    fleets = (deployed(each, where, servers, plain.pods) for each in reversed(scenario.engine_layouts))
+    if fleet := next((each for each in fleets if len(each)), None):
+        shards = shards_of(job, [fleet], servers.gpus_per_server)
+        steps = steps_of(scenario.weight_sync.scheme, shards, site_of(plain.network(None)), servers)
+        parts += [step.flows for step in steps]
+        if leaves_servers(fleet, servers):
+            parts.append(token_flows(fleet, scenario.model_value, servers).times(scenario.samples * tokens))
+    return GpuFlows.joined(parts)
 
 
 Made = TypeVar("Made")
@@ -143,7 +119,7 @@ class FabricStages:
         def make() -> EnginesOnFabric:
             hardware = Hardware(scenario.model_value, scenario.gpu_value, scenario.engine_value)
             fabric, layouts = self.without(failed), scenario.engine_layouts
-            return generation_on(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)
+            return EnginesOnFabric(scenario.generation, hardware, self.where, fabric, layouts, scenario.daemon)
 
         return self._once(("ready", failed), make)
 

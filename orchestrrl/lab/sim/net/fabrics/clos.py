@@ -168,18 +168,9 @@ def blocked_tree(
     servers: Servers, radix: int, servers_per_pod: int, servers_per_tor: int | None, ratio: float = 1.0
 ) -> ClosCabling:
     """Servers in blocks below ToRs, `ratio` times as many ports down as up. Raises Impossible."""
-    nics = servers.nics_per_server
     down = int(radix * ratio / (1 + ratio) + 1e-9)
     refuse(*_too_many(servers, radix, down, servers_per_tor))
-    per_tor = servers_per_tor or down // nics
-    blocks = -(-servers_per_pod // per_tor)
-    pods = -(-servers.count // servers_per_pod)
-    server = np.arange(servers.count)
-    block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod
-    used, tor = np.unique(block, return_inverse=True)
-    pod_of: Ints = used // blocks
-    assert int(pod_of.max()) == pods - 1
-    return ClosCabling(np.repeat(tor, nics), pod_of, ratio)
+    return _cabled(servers, servers_per_tor or down // servers.nics_per_server, servers_per_pod, 1, ratio)
 
 
 def _too_many(servers: Servers, radix: int, down: int, servers_per_tor: int | None) -> Iterator[ShapeFault]:
@@ -215,15 +206,16 @@ def rail_optimized(
         refuse(
             ShapeFault("servers_per_tor", f"a ToR of {radix} ports has {down} down, one for a server", servers_per_tor)
         )
-    tree = _tree(servers, servers_per_tor or down, servers_per_pod)
+    tree = _cabled(servers, servers_per_tor or down, servers_per_pod, servers.nics_per_server)
     return Clos(servers, tree, rails=True, name="rail_optimized")
 
 
-def _tree(servers: Servers, servers_per_tor: int, servers_per_pod: int) -> ClosCabling:
-    """By PoD, block of servers and rail."""
-    nic, rails = np.arange(servers.nics), servers.nics_per_server
-    server, rail = np.divmod(nic, rails)
+def _cabled(
+    servers: Servers, servers_per_tor: int, servers_per_pod: int, rails: int, ratio: float = 1.0
+) -> ClosCabling:
+    """ToRs by PoD, block of servers and rail."""
+    server, place = np.divmod(np.arange(servers.nics), servers.nics_per_server)
     blocks = -(-servers_per_pod // servers_per_tor)
     block = server // servers_per_pod * blocks + server % servers_per_pod * blocks // servers_per_pod
-    used, tor = np.unique(block * rails + rail, return_inverse=True)
-    return ClosCabling(tor, used // rails // blocks)
+    used, tor = np.unique(block * rails + place % rails, return_inverse=True)
+    return ClosCabling(tor, used // rails // blocks, ratio)

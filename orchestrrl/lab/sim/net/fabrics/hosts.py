@@ -267,3 +267,10 @@ def left(lost: Shares, count: int) -> Floats:
             raise ValueError(f"there are bundles 0 to {count - 1}, of which 0 to 1 is lost; got {share} of {bundle}")
         found[bundle] -= share
     return found
+
+
+def sums_between(one: Ints, other: Ints, size: Floats, count: int) -> Floats:
+    """[from, to] of so many, sizes of flows from `one` to `other` [flow] summed up; nothing to itself."""
+    sums = np.bincount(one * count + other, size, minlength=count**2).astype(np.float64).reshape(count, count)
+    np.fill_diagonal(sums, 0.0)
+    return sums

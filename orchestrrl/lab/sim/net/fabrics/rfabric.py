@@ -17,7 +17,7 @@ from pydantic import Field
 from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Period, Pods, SimulatedFabric, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, CircuitLinks, Device, distances
 from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
-from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring, sums_between
 from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
 from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
 from planner.fabric.generate import regular_site
@@ -155,11 +155,7 @@ class RFabric(SimulatedFabric):
         outside = (here != there) & reached[here] & reached[there]
         legs = self._hosts.legs(flows.src[outside], flows.dst[outside])
         one, other = self._tor_of[legs.src_nic], self._tor_of[legs.dst_nic]
-        tors = len(self.site.tors)
-        sent = np.bincount(one * tors + other, flows.bytes[outside][legs.flow] * legs.share, minlength=tors * tors)
-        demand = np.asarray(sent, np.float64).reshape(tors, tors)
-        np.fill_diagonal(demand, 0.0)
-        return demand
+        return sums_between(one, other, flows.bytes[outside][legs.flow] * legs.share, len(self.site.tors))
 
     @cached_property
     def circuits(self) -> RFabricCircuits:

@@ -21,7 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from orchestrrl.lab.sim.net.fabrics.base import Count, Inventory, Pods, SimulatedFabric, refuse
 from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
-from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring
+from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, sums_between
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
 from planner.fabric.shape import ShapeFault
 
@@ -48,10 +48,7 @@ def topoopt(
 def server_demand(servers: Servers, flows: GpuFlows) -> Floats:
     """[server, server], bytes between two."""
     one, other = flows.src // servers.gpus_per_server, flows.dst // servers.gpus_per_server
-    sent = np.bincount(one * servers.count + other, flows.bytes, minlength=servers.count**2)
-    demand = np.asarray(sent, np.float64).reshape(servers.count, servers.count)
-    np.fill_diagonal(demand, 0.0)
-    return demand
+    return sums_between(one, other, flows.bytes, servers.count)
 
 
 def _permutations(demand: Floats, nics: int, rings: int) -> Ints:

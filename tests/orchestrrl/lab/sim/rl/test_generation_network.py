@@ -7,7 +7,7 @@ from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.net.fabrics.base import Pods, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.model import Servers
-from orchestrrl.lab.sim.rl.generation import generation_on
+from orchestrrl.lab.sim.rl.generation import EnginesOnFabric
 from orchestrrl.lab.sim.rl.generation_fleet import (
     SENT_BYTES,
     GenGpus,
@@ -99,7 +99,7 @@ def test_a_fleet_has_no_more_engines_than_pods_have_room_for() -> None:
     section, layouts = GenerationSection(workload=WORKLOAD), (Parallelism(tp=8), wide)
     counts = {}
     for kind in ("rfabric", "fat_tree"):
-        ready = generation_on(section, MOE, WHERE, build(kind, SERVERS, servers_per_pod=4), layouts)
+        ready = EnginesOnFabric(section, MOE, WHERE, build(kind, SERVERS, servers_per_pod=4), layouts)
         kinds = ready.kinds(ready.scenario(1))
         counts[kind] = {str(name): len(homogeneous(each, 128, 8)) for name, each in kinds.items()}
     assert counts == {

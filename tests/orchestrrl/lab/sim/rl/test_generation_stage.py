@@ -8,7 +8,6 @@ from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.generation import (
     EnginesOnFabric,
     RedeploymentCase,
-    generation_on,
     generation_stages,
     redeployed_stage,
 )
@@ -39,7 +38,7 @@ DAEMON = {"slow": {"interval_s": 5.0, "epsilon_s": 0.5, "cooldown_s": 5.0, "work
 
 def generation(gpus: int = 16) -> EnginesOnFabric:
     section, layouts = GenerationSection(workload=WORKLOAD, initial="tp2"), (Parallelism(tp=2), Parallelism(tp=8))
-    return generation_on(section, HARDWARE, GenGpus(32, gpus), fabric(), layouts, DAEMON)
+    return EnginesOnFabric(section, HARDWARE, GenGpus(32, gpus), fabric(), layouts, DAEMON)
 
 
 def fabric(kind: str = "fat_tree", servers: Servers = SERVERS, **options: object) -> SimulatedFabric:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage
 from orchestrrl.lab.sim.rl.loop import FixedTimes, GenTime, LoopRules, Needs, SampleBatch, Slowed, SyncTime, run_loop
 from orchestrrl.lab.sim.rl.model import Holds, LoopMode, RlRun
+from orchestrrl.lab.sim.rl.scenario import LoopSection
 from tests.orchestrrl.lab.sim.rl.loop_oracle import Oracle
 
 SYNCHRONOUS, ONE_STEP, BOUNDED = LoopMode.SYNCHRONOUS, LoopMode.ONE_STEP_ASYNC, LoopMode.BOUNDED_STALENESS
@@ -118,11 +119,11 @@ def test_a_full_buffer_holds_generation_up() -> None:
     [
         (lambda: LoopRules(BOUNDED), "staleness goes with"),
         (lambda: LoopRules(ONE_STEP, staleness=1), "staleness goes with"),
-        (lambda: LoopRules(BOUNDED, staleness=-1), "staleness must be >= 0"),
-        (lambda: LoopRules(ONE_STEP, batch_samples=0), "batch_samples must be >= 1"),
+        (lambda: LoopSection(mode=BOUNDED, staleness=-1), "staleness\\n.*greater than or equal to 0"),
+        (lambda: LoopSection(mode=ONE_STEP, batch_samples=0), "batch_samples\\n.*greater than or equal to 1"),
     ],
 )
-def test_rules_check_themselves(rules: Callable[[], LoopRules], wish: str) -> None:
+def test_rules_check_themselves(rules: Callable[[], LoopRules | LoopSection], wish: str) -> None:
     with pytest.raises(ValueError, match=wish):
         rules()
 

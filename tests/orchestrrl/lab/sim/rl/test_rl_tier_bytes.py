@@ -10,7 +10,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import build
 from orchestrrl.lab.sim.net.fluid import summed
 from orchestrrl.lab.sim.net.model import GpuFlows, Servers
 from orchestrrl.lab.sim.report_page.charts import stage_s, tier_gbps
-from orchestrrl.lab.sim.rl.generation import generation_on
+from orchestrrl.lab.sim.rl.generation import EnginesOnFabric
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, Hardware, Leaving, OverFabric, deployed, token_flows
 from orchestrrl.lab.sim.rl.run import run_cluster
 from orchestrrl.lab.sim.rl.scenario import GenerationSection, scenario_of
@@ -84,7 +84,7 @@ def test_afd_sends_every_token_to_ffn_gpus_and_back() -> None:
 def test_tiers_have_the_bytes_of_all_tokens() -> None:
     layout, name = Parallelism(dp=16, ep=16), ConfigurationId("tp1dp16ep16")
     hardware = Hardware(MOE, gpu_named("h800"), engine_named("vllm"))
-    ready = generation_on(GenerationSection(workload=WORKLOAD), hardware, WHERE, FABRIC, [layout])
+    ready = EnginesOnFabric(GenerationSection(workload=WORKLOAD), hardware, WHERE, FABRIC, [layout])
     one, many = (ready.sent({name: tokens}) for tokens in (1.0, 1000.0))
     assert many == {tier: pytest.approx(1000 * size) for tier, size in one.items()}
     assert one["nic"] == pytest.approx(2 * sent(layout, "qwen3-235b-a22b")[1])  # up from one, down to another

@@ -192,7 +192,6 @@ class Peer:
     engines: tuple[EngineAt, ...] = ()
     share: EngineShare = EngineShare()
     held: tuple[HeldVersion, ...] = ()
-    free_bytes: Annotated[int, Field(ge=0, lt=2**63)] = 0  # that its folder has left
     folder: str = ""  # on its host; a version that it has is in `vVERSION` there
     # Names of the hosts whose engines it installs into as the daemon tells it of them.
     serves: tuple[str, ...] = ()

@@ -210,8 +210,6 @@ class PeerResult:
     id: str
     outcome: OrderOutcome
     detail: str = ""
-    began_s: Seconds = 0.0  # since the Unix epoch, by the peer's clock
-    ended_s: Seconds = 0.0
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # SumShards: of each shard's blocks
     missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # OpenVersion, Check
     loaded_sum: str = ""  # Install: of what the engine was given, or holds
@@ -246,7 +244,6 @@ class ArrivedBytes:
 
     version: Version
     received_bytes: ByteCount
-    needed_bytes: ByteCount
 
 
 PeerNews = Peer | PeerResult | EdgeEvent | ArrivedBytes

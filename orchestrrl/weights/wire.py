@@ -5,15 +5,18 @@ pieces, so nothing else is said, and the end is where the range ends. A sender w
 further up the tree) gives signs of life; one that has died gives none, and only so it is told from the other.
 """
 
+import hashlib
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise, takewhile
 from typing import Protocol
 
 from orchestrrl.weights.model import Range, VersionMap
-from orchestrrl.weights.orders import CarryEdge
+from orchestrrl.weights.orders import CarryEdge, EdgeEvent
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, OutgoingLink, PendingChunk
 
 ANNOUNCEMENT = struct.Struct("!II")  # pieces; and the number of the first, to be sure
@@ -62,19 +65,35 @@ class EdgeEnded(Exception):
     """The edge was let go of meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class WireDirection:
-    """An edge, as both of its ends see it. `began` is told of pieces that are about to come or go, `moved` each one's
-    bytes when it is through; `pause` waits, and raises Ended."""
+@dataclass(eq=False)
+class EdgeRun:
+    """An edge at one of its ends. What has no lock of its own is written by the edge's thread alone.
 
-    staged: LocalVersion
+    `on_began` is called when pieces are about to come or go, `on_moved` with the bytes of each piece that is through.
+    """
+
+    version: int
     edge: CarryEdge
+    is_receiver: bool
+    staged: LocalVersion
     chunk_bytes: int
     stall_s: float
-    began: Callable[[], None]
-    moved: Callable[[int], None]
-    pause: Callable[[float], None]
+    on_began: Callable[["EdgeRun"], None]
+    on_moved: Callable[["EdgeRun", int], None]
     steady_s: Callable[[], float]
+    let_go: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    link: IncomingLink | OutgoingLink | None = None
+    moved_bytes: int = 0
+    began_s: float = 0.0
+    outcome: EdgeEvent | None = None
+
+    @property
+    def link_key(self) -> str:
+        """Both ends make it of the same edge: one of another plan, though it is named alike, is another link."""
+        edge = self.edge
+        what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
+        return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
 
     @property
     def pieces(self) -> Pieces:
@@ -88,6 +107,11 @@ class WireDirection:
     @property
     def beat_s(self) -> float:
         return min(LONGEST_BEAT_S, self.stall_s / BEATS)
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Wait. Raises EdgeEnded."""
+        if self.let_go.is_set() or (seconds > 0 and self.let_go.wait(seconds)):
+            raise EdgeEnded
 
 
 def piece_bytes(rate_gbps: float, chunk_bytes: int) -> int:
@@ -118,111 +142,100 @@ class Pacer:
         return max(0.0, -self._tokens / self._bytes_per_s)
 
 
-class _Buffers:
-    """Memory for pieces that do not lie in one place of a file: at most as many as are in flight."""
+class _Flight:
+    """The pieces that are on their way over a link. One that does not lie in one place of a file goes through memory
+    that is used again."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, run: EdgeRun) -> None:
+        self.pieces = run.pieces
+        self.most_bytes = max((size for _, size in self.pieces), default=0)
+        self._run = run
         self._free: list[memoryview] = []
+        self._pending: deque[tuple[PendingChunk, Callable[[], None], memoryview | None]] = deque()
 
-    def take(self, size: int) -> memoryview:
-        return (self._free.pop() if self._free else memoryview(bytearray(self._size)))[:size]
+    def view(self, offset: int, size: int) -> tuple[memoryview, memoryview | None]:
+        """Return where a piece is, or is to be, and the same once more where that is such memory."""
+        view = self._run.staged.view(self._run.edge.shard, offset, size)
+        if view is not None:
+            return view, None
+        buffer = (self._free.pop() if self._free else memoryview(bytearray(self.most_bytes)))[:size]
+        return buffer, buffer
 
-    def give(self, used: memoryview) -> None:
-        whole = used.obj
-        assert isinstance(whole, bytearray)
-        self._free.append(memoryview(whole))
+    def add(self, pending: PendingChunk, landed: Callable[[], None], buffer: memoryview | None = None) -> None:
+        self._pending.append((pending, landed, buffer))
 
-
-def send(link: OutgoingLink, way: WireDirection) -> None:
-    """All of the edge, as its bytes come to be here. Raises LinkBroken, Ended, and what reading raises."""
-    pieces = way.pieces
-    pacer = Pacer(way.edge.rate_gbps, max((size for _, size in pieces), default=0))
-    flight: deque[tuple[PendingChunk, int, memoryview | None]] = deque()
-    buffers = _Buffers(max((size for _, size in pieces), default=0))
-
-    def land(most: int) -> None:
-        while len(flight) > most:
-            pending, size, buffer = flight.popleft()
-            pending.wait(way.stall_s)
+    def land(self, most: int) -> None:
+        """Wait until at most so many are on their way."""
+        while len(self._pending) > most:
+            pending, landed, buffer = self._pending.popleft()
+            pending.wait(self._run.stall_s)
+            landed()
             if buffer is not None:
-                buffers.give(buffer)
-            if size:
-                way.moved(size)
+                whole = buffer.obj
+                assert isinstance(whole, bytearray)
+                self._free.append(memoryview(whole))
 
-    def announce(count: int, first: int) -> None:
-        flight.append((link.send(memoryview(ANNOUNCEMENT.pack(count, first))), 0, None))
 
-    number = 0
+def send(link: OutgoingLink, run: EdgeRun) -> None:
+    """All of the edge, as its bytes come to be here. Raises LinkBroken, EdgeEnded, and what reading raises."""
+    flight, number = _Flight(run), 0
+    staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
+    pacer = Pacer(run.edge.rate_gbps, flight.most_bytes)
+
+    def announce(count: int) -> None:
+        flight.add(link.send(memoryview(ANNOUNCEMENT.pack(count, number))), lambda: None)
+
     while number < len(pieces):
-        ready = _ready(way, pieces, number)
+        coming = pieces[number : number + MOST_PIECES]
+        ready = list(takewhile(lambda piece: staged.wait(shard, *piece, 0.0), coming))
         if not ready:
-            land(0)  # before anything is waited for that may take long
-            if not way.staged.wait(way.edge.shard, *pieces[number], way.beat_s):
-                way.pause(0.0)
-                announce(0, number)
-                land(0)
+            flight.land(0)  # before anything is waited for that may take long
+            if not staged.wait(shard, *pieces[number], run.beat_s):
+                run.pause()
+                announce(0)
+                flight.land(0)
             continue
-        way.began()
-        announce(ready, number)
-        for offset, size in pieces[number : number + ready]:
-            way.pause(pacer.take(size, way.steady_s()))
-            land(IN_FLIGHT - 1)
-            view, buffer = way.staged.view(way.edge.shard, offset, size), None
-            if view is None:
-                view = buffer = buffers.take(size)
-                way.staged.read(way.edge.shard, offset, view)
-            flight.append((link.send(view), size, buffer))
-        number += ready
-    land(0)
-
-
-def _ready(way: WireDirection, pieces: Pieces, number: int) -> int:
-    """How many of the next ones are here."""
-    ready = 0
-    for offset, size in pieces[number : number + MOST_PIECES]:
-        if not way.staged.wait(way.edge.shard, offset, size, 0.0):
-            break
-        ready += 1
-    return ready
-
-
-def receive(link: IncomingLink, way: WireDirection) -> None:
-    """All of the edge. Raises LinkBroken, Ended, and what writing raises."""
-    pieces = way.pieces
-    buffers = _Buffers(max((size for _, size in pieces), default=0))
-    heard = memoryview(bytearray(ANNOUNCEMENT.size))
-    flight: deque[tuple[PendingChunk, tuple[int, int], memoryview | None]] = deque()
-
-    def land(most: int) -> None:
-        while len(flight) > most:
-            pending, (offset, size), buffer = flight.popleft()
-            pending.wait(way.stall_s)
+        run.on_began(run)
+        announce(len(ready))
+        for offset, size in ready:
+            run.pause(pacer.take(size, run.steady_s()))
+            flight.land(IN_FLIGHT - 1)
+            view, buffer = flight.view(offset, size)
             if buffer is not None:
-                way.staged.write(way.edge.shard, offset, buffer)
-                buffers.give(buffer)
-            way.staged.arrived(way.edge.shard, offset, size)
-            way.moved(size)
+                staged.read(shard, offset, buffer)
+            flight.add(link.send(view), partial(run.on_moved, run, size), buffer)
+        number += len(ready)
+    flight.land(0)
 
-    number = 0
+
+def receive(link: IncomingLink, run: EdgeRun) -> None:
+    """All of the edge. Raises LinkBroken, EdgeEnded, and what writing raises."""
+    flight, number = _Flight(run), 0
+    staged, shard, pieces = run.staged, run.edge.shard, flight.pieces
+    heard = memoryview(bytearray(ANNOUNCEMENT.size))
+
+    def landed(offset: int, size: int, buffer: memoryview | None) -> None:
+        if buffer is not None:
+            staged.write(shard, offset, buffer)
+        staged.arrived(shard, offset, size)
+        run.on_moved(run, size)
+
     announced = link.receive(heard)
     while number < len(pieces):
-        announced.wait(way.stall_s)
-        way.pause(0.0)
+        announced.wait(run.stall_s)
+        run.pause()
         count, first = ANNOUNCEMENT.unpack(heard)
         if first != number or count > min(len(pieces) - number, MOST_PIECES):
             raise LinkBroken(
                 f"the sender announces {count} pieces from {first} on, of {len(pieces)}: {number} are next"
             )
         if count:
-            way.began()
+            run.on_began(run)
         for offset, size in pieces[number : number + count]:
-            land(IN_FLIGHT - 1)
-            view, buffer = way.staged.view(way.edge.shard, offset, size), None
-            if view is None:
-                view = buffer = buffers.take(size)
-            flight.append((link.receive(view), (offset, size), buffer))
+            flight.land(IN_FLIGHT - 1)
+            view, buffer = flight.view(offset, size)
+            flight.add(link.receive(view), partial(landed, offset, size, buffer), buffer)
         number += count
         if number < len(pieces):
             announced = link.receive(heard)  # beside the last pieces, so that they are not waited for in between
-        land(0)
+        flight.land(0)

@@ -9,83 +9,81 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-Range = tuple[int, int]  # bytes into a shard: from, and how many
-Missing = Mapping[str, Mapping[str, Sequence[Range]]]  # [peer][shard]
-Weight = Callable[[str, str], float | None]
+from planner.model import PeerId
+from planner.sync_tree.ranges import ByteRanges, Range, is_within
+
+Missing = Mapping[PeerId, Mapping[str, Sequence[Range]]]  # [peer][shard]
+Weight = Callable[[PeerId, PeerId], float | None]
+
+
+class Feed(Protocol):
+    """Bytes of a shard that flow, or were to flow, from one peer to another."""
+
+    @property
+    def shard(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def src(self) -> PeerId: ...
+    @property
+    def dst(self) -> PeerId: ...
+    @property
+    def wave(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RepairFeed:
-    """Bytes of a shard from one peer to another."""
+    """A `Feed` that replaces others."""
 
-    id: str
     shard: str
     offset: int
     bytes: int
-    src: str
-    dst: str
+    src: PeerId
+    dst: PeerId
     wave: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.bytes
-
-
-@dataclass(frozen=True, slots=True)
-class RepairedEdges:
-    feeds: tuple[RepairFeed, ...]  # beside those that run
-    lost: Mapping[str, Mapping[str, tuple[Range, ...]]]  # [peer][shard]: nobody who may send to it has them, or will
 
 
 def mend(
-    feeds: Iterable[RepairFeed],
-    broken: Collection[str],
+    running: Iterable[Feed],
+    ended: Iterable[Feed],
     missing: Missing,
     *,
-    name: str,
     weight: Weight = lambda src, dst: 1.0,
     part_bytes: int = 2**28,
-) -> RepairedEdges:
-    """`feeds`: all that have not brought everything; of these `broken` ones, by id, and any whose ends have died bring
-    no more. `missing`: of each living peer and each shard that it has or is to have, what it lacks now. `name`: what
-    ids of new ones begin with. `weight`: how long a byte takes from one to another against others; None: there is no
-    way. Sources share what there is to send in parts of at most `part_bytes`."""
-    feeds = list(feeds)
-    runs = [each for each in feeds if each.id not in broken and each.src in missing and each.dst in missing]
-    sending: defaultdict[str, float] = defaultdict(float)
-    for each in runs:
-        sending[each.src] += each.bytes
-    living = {each.id for each in runs}
-    running, ended = _by_shard(runs), _by_shard(each for each in feeds if each.id not in living)
-    found: list[_New] = []
-    lost: dict[str, dict[str, list[Range]]] = {}
+) -> tuple[list[RepairFeed], Missing]:
+    """Return new feeds, and the bytes that no peer has, or will have, that may send them.
+
+    `running` bring more unless one of their ends has died; `ended` broke before they had brought everything. `missing`:
+    of each living peer and each shard that it has or is to have, what it lacks now. `weight`: how long a byte takes
+    from one to another against others; None: there is no way. Sources share what there is to send in parts of at most
+    `part_bytes`."""
+    runs: defaultdict[str, list[Feed]] = defaultdict(list)
+    over: defaultdict[str, list[Feed]] = defaultdict(list)
+    sending: defaultdict[PeerId, float] = defaultdict(float)
+    for each in running:
+        if each.src in missing and each.dst in missing:
+            runs[each.shard].append(each)
+            sending[each.src] += each.bytes
+        else:
+            over[each.shard].append(each)
+    for each in ended:
+        over[each.shard].append(each)
+    found: list[RepairFeed] = []
+    lost: defaultdict[PeerId, defaultdict[str, ByteRanges]] = defaultdict(lambda: defaultdict(ByteRanges))
     for shard in sorted({shard for each in missing.values() for shard in each}):
         lacking = {peer: each[shard] for peer, each in sorted(missing.items()) if shard in each}
-        if all(_is_fed(peer, ranges, running[shard]) for peer, ranges in lacking.items()):
+        if all(_is_fed(peer, ranges, runs[shard]) for peer, ranges in lacking.items()):
             continue
-        for first, last in _parts(lacking, [*running[shard], *ended[shard]], part_bytes):
-            mending = _Mending(shard, first, last, lacking, running[shard], ended[shard])
+        for first, last in _parts(lacking, [*runs[shard], *over[shard]], part_bytes):
+            mending = _Mending(shard, first, last, lacking, runs[shard], over[shard])
             found += mending.new(sending, weight)
             for peer in mending.left():
-                lost.setdefault(peer, {}).setdefault(shard, []).append((first, last - first))
-    return RepairedEdges(
-        tuple(
-            RepairFeed(f"{name}{number}", each.shard, each.first, each.last - each.first, each.src, each.dst, each.wave)
-            for number, each in enumerate(_joined(found))
-        ),
-        {peer: {shard: _neighbours(ranges) for shard, ranges in each.items()} for peer, each in lost.items()},
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _New:
-    shard: str
-    first: int
-    last: int
-    src: str
-    dst: str
-    wave: int
+                lost[peer][shard].add(first, last - first)
+    return _joined(found), {peer: {s: ranges.ranges for s, ranges in each.items()} for peer, each in lost.items()}
 
 
 class _Mending:
@@ -96,25 +94,25 @@ class _Mending:
         shard: str,
         first: int,
         last: int,
-        lacking: Mapping[str, Sequence[Range]],
-        running: Sequence[RepairFeed],
-        ended: Sequence[RepairFeed],
+        lacking: Mapping[PeerId, Sequence[Range]],
+        running: Sequence[Feed],
+        ended: Sequence[Feed],
     ) -> None:
-        self._shard, self._first, self._last = shard, first, last
-        lack = {peer for peer, ranges in lacking.items() if any(at <= first < at + size for at, size in ranges)}
+        self._shard, self._first, self._size = shard, first, last - first
+        lack = {peer for peer, ranges in lacking.items() if is_within(first, ranges)}
         self._wave = {peer: -1 for peer in lacking if peer not in lack}  # of who has it, or is going to: since when
-        self._below: defaultdict[str, list[RepairFeed]] = defaultdict(list)
+        self._below: defaultdict[PeerId, list[Feed]] = defaultdict(list)
         for each in running:
-            if each.dst in lack and each.src in lacking and each.offset <= first < each.end:
+            if each.dst in lack and each.src in lacking and each.offset <= first < each.offset + each.bytes:
                 self._below[each.src].append(each)
         fed = {each.dst for below in self._below.values() for each in below}
         self._tops = sorted(lack - fed)  # all others come with them
-        self._was = {each.dst: each.wave for each in ended if each.offset <= first < each.end}
+        self._was = {each.dst: each.wave for each in ended if each.offset <= first < each.offset + each.bytes}
         self._has = frozenset(self._wave)
         for peer in sorted(self._has):
             self._reach(peer)
 
-    def new(self, sending: defaultdict[str, float], weight: Weight) -> Iterator[_New]:
+    def new(self, sending: defaultdict[PeerId, float], weight: Weight) -> Iterator[RepairFeed]:
         """One whom nobody may send to yet waits for the others."""
         waiting = self._tops
         while waiting:
@@ -124,15 +122,15 @@ class _Mending:
                     again.append(dst)
                     continue
                 src, wave = found
-                sending[src] += self._last - self._first
+                sending[src] += self._size
                 self._wave[dst] = wave
                 self._reach(dst)
-                yield _New(self._shard, self._first, self._last, src, dst, wave)
+                yield RepairFeed(self._shard, self._first, self._size, src, dst, wave)
             if len(again) == len(waiting):
                 return
             waiting = again
 
-    def left(self) -> list[str]:
+    def left(self) -> list[PeerId]:
         """Who goes without."""
         found, queue = [], [peer for peer in self._tops if peer not in self._wave]
         while queue:
@@ -141,21 +139,21 @@ class _Mending:
             queue += [each.dst for each in self._below[peer]]
         return sorted(found)
 
-    def _from(self, dst: str, sending: Mapping[str, float], weight: Weight) -> tuple[str, int] | None:
+    def _from(self, dst: PeerId, sending: Mapping[PeerId, float], weight: Weight) -> tuple[PeerId, int] | None:
         """Where it would be soonest: who only receives it must do that first."""
-        size, was = self._last - self._first, self._was.get(dst, 0)
-        best: tuple[tuple[float, bool, str], int] | None = None
+        was = self._was.get(dst, 0)
+        best: tuple[tuple[float, bool, PeerId], int] | None = None
         for src, since in self._wave.items():
             each = weight(src, dst)
             if each is None or (since > was and self._below[dst]):  # who is below it would wait for a later wave
                 continue
             relays = src not in self._has
-            rank = (sending.get(src, 0.0) + size * (1 + relays)) * each, relays, src
+            rank = (sending.get(src, 0.0) + self._size * (1 + relays)) * each, relays, src
             if best is None or rank < best[0]:
                 best = rank, max(was, since)
         return None if best is None else (best[0][2], best[1])
 
-    def _reach(self, peer: str) -> None:
+    def _reach(self, peer: PeerId) -> None:
         """Who is below it gets what it gets."""
         queue = [peer]
         while queue:
@@ -165,57 +163,34 @@ class _Mending:
                     queue.append(each.dst)
 
 
-def _by_shard(feeds: Iterable[RepairFeed]) -> defaultdict[str, list[RepairFeed]]:
-    found: defaultdict[str, list[RepairFeed]] = defaultdict(list)
-    for each in feeds:
-        found[each.shard].append(each)
-    return found
+def _is_fed(peer: PeerId, ranges: Sequence[Range], running: Sequence[Feed]) -> bool:
+    left = ByteRanges(ranges)
+    for each in running if ranges else ():
+        if each.dst == peer:
+            left.remove(each.offset, each.bytes)
+    return left.is_empty
 
 
-def _is_fed(peer: str, ranges: Sequence[Range], running: Sequence[RepairFeed]) -> bool:
-    own = sorted((each.offset, each.end) for each in running if each.dst == peer) if ranges else []
-    for first, size in ranges:
-        at = first
-        for start, end in own:
-            if start <= at < end:
-                at = end
-        if at < first + size:
-            return False
-    return True
-
-
-def _parts(lacking: Mapping[str, Sequence[Range]], feeds: Sequence[RepairFeed], most: int) -> Iterator[Range]:
+def _parts(lacking: Mapping[PeerId, Sequence[Range]], feeds: Sequence[Feed], most: int) -> Iterator[Range]:
     """From and to: what somebody lacks, cut where anything changes."""
     points = {at for ranges in lacking.values() for first, size in ranges for at in (first, first + size)}
-    if not points:
-        return
     least, greatest = min(points), max(points)
-    points |= {at for each in feeds for at in (each.offset, each.end) if least < at < greatest}
+    points |= {at for each in feeds for at in (each.offset, each.offset + each.bytes) if least < at < greatest}
     points |= set(range(least, greatest, most))
-    order = sorted(points)
-    for first, last in itertools.pairwise(order):
-        if any(at <= first < at + size for ranges in lacking.values() for at, size in ranges):
+    for first, last in itertools.pairwise(sorted(points)):
+        if any(is_within(first, ranges) for ranges in lacking.values()):
             yield first, last
 
 
-def _joined(found: Iterable[_New]) -> list[_New]:
+def _joined(found: Collection[RepairFeed]) -> list[RepairFeed]:
     """Neighbours that go the same way are one."""
-    joined: list[_New] = []
-    for each in sorted(found, key=lambda each: (each.shard, each.dst, each.src, each.wave, each.first)):
-        before = joined[-1] if joined else None
-        ways = [(one.shard, one.dst, one.src, one.wave) for one in (before, each) if one]
-        if before and before.last == each.first and ways[0] == ways[1]:
-            joined[-1] = _New(each.shard, before.first, each.last, each.src, each.dst, each.wave)
-        else:
-            joined.append(each)
+
+    def way(each: RepairFeed) -> tuple[str, PeerId, PeerId, int]:
+        return each.shard, each.dst, each.src, each.wave
+
+    joined: list[RepairFeed] = []
+    for key, own in itertools.groupby(sorted(found, key=lambda each: (way(each), each.offset)), way):
+        shard, dst, src, wave = key
+        ranges = ByteRanges((each.offset, each.bytes) for each in own).ranges
+        joined += [RepairFeed(shard, offset, size, src, dst, wave) for offset, size in ranges]
     return joined
-
-
-def _neighbours(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    found: list[Range] = []
-    for first, size in sorted(ranges):
-        if found and sum(found[-1]) == first:
-            found[-1] = found[-1][0], found[-1][1] + size
-        else:
-            found.append((first, size))
-    return tuple(found)

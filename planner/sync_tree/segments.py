@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.model import PeerId
-from planner.sync_tree.mend import Range
+from planner.sync_tree.ranges import Range, is_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,14 @@ def shard_segments(
     }
     found: list[ShardSegment] = []
     for first, last in itertools.pairwise(sorted({0, shard_bytes, *points})):
-        receivers = tuple(peer for peer, ranges in sorted(wanted.items()) if _is_in(first, ranges))
-        holders = tuple(peer for peer, ranges in sorted(there.items()) if not _is_in(first, ranges))
+        receivers = tuple(peer for peer, ranges in sorted(wanted.items()) if is_within(first, ranges))
+        holders = tuple(peer for peer, ranges in sorted(there.items()) if not is_within(first, ranges))
         before = found[-1] if found else None
         if before and (before.offset + before.bytes, before.holders, before.receivers) == (first, holders, receivers):
             found[-1] = ShardSegment(shard, before.offset, last - before.offset, holders, receivers)
         elif receivers:
             found.append(ShardSegment(shard, first, last - first, holders, receivers))
     return found
-
-
-def _is_in(place: int, ranges: Sequence[Range]) -> bool:
-    return any(first <= place < first + size for first, size in ranges)
-
-
-def present_ranges(ranges: Sequence[Range], size: int) -> list[Range]:
-    """Return the ranges of [0, size) that `ranges` leave, ascending."""
-    found, at = [], 0
-    for offset, length in sorted(ranges):
-        if offset > at:
-            found.append((at, offset - at))
-        at = max(at, offset + length)
-    return [*found, (at, size - at)] if at < size else found
 
 
 def summed_by(segments: Iterable[ShardSegment]) -> dict[str, PeerId]:

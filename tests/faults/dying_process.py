@@ -23,7 +23,7 @@ from orchestrrl.cli.main import main
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.lab.simulated_engine.managed import ManagedFace
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.peer.orders import PeerOrders
+from orchestrrl.weights.peer.peer import PeerOrders
 
 # What a weight sync writes.
 OURS = (EntryKind.SYNC_BEGAN, EntryKind.SYNC_STEP, EntryKind.WEIGHTS, EntryKind.SYNC_ENDED, EntryKind.BARRIER)

@@ -66,7 +66,6 @@ async def test_a_version_goes_from_trainers_parts_to_an_engine(harness: tuple[Fa
             train, gen = await daemon.peer("train0"), await daemon.peer("gen0")
             assert (train.role, train.place.pod, train.place.nic_gbps) == (PeerRole.TRAINER, "train", 100.0)
             assert (gen.role, gen.place.gpu, gen.engines[0].installed) == (PeerRole.ENGINE, 3, None)
-            assert gen.free_bytes > 0
             contents = Contents(1)
             opening = await publish(daemon, first.folder, contents, 4)
             opened = await daemon.ask("gen0", opening)

@@ -26,9 +26,9 @@ from orchestrrl.lab.testbed.ranks import Ranks, print_json
 from orchestrrl.weights.model import Range, ShardMap, VersionMap
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
-from orchestrrl.weights.ranges import ByteRanges
 from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
+from planner.sync_tree.ranges import ByteRanges
 
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)

@@ -23,6 +23,7 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 TREE = "tree"
+STEP_DONE, STEP_FAILED = "done", "failed"  # calls by which a rank ends a step
 
 
 class TreeBackend:

@@ -36,7 +36,7 @@ from orchestrrl.weights.orders import (
 )
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
-from planner.sync_tree.mend import RepairedEdges, RepairFeed, mend
+from planner.sync_tree.mend import RepairFeed, mend
 from planner.sync_tree.network import SyncNetwork
 
 logger = logging.getLogger(__name__)
@@ -306,22 +306,18 @@ class Carrying:
         """Add edges for bytes that no edge brings any more."""
         progress, acts = self.progress, self._acts
         peers = {id: peer for id, peer in acts.hub.attached().items() if id in progress.peers}
-        feeds = [
-            RepairFeed(edge.id, edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, edge.wave)
-            for edge in progress.not_done
-        ]
-        broken = {edge.id for edge in progress.not_done} - {edge.id for edge in progress.live}
-        missing = {str(peer): progress.lacking(peer) for peer in peers}
+        missing = {peer: progress.lacking(peer) for peer in peers}
         # What runs between others that are away for a moment is left to run.
         self._mends += 1
         name = f"{self._record.id}.{self._record.report.attempt}.m{self._mends}."
         weight = partial(self._weight, peers)
-        mended: RepairedEdges = await acts.offload(partial(mend, feeds, broken, missing, name=name, weight=weight))
-        words = f"nobody can bring {few(sorted(mended.lost), between=', ')} what they lack"
-        if mended.lost and words != self._stuck:
+        feeds: list[RepairFeed]
+        feeds, lost = await acts.offload(partial(mend, progress.live, progress.broken_off, missing, weight=weight))
+        words = f"nobody can bring {few(sorted(lost), between=', ')} what they lack"
+        if lost and words != self._stuck:
             self._stuck = words
             logger.warning("weight sync %s: %s", self._record.id, words)
-        edges = tuple(self._edge_of(feed, peers) for feed in mended.feeds)
+        edges = tuple(self._edge_of(f"{name}{number}", feed, peers) for number, feed in enumerate(feeds))
         if edges:
             self._stuck = ""
             progress.add(edges, {})
@@ -329,28 +325,24 @@ class Carrying:
             self._record.put(mended_edges=progress.mended)
             self._give(edges)
 
-    def _weight(self, peers: Mapping[PeerId, Peer], src: str, dst: str) -> float | None:
+    def _weight(self, peers: Mapping[PeerId, Peer], src: PeerId, dst: PeerId) -> float | None:
         """Return the cost of a byte: high from a peer whose bytes were wrong or whose edge broke, low inside a PoD."""
-        one, other = PeerId(src), PeerId(dst)
-        if common_transport(self._acts.settings, peers[one], peers[other]) is None:
+        if common_transport(self._acts.settings, peers[src], peers[dst]) is None:
             return None
-        weight = 100.0 if one in self.progress.blamed(other) else 1.0
-        return weight * (1.0 if self._pod(one) == self._pod(other) else 4.0)
+        weight = 100.0 if src in self.progress.blamed(dst) else 1.0
+        return weight * (1.0 if self._pod(src) == self._pod(dst) else 4.0)
 
     def _pod(self, peer: PeerId) -> str:
         station = self.network.stations.get(peer)
         return "" if station is None else station.pod
 
-    def _edge_of(self, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
-        src, dst = PeerId(feed.src), PeerId(feed.dst)
+    def _edge_of(self, id: str, feed: RepairFeed, peers: Mapping[PeerId, Peer]) -> CarryEdge:
+        src, dst = feed.src, feed.dst
         way = common_transport(self._acts.settings, peers[src], peers[dst])
         assert way is not None
         phase: Literal["A", "B"] = "B" if self._pod(src) == self._pod(dst) else "A"
-        address = peers[dst].transports[way]
-        rate_gbps = self.progress.rate_gbps(dst, feed.shard)
-        return CarryEdge(
-            feed.id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps
-        )
+        address, rate_gbps = peers[dst].transports[way], self.progress.rate_gbps(dst, feed.shard)
+        return CarryEdge(id, feed.shard, feed.offset, feed.bytes, src, dst, way, address, feed.wave, phase, rate_gbps)
 
     def _give(self, edges: Sequence[CarryEdge]) -> None:
         """Order edges at both of their ends."""

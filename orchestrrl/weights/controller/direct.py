@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.weights.backends.base import DirectBackend, EnginesFailed, TrainerStep, trainer_step_json
+from orchestrrl.weights.backends.base import (
+    STEP_DONE,
+    STEP_FAILED,
+    DirectBackend,
+    EnginesFailed,
+    TrainerStep,
+    trainer_step_json,
+)
 from orchestrrl.weights.controller.actions import ANSWER_S, SyncActions, SyncFailed
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
@@ -22,8 +29,6 @@ from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
 
 logger = logging.getLogger(__name__)
-
-DONE, FAILED = "done", "failed"  # what ranks tell of a step
 
 
 class DirectTransfer:
@@ -89,12 +94,12 @@ class DirectTransfer:
         """Raises Permanent where nothing of the kind is asked, and as the backend does."""
         if self._asked is None or self._asked[0].number != number or self._asked[1].done():
             raise Permanent(f"step {number} of weight sync {self._record.id} is over: nothing more can be done for it")
-        if call == FAILED:
+        if call == STEP_FAILED:
             self._asked[1].set_exception(OutcomeUnknown(f"rank {rank} of the trainer: {body.get('why', 'has failed')}"))
             return {}
         if rank != 0:
             return {}  # they take part in gathering; the first one's word is for all
-        if call == DONE:
+        if call == STEP_DONE:
             self._asked[1].set_result(None)
             return {}
         return await self._backend.relayed(self, call, body)

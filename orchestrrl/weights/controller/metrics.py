@@ -2,22 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from orchestrrl.core.metrics import labelled_counter, labelled_gauge
+from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.profile import profile
 from orchestrrl.weights.controller.reports import SyncPhase, SyncReport, SyncState, WeightsStatus
 from orchestrrl.weights.model import PeerRole
 
 LOOKED_AT = 256  # of the newest syncs, at each look: more than can end between two
-
-
-class SyncHistory(Protocol):
-    def status(self) -> WeightsStatus: ...
-
-    def history(self, limit: int) -> list[SyncReport]: ...
 
 
 class SyncMetrics:
@@ -32,7 +26,7 @@ class SyncMetrics:
         self._whole_s = self._still_s = 0.0
         self._done = self._carried_bytes = self._mended = 0
 
-    def collect(self, syncs: SyncHistory) -> Iterator[Metric]:
+    def collect(self, syncs: WeightSync) -> Iterator[Metric]:
         status = syncs.status()
         over = [report for report in syncs.history(LOOKED_AT) if report.over and (report.ended_s or 0) >= self._since_s]
         for report in over:

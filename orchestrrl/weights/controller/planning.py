@@ -26,8 +26,9 @@ from planner.sync_tree.flows import plan_flows
 from planner.sync_tree.model import Unreachable
 from planner.sync_tree.network import SyncNetwork
 from planner.sync_tree.parameters import Box
+from planner.sync_tree.ranges import ByteRanges
 from planner.sync_tree.reshard import ReshardedVersion, ShardSlice, reshard_boxes
-from planner.sync_tree.segments import ShardSegment, present_ranges, shard_segments, summed_by
+from planner.sync_tree.segments import ShardSegment, shard_segments, summed_by
 from planner.sync_tree.shares import needed_boxes
 
 
@@ -199,8 +200,7 @@ def _having(
 def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterator[tuple[str, Box]]:
     """Boxes that are there whole; of one that is there in part, its whole rows."""
     for shard in holding.map.shards:
-        missing = holding.missing.get(shard.id, ())
-        there = present_ranges(missing, shard.bytes)
+        there = ByteRanges(holding.missing.get(shard.id, ())).gaps(shard.bytes)
         for piece in shard.slices:
             if piece.parameter in tensors:
                 for first, size in there:

@@ -8,8 +8,8 @@ from orchestrrl.weights.controller.planning import PlannedSync
 from orchestrrl.weights.controller.reports import EdgeTime
 from orchestrrl.weights.model import HeldVersion, Range
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent
-from orchestrrl.weights.ranges import ByteRanges
 from planner.model import PeerId
+from planner.sync_tree.ranges import ByteRanges
 
 
 @dataclass(slots=True)
@@ -55,8 +55,9 @@ class SyncProgress:
         return list(self._live.values())
 
     @property
-    def not_done(self) -> list[CarryEdge]:
-        return [run.edge for run in self.runs.values() if not run.done]
+    def broken_off(self) -> list[CarryEdge]:
+        """Return the edges that ended before they had brought all of their bytes."""
+        return [run.edge for run in self.runs.values() if not run.live and not run.done]
 
     @property
     def receivers(self) -> list[PeerId]:

@@ -6,20 +6,18 @@ An edge whose other end has not come is waited for without limit: it may be in a
 noticed by who orders edges, since it hears of peers that have gone, and lets go of the edge.
 """
 
-import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.weights import wire
 from orchestrrl.weights.model import MOST_BLOCK_BYTES
-from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
+from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.transports.base import IncomingLink, LinkBroken, NotYet, OutgoingLink, Transport
-from orchestrrl.weights.wire import EdgeEnded, LocalVersion, WireDirection, piece_bytes
+from orchestrrl.weights.wire import EdgeEnded, EdgeRun, LocalVersion
 from planner.model import PeerId
 
 ASK_AGAIN_S = 0.5  # for the other end, so that letting go is heard in between
@@ -30,35 +28,6 @@ L = TypeVar("L", IncomingLink, OutgoingLink)
 EdgeKey = tuple[int, str]  # version and edge
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Run:
-    """An edge at this end. What has no lock of its own is written by the edge's thread alone."""
-
-    version: int
-    edge: CarryEdge
-    is_receiver: bool
-    staged: LocalVersion
-    chunk_bytes: int
-    stall_s: float
-    let_go: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
-    link: IncomingLink | OutgoingLink | None = None
-    moved_bytes: int = 0
-    began_s: float = 0.0
-    outcome: EdgeEvent | None = None
-
-    @property
-    def key(self) -> EdgeKey:
-        return self.version, self.edge.id
-
-    @property
-    def link_key(self) -> str:
-        """Both ends make it of the same edge: one of another plan, though it is named alike, is another link."""
-        edge = self.edge
-        what = (edge.shard, edge.offset, edge.bytes, edge.src, edge.dst, piece_bytes(edge.rate_gbps, self.chunk_bytes))
-        return f"{self.version}/{edge.id}/{hashlib.blake2s(repr(what).encode(), digest_size=8).hexdigest()}"
 
 
 class ThreadedCarrier:
@@ -78,7 +47,7 @@ class ThreadedCarrier:
         self._now_s = now_s
         self._steady_s = steady_s
         self._lock = threading.RLock()
-        self._runs: dict[EdgeKey, _Run] = {}  # also those that are over, until their version is let go of
+        self._runs: dict[EdgeKey, EdgeRun] = {}  # also those that are over, until their version is let go of
         self._told_s: dict[int, float] = {}  # when it was told last how far a version is
         self._closed = False
 
@@ -92,8 +61,8 @@ class ThreadedCarrier:
                 raise Permanent("this carrier is closed")
             for edge in order.edges:
                 if (known := self._runs.get((order.version, edge.id))) is None:
-                    run = _Run(order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s)
-                    self._runs[run.key] = run
+                    what = order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s
+                    self._runs[order.version, edge.id] = EdgeRun(*what, self._began, self._moved, self._steady_s)
                     self._told_s.setdefault(order.version, self._steady_s())
                 elif known.outcome is not None:
                     told_again.append(known.outcome)
@@ -107,7 +76,7 @@ class ThreadedCarrier:
             ending = [run for key, run in self._runs.items() if key[0] == version and (not edges or key[1] in edges)]
             for run in ending:
                 run.let_go.set()
-                del self._runs[run.key]
+                del self._runs[version, run.edge.id]
             links = [run.link for run in ending if run.link is not None]
             if not any(key[0] == version for key in self._runs):
                 self._told_s.pop(version, None)
@@ -159,7 +128,7 @@ class ThreadedCarrier:
                 run.thread = threading.Thread(target=self._live, args=(run,), name=name, daemon=True)
                 run.thread.start()
 
-    def _live(self, run: _Run) -> None:
+    def _live(self, run: EdgeRun) -> None:
         """A thread's whole life. Whatever happens in it, the edge has an outcome afterwards."""
         state, detail = EdgeState.BROKEN, "it failed here; this peer's log has more"
         try:
@@ -173,7 +142,7 @@ class ThreadedCarrier:
             self._let_link_go(run)
             self._over(run, state, detail)
 
-    def _over(self, run: _Run, state: EdgeState, detail: str) -> None:
+    def _over(self, run: EdgeRun, state: EdgeState, detail: str) -> None:
         with self._lock:
             run.outcome = EdgeEvent(
                 run.version, run.edge.id, state, run.is_receiver, run.moved_bytes, run.began_s, self._now_s(), detail
@@ -186,89 +155,75 @@ class ThreadedCarrier:
             if not self._closed:
                 self._begin_due(run.version)
 
-    def _move(self, run: _Run) -> None:
+    def _move(self, run: EdgeRun) -> None:
         if run.edge.bytes == 0:
             return
-        way = WireDirection(
-            run.staged,
-            run.edge,
-            run.chunk_bytes,
-            run.stall_s,
-            began=lambda: self._began(run),
-            moved=lambda size: self._moved(run, size),
-            pause=lambda seconds: self._pause(run, seconds),
-            steady_s=self._steady_s,
-        )
         if run.is_receiver:
-            self._receive(run, way)
+            self._receive(run)
         else:
-            wire.send(self._linked(run, self._dial(run)), way)
+            wire.send(self._linked(run, self._dial(run)), run)
 
-    def _receive(self, run: _Run, way: WireDirection) -> None:
+    def _receive(self, run: EdgeRun) -> None:
         """A sender may have given up waiting in the very moment in which it was taken in, and dial again."""
         until_s = None
         while True:
             link = self._linked(run, self._accept(run, until_s))
             try:
-                wire.receive(link, way)
+                wire.receive(link, run)
             except LinkBroken:
                 if run.moved_bytes or (until_s is not None and self._steady_s() >= until_s):
                     raise
                 until_s = until_s if until_s is not None else self._steady_s() + min(run.stall_s, DIALS_AGAIN_S)
                 self._let_link_go(run)
-                self._pause(run, 0.0)
+                run.pause()
             else:
                 return
 
-    def _dial(self, run: _Run) -> OutgoingLink:
+    def _dial(self, run: EdgeRun) -> OutgoingLink:
         transport = self._transports[run.edge.transport]
         while True:
-            self._pause(run, 0.0)
+            run.pause()
             try:
                 return transport.dial(run.edge.address, run.link_key, ASK_AGAIN_S)
             except NotYet:
                 continue
 
-    def _accept(self, run: _Run, until_s: float | None) -> IncomingLink:
+    def _accept(self, run: EdgeRun, until_s: float | None) -> IncomingLink:
         transport = self._transports[run.edge.transport]
         while True:
-            self._pause(run, 0.0)
+            run.pause()
             try:
                 return transport.accept(run.link_key, ASK_AGAIN_S)
             except NotYet:
                 if until_s is not None and self._steady_s() >= until_s:
                     raise
 
-    def _linked(self, run: _Run, link: L) -> L:
+    def _linked(self, run: EdgeRun, link: L) -> L:
         with self._lock:
             run.link = link  # from now on it is closed by who lets go of the edge
-        self._pause(run, 0.0)
+        run.pause()
         return link
 
-    def _let_link_go(self, run: _Run) -> None:
+    def _let_link_go(self, run: EdgeRun) -> None:
         with self._lock:
             link, run.link = run.link, None
         if link is not None:
             link.close()
 
-    def _pause(self, run: _Run, seconds: float) -> None:
-        if run.let_go.is_set() or (seconds > 0 and run.let_go.wait(seconds)):
-            raise EdgeEnded
-
-    def _began(self, run: _Run) -> None:
+    def _began(self, run: EdgeRun) -> None:
         if run.began_s:
             return
         run.began_s = self._now_s()
         if not run.let_go.is_set():
             self._report(EdgeEvent(run.version, run.edge.id, EdgeState.BEGAN, run.is_receiver, 0, run.began_s))
 
-    def _moved(self, run: _Run, size: int) -> None:
+    def _moved(self, run: EdgeRun, size: int) -> None:
         run.moved_bytes += size
         told_s = self._told_s.get(run.version)
         if run.is_receiver and told_s is not None and self._steady_s() - told_s >= TOLD_EVERY_S:
             self._tell_arrived(run)
 
-    def _tell_arrived(self, run: _Run) -> None:
+    def _tell_arrived(self, run: EdgeRun) -> None:
         """How far the version is, unless it has been let go of."""
         with self._lock:
             if run.version not in self._told_s or run.let_go.is_set():
@@ -276,4 +231,4 @@ class ThreadedCarrier:
             self._told_s[run.version] = self._steady_s()
         needed = sum(shard.bytes for shard in run.staged.map.shards)
         missing = sum(size for ranges in run.staged.missing().values() for _, size in ranges)
-        self._report(ArrivedBytes(run.version, needed - missing, needed))
+        self._report(ArrivedBytes(run.version, needed - missing))

@@ -39,7 +39,7 @@ from orchestrrl.weights.layout import (
 )
 from orchestrrl.weights.model import MODEL_FILE, HeldVersion, Range, ShardMap, StagedPart, VersionMap
 from orchestrrl.weights.peer import disk_space
-from orchestrrl.weights.ranges import ByteRanges
+from planner.sync_tree.ranges import ByteRanges
 
 _Result = TypeVar("_Result")
 

@@ -32,7 +32,6 @@ from orchestrrl.weights.model import (
     StagedPart,
     VersionMap,
 )
-from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.staged import INSTALL_FOLDER, StagedVersion
 from orchestrrl.weights.staging_hold import nobody_stages
 from planner.model import EngineId
@@ -128,10 +127,6 @@ class VersionStore:
     @property
     def held(self) -> tuple[HeldVersion, ...]:
         return tuple(staged.held for _, staged in sorted(self.versions.copy().items()))
-
-    @property
-    def free_bytes(self) -> int:
-        return disk_space.free_bytes(self.folder)
 
     def folder_of(self, version: int) -> Path:
         return self.folder / f"v{version}"

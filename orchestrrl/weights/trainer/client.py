@@ -32,7 +32,15 @@ from orchestrrl.rpc.channel import Backoff
 from orchestrrl.rpc.codecs.weights import STATUS, SYNC
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import weights_pb2
-from orchestrrl.weights.backends.base import TREE, SenderOptions, WeightSender, make_direct, trainer_step_from
+from orchestrrl.weights.backends.base import (
+    STEP_DONE,
+    STEP_FAILED,
+    TREE,
+    SenderOptions,
+    WeightSender,
+    make_direct,
+    trainer_step_from,
+)
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.peer.arguments import FOLDERS
@@ -48,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
-STEP_DONE, STEP_FAILED = "done", "failed"  # as the daemon knows them
 UNOPENED = (SyncState.PUBLISHING, SyncState.PLANNING)  # peers may not know yet of what is staged
 Arrays = Mapping[str, "np.ndarray[Any, Any]"] | Sequence[TensorPiece]
 

@@ -181,16 +181,16 @@ class Values:
         peer = {
             "id": self.rng.choice(("p0", "p1", "p2")), "role": self.rng.choice(("trainer", "engine")), "host": "node-0",
             "place": {"pod": "gen0", "nic_gbps": 100.0}, "transports": {"tcp": "127.0.0.1:7300"}, "engines": [],
-            "share": {"tp": 2, "tp_ranks": [0, 1]}, "free_bytes": 10**12, "folder": "/tmp/w",
+            "share": {"tp": 2, "tp_ranks": [0, 1]}, "folder": "/tmp/w",
             "held": [{"version": 1, "shards": ["s0"], "missing": {"s0": [[0, 4096]]}}],
         }  # fmt: skip
         if peer["role"] == "engine":
             peer["engines"] = [{"engine": f"e{self.rng.randrange(4)}", "url": "http://127.0.0.1:8000", "installed": 1}]
         others = (
-            {"id": "w1-1", "outcome": "done", "began_s": 1.0, "ended_s": 2.0, "tokens": [1, 2]},
+            {"id": "w1-1", "outcome": "done", "tokens": [1, 2]},
             {"version": 1, "edge": "a1", "state": "done", "is_receiver": True, "bytes": 4096, "began_s": 1.0,
              "ended_s": 2.0},
-            {"version": 1, "received_bytes": 4096, "needed_bytes": 8192},
+            {"version": 1, "received_bytes": 4096},
         )  # fmt: skip
         return self.rng.choice((peer, peer, *others))
 

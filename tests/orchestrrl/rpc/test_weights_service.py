@@ -136,8 +136,8 @@ async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
     told: list[PeerNews] = [
         PeerResult("o1", OrderOutcome.DONE, missing={"s0": ((0, 4096),)}),
         EdgeEvent(8, "a1", EdgeState.BROKEN, True, 4096, 1000.0, 1001.0, "nothing came for 10 s"),
-        ArrivedBytes(8, 4096, 8192),
-        replace(PEER, free_bytes=5),
+        ArrivedBytes(8, 4096),
+        replace(PEER, folder="/tmp/other"),
     ]
     for each in told:
         peer.tell(news(each))
@@ -150,10 +150,10 @@ async def test_orders_go_out_and_news_come_in(harness: Harness) -> None:
 
 async def test_what_a_peer_says_of_the_time_comes_before_what_it_says_else(harness: Harness) -> None:
     peer = PlayedPeer(harness.weights)
-    for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(ArrivedBytes(8, 1, 2)))):
+    for stamp_s, what in ((100.0, news(PEER)), (101.0, pb.PeerMessage()), (102.0, news(ArrivedBytes(8, 1)))):
         what.sent_unix_s = stamp_s
         peer.tell(what)
-    peer.tell(news(ArrivedBytes(8, 2, 2)))
+    peer.tell(news(ArrivedBytes(8, 2)))
     await until(lambda: harness.peers.lines and len(harness.peers.lines[0].heard) == 2)
     assert harness.peers.lines[0].stamps_s == [100.0, 101.0, 102.0]
     peer.tell(None)
@@ -173,9 +173,9 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(
     peer = PlayedPeer(harness.weights)
     peer.tell(news(PEER))
     peer.tell(pb.PeerMessage(news_json='{"id": "o1", "outcome": "splendid"}'))
-    peer.tell(news(ArrivedBytes(8, 1, 2)))
+    peer.tell(news(ArrivedBytes(8, 1)))
     await until(lambda: harness.peers.lines and harness.peers.lines[0].heard)
-    assert harness.peers.lines[0].heard == [ArrivedBytes(8, 1, 2)]
+    assert harness.peers.lines[0].heard == [ArrivedBytes(8, 1)]
     assert "PeerResult.outcome" in caplog.text
     assert "Arrived.version" not in caplog.text  # it was not meant to be one
     peer.tell(None)
@@ -184,7 +184,7 @@ async def test_news_that_make_no_sense_do_not_end_the_stream(
 @pytest.mark.parametrize(
     ("first", "code", "words"),
     [
-        (news(ArrivedBytes(8, 1, 2)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
+        (news(ArrivedBytes(8, 1)), grpc.StatusCode.INVALID_ARGUMENT, "says who it is"),
         (pb.PeerMessage(news_json="{"), grpc.StatusCode.INVALID_ARGUMENT, "Invalid JSON"),
         (
             pb.PeerMessage(news_json='{"id": "x", "role": "spare", "host": "h", "place": {}, "transports": {}}'),
@@ -526,14 +526,13 @@ def test_everything_that_is_wrong_with_a_publications_numbers_is_named() -> None
 @pytest.mark.parametrize(
     ("news_of", "was", "now"),
     [
-        (ArrivedBytes(8, 1, 2), '"received_bytes":1', f'"received_bytes":{2**64}'),
-        (ArrivedBytes(8, 1, 2), '"received_bytes":1', '"received_bytes":-1'),
+        (ArrivedBytes(8, 1), '"received_bytes":1', f'"received_bytes":{2**64}'),
+        (ArrivedBytes(8, 1), '"received_bytes":1', '"received_bytes":-1'),
         (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"bytes":1', f'"bytes":{2**63}'),
         (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"began_s":1.0', '"began_s":NaN'),
-        (PeerResult("o1", OrderOutcome.DONE), '"ended_s":0.0', '"ended_s":Infinity'),
+        (EdgeEvent(8, "a", EdgeState.DONE, True, 1, 1.0), '"ended_s":0.0', '"ended_s":Infinity'),
         (replace(PEER, held=(HeldVersion(8, ("s0",)),)), '"version":8', f'"version":{2**64}'),
         (PEER, '"nic_gbps":0.0', '"nic_gbps":NaN'),
-        (PEER, '"free_bytes":0', f'"free_bytes":{2**64}'),
     ],
 )
 def test_news_beyond_what_can_be_shown_is_none(news_of: PeerNews, was: str, now: str) -> None:

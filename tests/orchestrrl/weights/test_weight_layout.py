@@ -20,8 +20,8 @@ from orchestrrl.weights.layout import (
     scatter,
 )
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, TensorMeta
-from orchestrrl.weights.ranges import ByteRanges
 from planner.sync_tree.parameters import Box
+from planner.sync_tree.ranges import ByteRanges
 from planner.sync_tree.reshard import ShardSlice
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}

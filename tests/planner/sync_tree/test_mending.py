@@ -3,15 +3,27 @@
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.sync_tree.mend import Range, RepairedEdges, RepairFeed, Weight, mend
+from planner.model import PeerId
+from planner.sync_tree.mend import Missing, RepairFeed, mend
+from planner.sync_tree.ranges import Range
 
 SIZE = 12  # bytes of a shard
+A, B, C, D = map(PeerId, "abcd")
 seeds = st.integers(0, 2**32)
+
+
+@dataclass(frozen=True)
+class Edge(RepairFeed):
+    id: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.bytes
 
 
 class World:
@@ -19,10 +31,10 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.peers = {f"p{number}" for number in range(rng.randint(2, 7))}
-        self.has: dict[tuple[str, str], set[int]] = {}  # [peer, shard]
-        self.edges: dict[str, RepairFeed] = {}  # not ended
-        self.came: dict[tuple[str, str, int], int] = defaultdict(int)
+        self.peers = {PeerId(f"p{number}") for number in range(rng.randint(2, 7))}
+        self.has: dict[tuple[PeerId, str], set[int]] = {}  # [peer, shard]
+        self.edges: dict[str, Edge] = {}  # not ended
+        self.came: dict[tuple[PeerId, str, int], int] = defaultdict(int)
         self.at: dict[str, int] = {}  # [edge], the first byte that it has not carried
         self.repairs = 0
         for shard in (f"s{number}" for number in range(rng.randint(1, 3))):
@@ -34,16 +46,16 @@ class World:
             for first, last in itertools.pairwise(cuts):
                 self._tree(shard, first, last, members, len(holders))
 
-    def _tree(self, shard: str, first: int, last: int, members: list[str], holders: int) -> None:
+    def _tree(self, shard: str, first: int, last: int, members: list[PeerId], holders: int) -> None:
         wave = dict.fromkeys(members[:holders], 0)
         for dst in self.rng.sample(members[holders:], len(members) - holders):
             src = self.rng.choice(sorted(wave))
             wave[dst] = wave[src] + self.rng.choice([0, 0, 1, 2])
-            number = len(self.edges)
-            self.edges[f"e{number}"] = RepairFeed(f"e{number}", shard, first, last - first, src, dst, wave[dst])
+            id = f"e{len(self.edges)}"
+            self.edges[id] = Edge(shard, first, last - first, src, dst, wave[dst], id)
 
-    def missing(self) -> dict[str, dict[str, list[Range]]]:
-        found: dict[str, dict[str, list[Range]]] = {peer: {} for peer in self.peers}
+    def missing(self) -> dict[PeerId, dict[str, list[Range]]]:
+        found: dict[PeerId, dict[str, list[Range]]] = {peer: {} for peer in self.peers}
         for (peer, shard), has in self.has.items():
             if peer in self.peers:
                 found[peer][shard] = [(at, 1) for at in range(SIZE) if at not in has]
@@ -69,7 +81,7 @@ class World:
                 return True
         return False
 
-    def progress(self, edge: RepairFeed) -> int:
+    def progress(self, edge: Edge) -> int:
         return self.at.get(edge.id, edge.offset)
 
     def fail(self) -> None:
@@ -86,19 +98,19 @@ class World:
                 self.peers.discard(dying)
         self.mend(broken)
 
-    def mend(self, broken: set[str]) -> RepairedEdges:
+    def mend(self, broken: set[str]) -> None:
         self.repairs += 1
-        name = f"r{self.repairs}."
-        done = mend(self.edges.values(), broken, self.missing(), name=name, part_bytes=self.rng.choice([2, 5, 100]))
+        running = [edge for edge in self.edges.values() if edge.id not in broken]
+        ended = [self.edges[each] for each in broken]
+        feeds, lost = mend(running, ended, self.missing(), part_bytes=self.rng.choice([2, 5, 100]))
         for edge in list(self.edges.values()):
             if edge.id in broken or not {edge.src, edge.dst} <= self.peers:
                 del self.edges[edge.id]
-        for edge in done.feeds:
-            assert edge.id not in self.edges
-            self.edges[edge.id] = edge
+        for number, feed in enumerate(feeds):
+            id = f"r{self.repairs}.{number}"
+            self.edges[id] = Edge(*astuple(feed), id)
         assert self.has_no_circle()
-        assert not done.lost
-        return done
+        assert not lost
 
     def has_no_circle(self) -> bool:
         for shard in {shard for _, shard in self.has}:
@@ -135,45 +147,47 @@ def test_whatever_fails_everybody_who_lives_gets_every_byte_once(seed: int) -> N
     assert not held & set(world.came)
 
 
-def mended(
-    feeds: Iterable[RepairFeed], missing: dict[str, dict[str, list[Range]]], weight: Weight | None = None
-) -> RepairedEdges:
-    return mend(feeds, {"broken"}, missing, name="new", **({"weight": weight} if weight else {}))
-
-
 def test_who_is_below_the_dead_one_gets_one_edge_and_passes_it_on() -> None:
     """a -> b -> c -> d: b dies."""
-    feeds = [RepairFeed("0", "s", 0, 9, "b", "c"), RepairFeed("1", "s", 0, 9, "c", "d")]
-    done = mended(feeds, {"a": {"s": []}, "c": {"s": [(4, 5)]}, "d": {"s": [(0, 9)]}})
-    assert done == RepairedEdges((RepairFeed("new0", "s", 4, 5, "a", "c"),), {})
+    feeds = [RepairFeed("s", 0, 9, B, C), RepairFeed("s", 0, 9, C, D)]
+    assert mend(feeds, (), {A: {"s": []}, C: {"s": [(4, 5)]}, D: {"s": [(0, 9)]}}) == (
+        [RepairFeed("s", 4, 5, A, C)],
+        {},
+    )
 
 
 def test_many_at_once_are_served_by_each_other_rather_than_by_one() -> None:
-    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}} | {f"r{n}": {"s": [(0, 8)]} for n in range(7)}
-    done = mended([], missing)
-    sent = [feed.src for feed in done.feeds]
-    assert len(done.feeds) == 7
-    assert sent.count("a") <= 4
+    missing: dict[PeerId, dict[str, list[Range]]] = {A: {"s": []}} | {
+        PeerId(f"r{n}"): {"s": [(0, 8)]} for n in range(7)
+    }
+    feeds, _ = mend((), (), missing)
+    sent = [feed.src for feed in feeds]
+    assert len(feeds) == 7
+    assert sent.count(A) <= 4
 
 
 def test_holders_share_what_is_to_be_sent_in_parts() -> None:
-    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}, "b": {"s": []}, "c": {"s": [(0, 100)]}}
-    done = mend([], (), missing, name="new", part_bytes=25)
-    assert sum(feed.bytes for feed in done.feeds) == 100
-    for src in "ab":
-        assert sum(feed.bytes for feed in done.feeds if feed.src == src) == 50
+    missing: Missing = {A: {"s": []}, B: {"s": []}, C: {"s": [(0, 100)]}}
+    feeds, _ = mend((), (), missing, part_bytes=25)
+    assert sum(feed.bytes for feed in feeds) == 100
+    for src in (A, B):
+        assert sum(feed.bytes for feed in feeds if feed.src == src) == 50
 
 
 def test_what_nobody_has_is_lost_and_the_rest_is_not() -> None:
-    feeds = [RepairFeed("broken", "s", 0, 9, "a", "b"), RepairFeed("1", "s", 0, 9, "b", "c")]
-    done = mended(feeds, {"b": {"s": [(3, 6)]}, "c": {"s": [(0, 9)]}})
-    assert done == RepairedEdges((), {"b": {"s": ((3, 6),)}, "c": {"s": ((3, 6),)}})
+    running, broken = [RepairFeed("s", 0, 9, B, C)], [RepairFeed("s", 0, 9, A, B)]
+    feeds, lost = mend(running, broken, {B: {"s": [(3, 6)]}, C: {"s": [(0, 9)]}})
+    assert (feeds, lost) == ([], {B: {"s": ((3, 6),)}, C: {"s": ((3, 6),)}})
 
 
 def test_where_there_is_no_way_another_goes_first() -> None:
     """Only b reaches c, and a reaches b."""
-    missing: dict[str, dict[str, list[Range]]] = {"a": {"s": []}, "b": {"s": [(0, 4)]}, "c": {"s": [(0, 4)]}}
-    done = mended([], missing, lambda src, dst: 1.0 if {src, dst} != {"a", "c"} else None)
-    assert [(feed.src, feed.dst) for feed in done.feeds] == [("a", "b"), ("b", "c")]
-    nowhere = mended([], missing, lambda src, dst: None if dst == "c" else 1.0)
-    assert nowhere.lost == {"c": {"s": ((0, 4),)}}
+    missing: Missing = {A: {"s": []}, B: {"s": [(0, 4)]}, C: {"s": [(0, 4)]}}
+
+    def past_b(src: PeerId, dst: PeerId) -> float | None:
+        return 1.0 if {src, dst} != {A, C} else None
+
+    feeds, _ = mend((), (), missing, weight=past_b)
+    assert [(feed.src, feed.dst) for feed in feeds] == [(A, B), (B, C)]
+    _, lost = mend((), (), missing, weight=lambda src, dst: None if dst == C else 1.0)
+    assert lost == {C: {"s": ((0, 4),)}}

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import PeerId
-from planner.sync_tree.mend import Range
-from planner.sync_tree.segments import ShardSegment, present_ranges, shard_segments, summed_by
+from planner.sync_tree.ranges import ByteRanges, Range
+from planner.sync_tree.segments import ShardSegment, shard_segments, summed_by
 
 SIZE = 12
 ranges = st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=3).map(
@@ -38,9 +38,9 @@ def test_each_byte_goes_from_who_has_it_to_who_lacks_it(
 
 @given(ranges)
 def test_what_is_present_is_all_that_is_not_missing(missing: Sequence[Range]) -> None:
-    present = present_ranges(missing, SIZE)
+    present = ByteRanges(missing).gaps(SIZE)
     assert [covers(present, byte) for byte in range(SIZE)] == [not covers(missing, byte) for byte in range(SIZE)]
-    assert present == sorted(present)
+    assert list(present) == sorted(present)
 
 
 def test_the_holder_with_the_least_to_sum_sums_a_shard() -> None:

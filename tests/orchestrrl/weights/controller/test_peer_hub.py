@@ -150,7 +150,7 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         heard: list[object] = []
         hub.listen(lambda who, news: heard.append((who, news)))
         stream = hub.attach(peer())
-        stream.on_news(ArrivedBytes(1, 10, 20))
+        stream.on_news(ArrivedBytes(1, 10))
         changed = Peer(P0, PeerRole.ENGINE, "other", PeerLocation(pod="pod0"), {})
         await clock.advance(5.0)
         stream.on_news(changed)
@@ -160,7 +160,7 @@ def test_listeners_hear_of_peers_that_come_tell_and_go() -> None:
         assert hub.peers[P0].peer == changed
         stream.end()
         stream.end()
-        assert heard == [(P0, peer()), (P0, ArrivedBytes(1, 10, 20)), (P0, changed), (P0, None)]
+        assert heard == [(P0, peer()), (P0, ArrivedBytes(1, 10)), (P0, changed), (P0, None)]
         assert not hub.peers[P0].attached
 
     play(scene)

@@ -19,8 +19,8 @@ from orchestrrl.weights.model import (
     VersionMap,
 )
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
-from orchestrrl.weights.ranges import ByteRanges
 from planner.model import EngineId, PeerId
+from planner.sync_tree.ranges import ByteRanges
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
 SHARDS = ("s0", "s1")

@@ -56,8 +56,8 @@ from orchestrrl.weights.orders import (
     SumShards,
 )
 from orchestrrl.weights.publication import Publication
-from orchestrrl.weights.ranges import ByteRanges
 from planner.model import EngineId, PeerId
+from planner.sync_tree.ranges import ByteRanges
 
 START_S = 1_000_000.0
 TENSORS = (TensorMeta("a", "F32", (8, 4)), TensorMeta("b", "F32", (4, 4)))
@@ -191,9 +191,8 @@ class FakePeer:
             self.harness.point(f"{self.id} is ordered {order.order.kind}")
             if not self.alive:
                 return
-            began_s = self.harness.clock.now_s()
             result = await self._result(order.order)
-            self.results[order.id] = replace(result, id=order.id, began_s=began_s, ended_s=self.harness.clock.now_s())
+            self.results[order.id] = replace(result, id=order.id)
             self.harness.point(f"{self.id} has done {order.order.kind}")
         self.tell(self.results[order.id])
 
@@ -360,7 +359,7 @@ class FakePeer:
                 self.rots -= 1
                 folder.rotten = True
             self.edges.pop(edge.id)
-            self.tell(ArrivedBytes(order.version, edge.bytes, edge.bytes))
+            self.tell(ArrivedBytes(order.version, edge.bytes))
             self.harness.point(f"edge {edge.src} to {edge.dst}")
             self._event(order, edge, EdgeState.DONE, True, edge.bytes, began_s)
             other.edges.pop(edge.id, None)

@@ -21,7 +21,7 @@ from orchestrrl.weights.orders import OpenVersion, OrderOutcome, PeerOrder
 from orchestrrl.weights.peer import disk_space
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.peer.engines import PeerEngines
-from orchestrrl.weights.peer.orders import PeerOrders
+from orchestrrl.weights.peer.peer import PeerOrders
 from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.peer.store import VersionStore
 from orchestrrl.weights.staging_hold import StagingHold, nobody_stages
@@ -463,9 +463,9 @@ class Ends(ThreadedCarrier):
 
 async def test_edges_of_the_plan_before_are_over_before_its_file_is_looked_at(store: VersionStore) -> None:
     """They write to where the next plan finds bytes by their sums."""
-    contents, clock = Contents(21), WallClock()
+    contents = Contents(21)
     ends = Ends(store)
-    orders = PeerOrders(store, ends, PeerEngines({}, "simulated", clock, lambda: None), clock, lambda: None)
+    orders = PeerOrders(store, ends, PeerEngines({}, "simulated", WallClock(), lambda: None), lambda: None)
     for number, shards in enumerate((["rows", "tail"], ["rows", "tail"], ["rest", "tail"])):
         opened = await orders.perform(PeerOrder(f"{number}", 1, OpenVersion(contents.map(2, shards=shards))))
         assert opened.outcome is OrderOutcome.DONE

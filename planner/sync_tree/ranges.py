@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
-from orchestrrl.weights.model import Range
+Range = tuple[int, int]  # from, and how many
 
 
 class ByteRanges:
@@ -59,3 +59,7 @@ class ByteRanges:
         if at < size:
             found.append((at, size - at))
         return tuple(found)
+
+
+def is_within(place: int, ranges: Iterable[Range]) -> bool:
+    return any(first <= place < first + size for first, size in ranges)

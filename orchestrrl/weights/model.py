@@ -6,13 +6,14 @@ hole in a sparse file. A shard is what is sent: boxes of tensors, one behind the
 `planner.sync_tree.reshard` cuts them. Shards have a checksum (xxh3_64) for each of their blocks of `block_bytes`.
 """
 
+import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from planner.model import EngineId, PeerId
 from planner.sync_tree.parameters import Box
@@ -30,6 +31,18 @@ ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 Tokens = Annotated[tuple[Rank, ...], Field(max_length=65_536)]  # their ids
 Range = tuple[ByteCount, ByteCount]  # bytes into a shard: from, and how many
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must have printable characters alone")
+    return text
+
+
+# What a peer says of itself.
+Name = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
+EngineName = Annotated[EngineId, Field(max_length=1024), AfterValidator(_printable)]
+MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
 
 # As safetensors writes them.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -102,6 +115,11 @@ class VersionMap:
         if self.version < 0 or self.block_bytes < 1:
             raise ValueError(f"version must be >= 0 and block_bytes >= 1, got {self.version} and {self.block_bytes}")
 
+    @property
+    def bytes(self) -> int:
+        """Of its tensors, each byte once."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
@@ -147,8 +165,8 @@ class EngineShare:
 class EngineAt:
     """An engine that a peer installs weights into."""
 
-    engine: EngineId
-    url: str
+    engine: EngineName
+    url: Name
     installed: Version | None = (
         None  # version that it has, as far as the peer knows: brought by it, engine not restarted
     )
@@ -175,8 +193,8 @@ class PeerLocation:
     """Where a peer is: a GPU of the fabric's site, which says the rest, or pod, ToR and the NIC's rate by name."""
 
     gpu: Rank | None = None
-    pod: str = ""
-    tor: str = ""
+    pod: Name = ""
+    tor: Name = ""
     nic_gbps: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0  # 0: the configuration's
 
 
@@ -184,16 +202,29 @@ class PeerLocation:
 class Peer:
     """A process that holds weights on one host, for a trainer or for engines, as it introduces itself."""
 
-    id: PeerId
+    id: Annotated[PeerId, Field(min_length=1, max_length=1024), AfterValidator(_printable)]
     role: PeerRole
-    host: str
+    host: Name
     place: PeerLocation
     transports: Mapping[str, str]  # by name: where it listens
-    engines: tuple[EngineAt, ...] = ()
+    engines: Annotated[tuple[EngineAt, ...], Field(max_length=MOST_ITEMS)] = ()
     share: EngineShare = EngineShare()
-    held: tuple[HeldVersion, ...] = ()
-    folder: str = ""  # on its host; a version that it has is in `vVERSION` there
+    held: Annotated[tuple[HeldVersion, ...], Field(max_length=MOST_ITEMS)] = ()
+    folder: Name = ""  # on its host; a version that it has is in `vVERSION` there
     # Names of the hosts whose engines it installs into as the daemon tells it of them.
-    serves: tuple[str, ...] = ()
+    serves: Annotated[tuple[Name, ...], Field(max_length=MOST_ITEMS)] = ()
     # Engines of several hosts that another host's peer installs into, and of which ranks are on this one.
-    ranks_of: tuple[EngineId, ...] = ()
+    ranks_of: tuple[EngineName, ...] = ()
+
+
+LOOPBACK = "loopback"  # the host that the daemon is on, by whichever of its names
+
+
+def host_name(host: str) -> str:
+    """Return one name for what is the same host."""
+    name = host.strip("[]").rstrip(".").lower()
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return LOOPBACK if name == "localhost" else name
+    return LOOPBACK if address.is_loopback else str(address)

@@ -13,9 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Ints, SyncProblem, WaveEdges
+from planner.sync_tree.model import BITS, Ints, SyncProblem, WaveEdges, seconds_together
 from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut
-from planner.sync_tree.rates import seconds_together
 
 _LESS = 1 - 1e-6  # what rounding may cost
 

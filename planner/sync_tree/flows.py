@@ -8,9 +8,8 @@ from typing import Literal
 
 from planner.model import PeerId
 from planner.sync_tree.model import SyncPlan, SyncProblem, edge_seconds
-from planner.sync_tree.network import SyncNetwork, SyncSettings, sync_problem
+from planner.sync_tree.network import ShardSegment, SyncNetwork, SyncSettings, sync_problem
 from planner.sync_tree.plan import make_plan
-from planner.sync_tree.segments import ShardSegment
 
 _WAVE_HOPS = 2  # that the edges of a wave take to be joined, and their first chunk to come
 
@@ -30,24 +29,14 @@ class PeerFlow:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class FlowPlan:
-    """All flows in order of waves, and the plan's times: see SyncPlan."""
-
-    flows: tuple[PeerFlow, ...]
-    estimate_s: float
-    lower_bound_s: float
-    naive_s: float
-    waves: int
-
-
-def plan_flows(segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings) -> FlowPlan:
-    """Raises Unreachable where no way leads to a receiver."""
+def plan_flows(
+    segments: Sequence[ShardSegment], network: SyncNetwork, settings: SyncSettings
+) -> tuple[list[PeerFlow], SyncPlan]:
+    """Return all flows in order of waves, and their plan. Raises Unreachable where no way leads to a receiver."""
     ids = sorted({peer for each in segments for peer in (*each.holders, *each.receivers)})
     problem = sync_problem(segments, ids, network, settings)
     plan = make_plan(problem, wave_s=_WAVE_HOPS * settings.hop_latency_s)
-    flows = tuple(_flows(problem, plan, segments))
-    return FlowPlan(flows, plan.estimate_s, plan.lower_bound_s, plan.naive_s, len(plan.waves))
+    return _flows(problem, plan, segments), plan
 
 
 def _flows(problem: SyncProblem, plan: SyncPlan, segments: Sequence[ShardSegment]) -> list[PeerFlow]:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave, WaveEdges
+from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave, WaveEdges, seconds_together
 from planner.sync_tree.pieces import cut_to
-from planner.sync_tree.rates import seconds_together
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from

@@ -165,7 +165,7 @@ class _Show:
             "identical": await self._identical(),
         }
         if way == "tree":
-            row["estimate_s"] = self._planned.estimate_s
+            row["estimate_s"] = self._planned.plan.estimate_s
         self._rows.append(row)
         await self._order({id: {"end": VERSION} for id in self._peers})
 
@@ -173,14 +173,14 @@ class _Show:
         """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
         planned = self._planned
         return {
-            "bytes": planned.bytes,
+            "bytes": planned.map.bytes,
             "receivers": len(self._receivers),
             "sha256": self._sha256,
             "circuit_mbps": self._gbps(self._box.site.link_gbps) * 1000,
             "payload": self._payload,
-            "bound_s": planned.lower_bound_s,
-            "naive_s": planned.naive_s,
-            "waves": planned.waves,
+            "bound_s": planned.plan.lower_bound_s,
+            "naive_s": planned.plan.naive_s,
+            "waves": len(planned.plan.waves),
             "chunk_bytes": CHUNK_BYTES,
             "rows": self._rows,
         }

@@ -17,7 +17,7 @@ from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, few
 from orchestrrl.weights.controller.actions import ANSWER_S, BroughtUp, SyncActions, SyncFailed, each_done
 from orchestrrl.weights.controller.peer_hub import Heard
-from orchestrrl.weights.controller.planning import PeerHolding, PlannedSync, common_transport, plan_sync
+from orchestrrl.weights.controller.planning import PlannedSync, common_transport, plan_repair, plan_sync
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
@@ -59,7 +59,7 @@ class TreeTransfer:
         self._publications = publications
         self._still = still
         self._plans = 0
-        self._opened: dict[PeerId, VersionMap] = {}  # with this version, by an earlier attempt
+        self._carried: tuple[PlannedSync, VersionMap] | None = None  # the last plan that peers began to carry out
         self._is_up = is_up  # circuits, or on their way
         self._tearing: asyncio.Task[None] | None = None
 
@@ -68,24 +68,24 @@ class TreeTransfer:
         record, acts = self._record, self._acts
         record.state(SyncState.PLANNING)
         await self._trainers_there()
-        have = await self._have(receivers)
-        planned = await self._plan(receivers, acts.circuits.network(), have)
+        held = await self._held(receivers)
+        planned = await self._plan(receivers, acts.circuits.network(), held)
         self._is_up = True
         brought: BroughtUp
         map: VersionMap
         brought, map = await each_done([self._bring_up(planned), self._sums(planned)])
         if brought.notes:  # it is not as the plan had it
-            planned = await self._plan(receivers, brought.network, have)
+            planned = await self._plan(receivers, brought.network, held)
         record.put(
-            bytes=planned.bytes,
-            estimate_s=planned.estimate_s,
-            lower_bound_s=planned.lower_bound_s,
-            naive_s=planned.naive_s,
-            waves=planned.waves,
+            bytes=map.bytes,
+            estimate_s=planned.plan.estimate_s,
+            lower_bound_s=planned.plan.lower_bound_s,
+            naive_s=planned.plan.naive_s,
+            waves=len(planned.plan.waves),
             edges=len(planned.edges),
             carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
         )
-        self._opened = {peer: opened.map for peer, opened in planned.opens.items()}
+        self._carried = planned, map
         record.state(SyncState.CARRYING)
         self.carrying = Carrying(acts, record, planned, map, brought.network)
         try:
@@ -101,37 +101,46 @@ class TreeTransfer:
             away = sorted(peers - hub.attached().keys())
             raise SyncFailed("trainer_lost", f"peers of the trainer are not attached: {', '.join(away)}")
 
-    async def _have(self, receivers: Collection[PeerId]) -> dict[PeerId, PeerHolding]:
-        """Return what came in an earlier attempt."""
-        found: dict[PeerId, PeerHolding] = {}
+    async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
+        """Return what receivers have since an earlier attempt, and others that have all. It is not counted on where
+        something that ranks have staged is away, or a receiver is new, whose needs shards have not been cut for."""
+        if self._carried is None or not self._acts.hub.attached().keys() & receivers <= self._carried[0].opens.keys():
+            return {}
+        found: dict[PeerId, HeldVersion] = {}
+        version, opens = self._record.report.version, self._carried[0].opens
 
         async def of(peer: PeerId) -> None:
             try:
-                result = await self._acts.done(
-                    peer, CheckVersion(self._record.report.version), READ_WITHIN_S, "corrupt"
-                )
+                result = await self._acts.done(peer, CheckVersion(version), READ_WITHIN_S, "corrupt")
             except SyncFailed as failure:
                 self._record.note(f"what {peer} has from before is not counted on: {failure.detail}")
-            else:
-                found[peer] = PeerHolding(self._opened[peer], result.missing)
+                return
+            if peer in receivers or not result.missing:
+                found[peer] = HeldVersion(version, tuple(shard.id for shard in opens[peer].map.shards), result.missing)
 
-        there = self._acts.hub.attached()
-        await each_done(of(peer) for peer in sorted(self._opened) if peer in there and peer in receivers)
-        return found
+        await each_done(of(peer) for peer in sorted(opens.keys() & self._acts.hub.attached().keys()))
+        return found if {each.peer for each in self._publications} <= found.keys() else {}
 
     async def _plan(
-        self, receivers: Collection[PeerId], network: SyncNetwork, have: Mapping[PeerId, PeerHolding]
+        self, receivers: Collection[PeerId], network: SyncNetwork, held: Mapping[PeerId, HeldVersion]
     ) -> PlannedSync:
-        wanted = {*receivers, *(each.peer for each in self._publications)}
-        peers = [peer for id, peer in self._acts.hub.attached().items() if id in wanted]
+        wanted = {*receivers, *held, *(each.peer for each in self._publications)}
+        peers = {id: peer for id, peer in self._acts.hub.attached().items() if id in wanted}
         self._plans += 1
-        version, settings = self._record.report.version, self._acts.settings
-        name = f"{self._record.id}.{self._plans}"
+        settings, name = self._acts.settings, f"{self._record.id}.{self._plans}"
+
+        def make() -> PlannedSync:
+            if self._carried is None or not held:
+                version = self._record.report.version
+                return plan_sync(version, self._publications, peers.values(), network, settings, name=name)
+            before, map = self._carried
+            own = peers.keys() & receivers
+            planned = plan_repair(map, own, peers.values(), network, settings, held=held, name=name)
+            return replace(planned, opens={**planned.opens, **{p: o for p, o in before.opens.items() if p in held}})
+
         with self._record.phase(SyncPhase.PLAN):
             try:
-                planned: PlannedSync = await self._acts.offload(
-                    lambda: plan_sync(version, self._publications, peers, network, settings, have=have, name=name)
-                )
+                planned: PlannedSync = await self._acts.offload(make)
             except ValueError as error:
                 raise SyncFailed("unreachable", str(error)) from error
         return planned
@@ -149,14 +158,16 @@ class TreeTransfer:
         return brought
 
     async def _sums(self, planned: PlannedSync) -> VersionMap:
-        """Return the version's map with the sums of all shards, by those who hold them."""
+        """Return the version's map with the sums of all shards, by those who hold them; they are asked once."""
+        if not planned.summed_by:
+            return planned.map
         by_peer: dict[PeerId, list[str]] = {}
         for shard, peer in sorted(planned.summed_by.items()):
             by_peer.setdefault(peer, []).append(shard)
 
         async def of(peer: PeerId, shards: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
             await self._acts.done(peer, planned.opens[peer], READ_WITHIN_S, "trainer_lost")
-            order = SumShards(planned.version, tuple(shards))
+            order = SumShards(planned.map.version, tuple(shards))
             return (await self._acts.done(peer, order, READ_WITHIN_S, "trainer_lost")).sums
 
         found: dict[str, tuple[str, ...]] = {}
@@ -219,9 +230,9 @@ class Carrying:
     def on_news(self, peer: PeerId, news: Heard) -> None:
         """Handle a report of a peer."""
         match news:
-            case EdgeEvent() if news.version == self._planned.version:
+            case EdgeEvent() if news.version == self._planned.map.version:
                 self._edge(news)
-            case ArrivedBytes() if news.version == self._planned.version:
+            case ArrivedBytes() if news.version == self._planned.map.version:
                 more = news.received_bytes - self._arrived.get(peer, 0)
                 if more > 0:
                     self._moved_s = self._acts.clock.now_s()
@@ -230,7 +241,7 @@ class Carrying:
                 self._record.put(arrived_bytes=self._arrived_bytes)
                 return
             case Peer() if peer in self._opens:
-                self._back(peer, next((each for each in news.held if each.version == self._planned.version), None))
+                self._back(peer, next((each for each in news.held if each.version == self._planned.map.version), None))
         self._woken.set()
 
     async def run(self) -> None:
@@ -276,7 +287,7 @@ class Carrying:
         with self._record.phase(SyncPhase.CHECK):
 
             async def of(peer: PeerId) -> PeerResult:
-                return await self._acts.done(peer, CheckVersion(self._planned.version), READ_WITHIN_S, "corrupt")
+                return await self._acts.done(peer, CheckVersion(self._planned.map.version), READ_WITHIN_S, "corrupt")
 
             receivers = self.progress.receivers
             results = await each_done(of(peer) for peer in receivers)
@@ -360,7 +371,7 @@ class Carrying:
 
     async def _carry(self, peer: PeerId, edges: tuple[CarryEdge, ...]) -> None:
         settings = self._acts.settings
-        order = CarryEdges(self._planned.version, edges, settings.chunk_bytes, settings.stall_s)
+        order = CarryEdges(self._planned.map.version, edges, settings.chunk_bytes, settings.stall_s)
         try:
             result = await self._acts.hub.send_order(peer, order, ANSWER_S + settings.patience_s, settings.patience_s)
         except OrchestrRLError as error:
@@ -389,7 +400,7 @@ class Carrying:
                     self._start(self._let_go(end, edge.id))
 
     async def _let_go(self, peer: PeerId, edge_id: str) -> None:
-        if why := await self._acts.hub.try_order(peer, EndEdges(self._planned.version, (edge_id,)), ANSWER_S):
+        if why := await self._acts.hub.try_order(peer, EndEdges(self._planned.map.version, (edge_id,)), ANSWER_S):
             logger.warning("weight sync %s: peer %s: %s", self._record.id, peer, why)
 
     def _back(self, peer: PeerId, held: HeldVersion | None) -> None:

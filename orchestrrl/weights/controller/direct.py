@@ -55,7 +55,7 @@ class DirectTransfer:
         map = VersionMap(
             self.version, tuple(tensors[name] for name in sorted(tensors)), (), self._acts.settings.chunk_bytes
         )
-        record.put(bytes=sum(each.bytes for each in map.tensors))
+        record.put(bytes=map.bytes)
         record.state(SyncState.PLANNING)
         self._begin(changes=False)
         try:

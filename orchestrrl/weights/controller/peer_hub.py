@@ -8,14 +8,14 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.delivery import REATTACH_S, OpenOrder, OpenOrders, OrderStream
 from orchestrrl.core.errors import LimitReached, OrchestrRLError, OutcomeUnknown, ProblemFaults, Retryable, shorten
-from orchestrrl.weights.model import EngineAt, Peer, PeerRole
+from orchestrrl.weights.model import Peer, PeerRole
 from orchestrrl.weights.orders import (
     ArrivedBytes,
     EdgeEvent,
@@ -30,8 +30,6 @@ from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
 
-MOST_CHARACTERS = 1024  # of a name that a peer says of itself
-MOST_ITEMS = 4096  # engines of a peer, and versions that it holds
 FORGET_AFTER_S = 3600.0  # a peer that went away, where there is no room for another
 # What a listener hears of a peer; None: it has gone away.
 Heard = Peer | EdgeEvent | ArrivedBytes | None
@@ -239,15 +237,7 @@ class PeerHub:
             await self._clock.sleep(min(by_s, max(gone_until_s, now_s + REATTACH_S)) - now_s)
 
     def _faults(self, peer: Peer) -> list[str]:
-        faults = [] if peer.id else ["id: must not be empty, got ''"]
-        faults += [
-            f"{name}: must be at most {MOST_CHARACTERS} printable characters, got {shorten(text)}"
-            for name, text in _names_of(peer)
-            if len(text) > MOST_CHARACTERS or not text.isprintable()
-        ]
-        for name, items in (("engines", peer.engines), ("held", peer.held), ("serves", peer.serves)):
-            if len(items) > MOST_ITEMS:
-                faults.append(f"{name}: must have at most {MOST_ITEMS} items, got {len(items)}")
+        faults = []
         if (peer.engines or peer.ranks_of) and peer.role is not PeerRole.ENGINE:
             faults.append(f"engines: only of peers with role engine, got role {peer.role}")
         for place, engine in enumerate(peer.ranks_of):
@@ -276,27 +266,16 @@ class PeerHub:
 
     def _without_others(self, peer: Peer) -> Peer:
         """An engine that it was once told of may be another's by now: it is told so soon."""
-        if not any(each.given for each in peer.engines):
-            return peer
-        attached = self.attached()
-        taken = {each.engine for other in attached if other != peer.id for each in attached[other].engines}
-        left = tuple(each for each in peer.engines if not (each.given and each.engine in taken))
-        if left == peer.engines:
-            return peer
-        logger.warning("peer %s names engines that are another's: %s", peer.id, _named(set(peer.engines) - set(left)))
-        return replace(peer, engines=left)
+        others = (other for id, other in self.attached().items() if id != peer.id)
+        return _yielding(peer, {each.engine for other in others for each in other.engines})
 
     def _make_way(self, peer: Peer) -> None:
         """Engines that it was started with are no other's, who was only told of them."""
         own = {each.engine for each in peer.engines if not each.given}
         for other, state in self.peers.items() if own else ():
-            before = state.peer
-            left = tuple(each for each in before.engines if not (each.given and each.engine in own))
-            if other != peer.id and left != before.engines:
-                lost = set(before.engines) - set(left)
-                logger.warning("peer %s names engines that peer %s was told of: %s", peer.id, other, _named(lost))
-                self.peers[other] = replace(state, peer=replace(before, engines=left))
-                self._notify(other, self.peers[other].peer if state.attached else None)
+            if other != peer.id and (left := _yielding(state.peer, own)) is not state.peer:
+                self.peers[other] = replace(state, peer=left)
+                self._notify(other, left if state.attached else None)
 
     def _notify(self, peer: PeerId, news: Heard) -> None:
         if news is None or isinstance(news, Peer):
@@ -305,17 +284,10 @@ class PeerHub:
             listener(peer, news)
 
 
-def _names_of(peer: Peer) -> Iterator[tuple[str, str]]:
-    for name, text in (("id", peer.id), ("host", peer.host), ("folder", peer.folder)):
-        yield name, text
-    yield from (("place.pod", peer.place.pod), ("place.tor", peer.place.tor))
-    for place, engine in enumerate(peer.engines):
-        yield from ((f"engines[{place}].engine", engine.engine), (f"engines[{place}].url", engine.url))
-    for place, text in enumerate(peer.serves):
-        yield f"serves[{place}]", text
-    for place, text in enumerate(peer.ranks_of):
-        yield f"ranks_of[{place}]", text
-
-
-def _named(engines: Iterable[EngineAt | EngineId]) -> str:
-    return ", ".join(sorted(each.engine if isinstance(each, EngineAt) else each for each in engines))
+def _yielding(peer: Peer, taken: Collection[EngineId]) -> Peer:
+    """Return the peer without those of its engines that it was told of and that another one has."""
+    lost = [each.engine for each in peer.engines if each.given and each.engine in taken]
+    if not lost:
+        return peer
+    logger.warning("peer %s was told of engines that are another's: %s", peer.id, ", ".join(sorted(lost)))
+    return replace(peer, engines=tuple(each for each in peer.engines if each.engine not in lost))

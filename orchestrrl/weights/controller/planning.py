@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 
 from orchestrrl.core.config.weights import WeightSettings
@@ -23,12 +23,10 @@ from orchestrrl.weights.orders import CarryEdge, OpenVersion
 from orchestrrl.weights.publication import Publication
 from planner.model import PeerId
 from planner.sync_tree.flows import plan_flows
-from planner.sync_tree.model import Unreachable
-from planner.sync_tree.network import SyncNetwork
+from planner.sync_tree.model import SyncPlan, Unreachable
+from planner.sync_tree.network import ShardSegment, SyncNetwork, shard_segments, summed_by
 from planner.sync_tree.parameters import Box
-from planner.sync_tree.ranges import ByteRanges
 from planner.sync_tree.reshard import ReshardedVersion, ShardSlice, reshard_boxes
-from planner.sync_tree.segments import ShardSegment, shard_segments, summed_by
 from planner.sync_tree.shares import needed_boxes
 
 
@@ -36,25 +34,13 @@ from planner.sync_tree.shares import needed_boxes
 class PlannedSync:
     """The way of a version to all peers that need it. Each edge has its time by the plan's model."""
 
-    version: int
     map: VersionMap  # all of it, whoever has to do with it
-    bytes: int  # of the version, each byte once
     opens: Mapping[PeerId, OpenVersion]  # for all who hold or receive; sums are filled in when they are known
-    summed_by: Mapping[str, PeerId]  # who is asked for a shard's sums: one of those who hold it
     edges: tuple[CarryEdge, ...]
     planned_s: Mapping[str, float]  # by edge
-    estimate_s: float
-    lower_bound_s: float
-    naive_s: float
-    waves: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerHolding:
-    """The part of a version that a peer has, received or staged, by the map that it was opened with there."""
-
-    map: VersionMap
-    missing: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)  # by shard
+    plan: SyncPlan
+    # Who is asked for a shard's sums, one of those who hold it; empty: they are known.
+    summed_by: Mapping[str, PeerId] = field(default_factory=dict)
 
 
 def plan_sync(
@@ -64,20 +50,18 @@ def plan_sync(
     network: SyncNetwork,
     settings: WeightSettings,
     *,
-    have: Mapping[PeerId, PeerHolding] | None = None,
     name: str = "0",
 ) -> PlannedSync:
-    """Plan from the parts that trainers have staged, and what peers `have` since an earlier attempt, to all
-    peers of engines. `name`: of the plan, in the ids of its edges: peers may know edges of another plan for the same
-    version. Raises ProblemFaults for what does not fit together, and
-    Unreachable where no way leads to somebody."""
+    """Plan from the parts that trainers have staged to all peers of engines. `name`: of the plan, in the ids of its
+    edges: peers may know edges of another plan for the same version. Raises ProblemFaults for what does not fit
+    together, and Unreachable where no way leads to somebody."""
     known = {peer.id: peer for peer in peers}
     if faults := list(_unknown_peers(publications, known, network)):
         raise ProblemFaults(faults)
     tensors = {tensor.name: tensor for each in publications for tensor in each.tensors}
     ids = sorted(known)
     parts = {peer: _parts(publications, peer) for peer in ids}
-    having = {end: _having(parts[peer], (have or {}).get(peer), tensors) for end, peer in enumerate(ids)}
+    having = {end: _having(parts[peer]) for end, peer in enumerate(ids)}
     needing = {end: _needing(known[peer], tensors) for end, peer in enumerate(ids) if _has_engines(known[peer])}
     try:
         sharded = reshard_boxes(
@@ -101,8 +85,7 @@ def plan_sync(
         for each in sharded
     ]
     planned = _planned(whole, opens, segments, known, network, settings, name)
-    # What came in an earlier attempt is found by its sums, so these are of what trainers have staged.
-    return replace(planned, summed_by=summed_by(_staged_alone(segments, whole, parts, have or {}, tensors)))
+    return replace(planned, summed_by=summed_by(segments))
 
 
 def plan_repair(
@@ -115,9 +98,9 @@ def plan_repair(
     held: Mapping[PeerId, HeldVersion],
     name: str = "0",
 ) -> PlannedSync:
-    """Plan what these peers lack of a version that is in the fleet already, from the peers that have it: `held`. Only
-    receivers are told to open it. Raises ProblemFaults, and Unreachable where no peer has some of it or no way leads to
-    a receiver."""
+    """Plan what these peers lack of a version that is in the fleet already, or that an earlier attempt has brought to
+    some, from the peers that have it: `held`. Only receivers are told to open it. Raises ProblemFaults, and Unreachable
+    where no peer has some of it or no way leads to a receiver."""
     known = {peer.id: peer for peer in peers}
     faults = [f"receivers: must be attached, got {peer!r}" for peer in sorted(receivers) if peer not in known]
     faults += _unknown_peers((), known, network)
@@ -185,43 +168,12 @@ def _parts(publications: Sequence[Publication], peer: PeerId) -> tuple[StagedPar
     return tuple(StagedPart(each.rank, each.boxes) for each in own)
 
 
-def _having(
-    parts: Sequence[StagedPart], holding: PeerHolding | None, tensors: Mapping[str, TensorMeta]
-) -> Mapping[str, tuple[Box, ...]]:
+def _having(parts: Sequence[StagedPart]) -> Mapping[str, tuple[Box, ...]]:
     found: dict[str, dict[Box, None]] = defaultdict(dict)
     for part in parts:
         for name, boxes in part.boxes.items():
             found[name].update(dict.fromkeys(boxes))
-    for name, box in _received(holding, tensors) if holding else ():
-        found[name][box] = None
     return {name: tuple(boxes) for name, boxes in found.items()}
-
-
-def _received(holding: PeerHolding, tensors: Mapping[str, TensorMeta]) -> Iterator[tuple[str, Box]]:
-    """Boxes that are there whole; of one that is there in part, its whole rows."""
-    for shard in holding.map.shards:
-        there = ByteRanges(holding.missing.get(shard.id, ())).gaps(shard.bytes)
-        for piece in shard.slices:
-            if piece.parameter in tensors:
-                for first, size in there:
-                    start = max(first, piece.offset) - piece.offset
-                    end = min(first + size, piece.offset + piece.bytes) - piece.offset
-                    if start < end:
-                        yield from ((piece.parameter, box) for box in _rows(piece, start, end))
-
-
-def _rows(piece: ShardSlice, start: int, end: int) -> Iterator[Box]:
-    """Yield the part of a slice between two of its bytes, in whole rows along its first axis longer than one."""
-    box = piece.box
-    axis = next((axis for axis, (first, last) in enumerate(box) if last - first > 1), None)
-    if axis is None:
-        if (start, end) == (0, piece.bytes):
-            yield box
-        return
-    row = piece.bytes // (box[axis][1] - box[axis][0])
-    first, last = box[axis][0] + -(-start // row), box[axis][0] + end // row
-    if first < last:
-        yield (*box[:axis], (first, last), *box[axis + 1 :])
 
 
 def _needing(peer: Peer, tensors: Mapping[str, TensorMeta]) -> Mapping[str, tuple[Box, ...]]:
@@ -230,15 +182,7 @@ def _needing(peer: Peer, tensors: Mapping[str, TensorMeta]) -> Mapping[str, tupl
 
 @lru_cache(maxsize=64)  # peers with the same share are one to `reshard_boxes`
 def _needed(share: EngineShare, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, tuple[Box, ...]]:
-    return needed_boxes(
-        dict(shapes),
-        tp=share.tp,
-        tp_ranks=share.tp_ranks,
-        pp=share.pp,
-        pp_ranks=share.pp_ranks,
-        ep=share.ep,
-        ep_ranks=share.ep_ranks,
-    )
+    return needed_boxes(dict(shapes), **asdict(share))
 
 
 def _opened(
@@ -270,8 +214,8 @@ def _planned(
     name: str,
 ) -> PlannedSync:
     """Plan the flows of segments; each flow is an edge with an id, a transport and a rate."""
-    plan = plan_flows(segments, network, settings)
-    ways = _transports({(flow.src, flow.dst) for flow in plan.flows}, known, settings)
+    flows, plan = plan_flows(segments, network, settings)
+    ways = _transports({(flow.src, flow.dst) for flow in flows}, known, settings)
     is_held_back = settings.rate_share < 1 or bool(network.boundary_circuits or network.tor_circuits)
     is_held_back |= network.pairs is not None
     edges = tuple(
@@ -288,21 +232,10 @@ def _planned(
             phase=flow.phase,
             rate_gbps=flow.rate_gbps if is_held_back else 0.0,
         )
-        for number, flow in enumerate(plan.flows)
+        for number, flow in enumerate(flows)
     )
-    return PlannedSync(
-        version=whole.version,
-        map=whole,
-        bytes=sum(tensor.bytes for tensor in whole.tensors),
-        opens=opens,
-        summed_by=summed_by(segments),
-        edges=edges,
-        planned_s={edge.id: flow.seconds for edge, flow in zip(edges, plan.flows, strict=True)},
-        estimate_s=plan.estimate_s,
-        lower_bound_s=plan.lower_bound_s,
-        naive_s=plan.naive_s,
-        waves=plan.waves,
-    )
+    planned_s = {edge.id: flow.seconds for edge, flow in zip(edges, flows, strict=True)}
+    return PlannedSync(whole, opens, edges, planned_s, plan)
 
 
 def common_transport(settings: WeightSettings, one: Peer, other: Peer) -> str | None:
@@ -327,31 +260,3 @@ def _transports(
     if faults:
         raise ProblemFaults(faults)
     return found
-
-
-def _staged_alone(
-    segments: Iterable[ShardSegment],
-    whole: VersionMap,
-    parts: Mapping[PeerId, Sequence[StagedPart]],
-    have: Mapping[PeerId, PeerHolding],
-    tensors: Mapping[str, TensorMeta],
-) -> Iterator[ShardSegment]:
-    """Without those holders that have received some of it."""
-    shards = {shard.id: shard for shard in whole.shards}
-    for each in segments:
-        staged = [peer for peer in each.holders if parts[peer]]
-        staged = [peer for peer in staged if peer not in have or _is_staged(shards[each.shard], parts[peer], tensors)]
-        yield replace(each, holders=tuple(staged))
-
-
-def _is_staged(shard: ShardMap, parts: Sequence[StagedPart], tensors: Mapping[str, TensorMeta]) -> bool:
-    """Return whether parts have all of a shard."""
-    needed: dict[str, list[Box]] = defaultdict(list)
-    for piece in shard.slices:
-        needed[piece.parameter].append(piece.box)
-    shapes = {name: (tensors[name].shape, DTYPE_BYTES[tensors[name].dtype]) for name in needed}
-    try:
-        reshard_boxes(shapes, {0: _having(parts, None, tensors)}, {1: needed})
-    except ValueError:
-        return False
-    return True

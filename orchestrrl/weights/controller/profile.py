@@ -1,6 +1,7 @@
 """The time of a weight sync: seconds of each phase, what was waited for when, and the transfer against its
 plan and bound. Pure; what to do about it is advice.py."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -103,16 +104,15 @@ class SyncProfile:
 
 def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
     """`now_s`: until when what lasts is counted; without it, until the last that is known."""
-    path = critical_path(report.phases, _end_s(report, now_s))
-    waited = dict.fromkeys(SyncPhase, 0.0)
-    unnamed_s = 0.0
+    end_s = _end_s(report, now_s)
+    path = critical_path(report.phases, end_s)
+    waited: defaultdict[SyncPhase | None, float] = defaultdict(float)
     for stretch in path:
-        if stretch.phase is None:
-            unnamed_s += stretch.seconds
-        else:
-            waited[stretch.phase] += stretch.seconds
-    whole_s = unnamed_s + sum(seconds for phase, seconds in waited.items() if phase not in BESIDE)
-    ran = _ran_s(report.phases, _end_s(report, now_s))
+        waited[stretch.phase] += stretch.seconds
+    ran: defaultdict[SyncPhase, float] = defaultdict(float)
+    for took in report.phases:
+        ran[took.phase] += max(0.0, _until_s(took, end_s) - took.began_s)
+    whole_s = sum(seconds for phase, seconds in waited.items() if phase not in BESIDE)
     rows = tuple(
         PhaseRow(
             phase,
@@ -123,15 +123,8 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
         for phase in SyncPhase
         if phase in ran
     )
-    return SyncProfile(
-        report,
-        path,
-        rows,
-        whole_s,
-        unnamed_s,
-        sum(waited[phase] for phase in TRANSFER),
-        sum(stretch.seconds for stretch in path if stretch.phase in STILL),
-    )
+    transfer_s, still_s = (sum(waited[phase] for phase in phases) for phases in (TRANSFER, STILL))
+    return SyncProfile(report, path, rows, whole_s, waited[None], transfer_s, still_s)
 
 
 def critical_path(phases: Sequence[PhaseTime], end_s: float) -> tuple[PhaseStretch, ...]:
@@ -169,10 +162,3 @@ def _end_s(report: SyncReport, now_s: float | None) -> float:
 
 def _until_s(phase: PhaseTime, end_s: float) -> float:
     return end_s if phase.ended_s is None else min(phase.ended_s, end_s)
-
-
-def _ran_s(phases: Sequence[PhaseTime], end_s: float) -> dict[SyncPhase, float]:
-    ran: dict[SyncPhase, float] = {}
-    for took in phases:
-        ran[took.phase] = ran.get(took.phase, 0.0) + max(0.0, _until_s(took, end_s) - took.began_s)
-    return ran

@@ -30,7 +30,7 @@ class SyncProgress:
     """The progress of one plan and of the edges that have replaced some of its own."""
 
     def __init__(self, planned: PlannedSync, holders: Mapping[PeerId, HeldVersion] = MappingProxyType({})) -> None:
-        self.version = planned.version
+        self.version = planned.map.version
         self.runs: dict[str, _Run] = {}
         self.mended = 0
         self.missing: dict[PeerId, dict[str, ByteRanges]] = {}  # by receiver and shard

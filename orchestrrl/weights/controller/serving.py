@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from orchestrrl.core.addresses import server_address
 from orchestrrl.core.clock import Clock, stop, until_set
 from orchestrrl.weights.controller.peer_hub import Heard, PeerHub, PeerState
 from orchestrrl.weights.controller.state import EngineNow
+from orchestrrl.weights.model import host_name
 from orchestrrl.weights.orders import ServeEngines
-from orchestrrl.weights.peer.engine_hosts import EngineHosts
 from planner.model import EngineId, PeerId
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ def served(
     }
     wanted: dict[PeerId, dict[EngineId, str]] = {id: {} for id, state in there.items() if state.peer.serves}
     unserved: dict[EngineId, str] = {}
-    hosts = EngineHosts((id, there[id].peer.serves) for id in wanted)
+    by_host: dict[str, list[PeerId]] = {}
+    for id in wanted:
+        for host in there[id].peer.serves:
+            by_host.setdefault(host_name(host), []).append(id)
     started_with = {each.engine: id for id, state in there.items() for each in state.peer.engines if not each.given}
     told_of: dict[EngineId, list[PeerId]] = {}
     for id, state in there.items():
@@ -61,7 +65,8 @@ def served(
             if not there[started_with[engine]].attached:
                 unserved[engine] = f"its peer {started_with[engine]} is not attached"
             continue
-        could = hosts.of(now.url)
+        address = server_address(now.url)
+        could = by_host.get(host_name(address.host), []) if address is not None else []
         if not could:
             unserved[engine] = _what_to_do(engine, now.url)
             continue

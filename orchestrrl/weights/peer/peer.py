@@ -241,10 +241,10 @@ class PeerOrders:
         match order.order:
             case OpenVersion() as asked:
                 staged = await self._open(asked)
-                return PeerResult(id, OrderOutcome.DONE, str(staged.found or ""), missing=staged.missing())
+                return PeerResult(id, OrderOutcome.DONE, missing=staged.missing())
             case SumShards(version, shards):
-                found, hashed = await asyncio.to_thread((await self._version(version)).sums_of, shards)
-                return PeerResult(id, OrderOutcome.DONE, str(hashed), sums=found)
+                found = await asyncio.to_thread((await self._version(version)).sums_of, shards)
+                return PeerResult(id, OrderOutcome.DONE, sums=found)
             case CarryEdges() as asked:
                 staged = await self._version(asked.version)
                 await asyncio.to_thread(self._carrier.carry, staged, asked)
@@ -254,10 +254,10 @@ class PeerOrders:
                 return PeerResult(id, OrderOutcome.DONE)
             case CheckVersion(version):
                 staged = await self._version(version)
-                hashed = await asyncio.to_thread(staged.check)
+                await asyncio.to_thread(staged.check)
                 if not staged.missing() and await self._engines.take_sums():
                     await asyncio.to_thread(staged.take_content_sum)
-                words = f"{hashed}; {staged.disagreed} blocks did not agree so far"
+                words = f"{staged.disagreed} blocks did not agree so far"
                 return PeerResult(id, OrderOutcome.DONE, words, missing=staged.missing())
             case InstallVersion(version, engine, by_s, anew):
                 loaded, words = await self._install(await self._version(version), engine, by_s, anew=anew)

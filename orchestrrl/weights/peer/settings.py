@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.engines.base import ENGINES
-from orchestrrl.weights.model import EngineShare, Peer, PeerLocation, PeerRole
+from orchestrrl.weights.model import LOOPBACK, EngineShare, Peer, PeerLocation, PeerRole, host_name
 from orchestrrl.weights.peer.arguments import FOLDERS, PREFERRED, PeerArguments
-from orchestrrl.weights.peer.engine_hosts import LOOPBACK, host_name
 from orchestrrl.weights.transports.base import TRANSPORTS
 from planner.model import EngineId, PeerId
 

@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -63,18 +62,6 @@ class _Shard:
     agreed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))  # [block]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSums:
-    """How much was hashed, for reports."""
-
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        rate = f", {self.bytes / self.seconds / 1e9:.1f} GB/s" if self.seconds > 0 else ""
-        return f"{self.bytes / 1e9:.3f} GB in {self.seconds:.3f} s{rate}"
-
-
 _Block = tuple[_Shard, int]  # and its number
 
 
@@ -95,7 +82,7 @@ class StagedVersion:
         self.folder = folder
         self.parts = tuple(part for part in parts if part.boxes)  # a rank may have nothing to stage
         self.disagreed = 0  # blocks that arrived and were not what their sums say
-        self.found: BlockSums | None = None  # what was hashed of an earlier start
+        self.hashed_bytes = 0  # since it was opened
         self.at_home = tuple(sorted(at_home))
         self._tensors = {tensor.name: tensor for tensor in map.tensors}
         self._layout = lay_out(map.tensors)
@@ -160,7 +147,7 @@ class StagedVersion:
         ranks = tuple(sorted(part.rank for part in self.parts))
         return HeldVersion(self.map.version, tuple(self._shards), self.missing(), ranks)
 
-    def sums_of(self, shards: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], BlockSums]:
+    def sums_of(self, shards: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Of shards that are here whole, by hashing them. Raises Permanent where one is not."""
         chosen = list(dict.fromkeys(shards))
         if faults := [f"there is no shard {name!r}" for name in chosen if name not in self._shards]:
@@ -169,21 +156,19 @@ class StagedVersion:
         if some := [name for name in chosen if name in missing]:
             raise Permanent(f"version {self.map.version}: is not here whole: {', '.join(some)}")
         states = [self._shards[name] for name in chosen]
-        sums, hashed = self._in_threads(self._sum, [each for state in states for each in _blocks(state)])
-        left = iter(sums)
+        left = iter(self._in_threads(self._sum, [each for state in states for each in _blocks(state)]))
         for state in states:
             state.own_sums = tuple(islice(left, len(state.agreed)))
-        return {state.map.id: state.own_sums for state in states}, hashed
+        return {state.map.id: state.own_sums for state in states}
 
-    def check(self) -> BlockSums:
+    def check(self) -> None:
         """Hash what is there and was not hashed since, and copy what engines need out of parts. See `missing` then."""
         states = list(self._shards.values())
-        hashed = self._hash_present([state for state in states if state.map.sums])
+        self._hash_present([state for state in states if state.map.sums])
         wrong = self.missing()
         to_copy = [state for state in states if state.in_parts and state.map.id in {*self.at_home, *wrong}]
         if to_copy:
             self._copy_out_of_parts(to_copy)
-        return hashed
 
     def update_sums(self, version_map: VersionMap) -> None:
         """The sums of the same shards, as they are known now: what was there and agrees with other sums is missing."""
@@ -331,7 +316,7 @@ class StagedVersion:
             if not state.present.covers(*self._range(state, block))
             and all(_is_written(run, written) for run in state.runs.pieces(*self._range(state, block)))
         ]
-        _, self.found = self._in_threads(self._verify, wanted)
+        self._in_threads(self._verify, wanted)
 
     def _copy_out_of_parts(self, shards: Sequence[_Shard]) -> None:
         """Into the file that engines load; what did not agree is left out, to be received."""
@@ -351,7 +336,7 @@ class StagedVersion:
 
     # Blocks.
 
-    def _hash_present(self, shards: Iterable[_Shard]) -> BlockSums:
+    def _hash_present(self, shards: Iterable[_Shard]) -> None:
         """What is there whole and was not hashed since it came."""
         wanted: list[_Block] = []
         for state in shards:
@@ -361,16 +346,13 @@ class StagedVersion:
                     for _, block in _blocks(state)
                     if not state.agreed[block] and state.present.covers(*self._range(state, block))
                 ]
-        return self._in_threads(self._verify, wanted)[1]
+        self._in_threads(self._verify, wanted)
 
-    def _in_threads(
-        self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]
-    ) -> tuple[list[_Result], BlockSums]:
+    def _in_threads(self, work: Callable[[_Shard, int], _Result], blocks: Sequence[_Block]) -> list[_Result]:
         """Hashing runs outside the interpreter's lock."""
-        began_s = time.perf_counter()
+        self.hashed_bytes += sum(self._range(*block)[1] for block in blocks)
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "sums") as pool:
-            done = list(pool.map(lambda block: work(*block), blocks))
-        return done, BlockSums(sum(self._range(*block)[1] for block in blocks), time.perf_counter() - began_s)
+            return list(pool.map(lambda block: work(*block), blocks))
 
     def _sum(self, state: _Shard, block: int) -> str:
         return xxhash.xxh3_64_hexdigest(self._data(state, *self._range(state, block)))

@@ -181,7 +181,8 @@ class VersionStore:
             return
         lacking = sum(size for ranges in staged.missing().values() for _, size in ranges)
         level = logging.WARNING if lacking else logging.INFO
-        logger.log(level, "version %d: found in %s, hashed %s; %d bytes lack", version, folder, staged.found, lacking)
+        hashed = staged.hashed_bytes
+        logger.log(level, "version %d: found in %s, hashed %d bytes; %d lack", version, folder, hashed, lacking)
 
     def _replace_others(self, folder: Path, map: VersionMap) -> None:
         """What is there of another version of that number makes room. Parts stay: trainers replace these themselves."""
@@ -208,8 +209,8 @@ def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:
         faults.append(f"version: must be at most {MOST_VERSION}, got {map.version}")
     if map.block_bytes > MOST_BLOCK_BYTES:
         faults.append(f"block_bytes: must be at most {MOST_BLOCK_BYTES}, got {map.block_bytes}")
-    if (size := sum(tensor.bytes for tensor in map.tensors)) > MOST_BYTES:
-        faults.append(f"tensors: must have at most {MOST_BYTES} bytes, got {size}")
+    if map.bytes > MOST_BYTES:
+        faults.append(f"tensors: must have at most {MOST_BYTES} bytes, got {map.bytes}")
     if not map.shards:
         faults.append("shards: must not be empty, got ()")
     ids = [shard.id for shard in map.shards]

@@ -101,35 +101,26 @@ def _blocks_of(
         length = box[local.axis][1] - box[local.axis][0]
         corner = tuple(at - a if axis == local.axis else -a for axis, (a, _) in enumerate(box))
         at += length
-        for part, inner, shape in _parts(parameter, box):
+        for part, start, inner, shape in _parts(parameter, box):
             own = tuple((a + by, b + by) for (a, b), by in zip(inner, corner, strict=True))
-            start = _starts(parameter)[part]
             axis = parameter.split.axis
             whole = tuple((a - start, b - start) if each == axis else (a, b) for each, (a, b) in enumerate(inner))
             for expert, tensor in tensors.items():
                 yield tensor, own[skip:], whole[skip:], _published(parameter, part, expert), shape[skip:]
 
 
-def _parts(parameter: Parameter, box: Box) -> Iterator[tuple[str, Box, tuple[int, ...]]]:
-    """A box of a fused parameter, part by part; the part's shape."""
-    axis, parts = parameter.split.axis, parameter.split.parts
-    if axis is None or not parts:
-        yield "", box, parameter.shape
+def _parts(parameter: Parameter, box: Box) -> Iterator[tuple[str, int, Box, tuple[int, ...]]]:
+    """A box of a fused parameter, part by part: the part's name, where it begins, its box, and its shape."""
+    axis, start = parameter.split.axis, 0
+    if axis is None or not parameter.split.parts:
+        yield "", 0, box, parameter.shape
         return
-    for part in parts:
-        start = _starts(parameter)[part.name]
+    for part in parameter.split.parts:
         first, last = max(box[axis][0], start), min(box[axis][1], start + part.length)
         if first < last:
             shape = (*parameter.shape[:axis], part.length, *parameter.shape[axis + 1 :])
-            yield part.name, (*box[:axis], (first, last), *box[axis + 1 :]), shape
-
-
-def _starts(parameter: Parameter) -> dict[str, int]:
-    starts, at = {"": 0}, 0
-    for part in parameter.split.parts:
-        starts[part.name] = at
-        at += part.length
-    return starts
+            yield part.name, start, (*box[:axis], (first, last), *box[axis + 1 :]), shape
+        start += part.length
 
 
 def _published(parameter: Parameter, part: str, expert: int) -> str:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import PeerId
+from planner.sync_tree.network import ShardSegment, shard_segments, summed_by
 from planner.sync_tree.ranges import ByteRanges, Range
-from planner.sync_tree.segments import ShardSegment, shard_segments, summed_by
 
 SIZE = 12
 ranges = st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)), max_size=3).map(

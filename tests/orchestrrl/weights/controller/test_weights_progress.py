@@ -20,6 +20,7 @@ from orchestrrl.weights.model import (
 )
 from orchestrrl.weights.orders import CarryEdge, EdgeEvent, EdgeState, OpenVersion
 from planner.model import EngineId, PeerId
+from planner.sync_tree.model import SyncPlan
 from planner.sync_tree.ranges import ByteRanges
 
 PEERS = [PeerId(f"p{n}") for n in range(4)]
@@ -41,17 +42,11 @@ def _planned() -> PlannedSync:
         for half in (0, 1)
     )
     return PlannedSync(
-        version=2,
         map=map,
         opens={peer: OpenVersion(map) for peer in PEERS},
         edges=edges,
         planned_s={},
-        summed_by={},
-        bytes=2 * BYTES,
-        estimate_s=1.0,
-        lower_bound_s=1.0,
-        naive_s=1.0,
-        waves=1,
+        plan=SyncPlan((), 1.0, 1.0, 1.0),
     )
 
 

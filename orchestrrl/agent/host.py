@@ -7,31 +7,31 @@ import asyncio
 import ipaddress
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts, gpu_of, kv_bits, model_from_config, named, ranks, weight_bits
+from orchestrrl.fleet.deployers.user_arguments import read_arguments
 from planner.cost.models import Model
 
 SMI_TIMEOUT_S = 10.0  # the first call initialises the driver
 MOST_CONFIG_BYTES = 1 << 20
-LISTENING = "0A"  # in /proc/net/tcp
 PARENTS = 3  # a server's front-end processes are children of the one that was given the arguments
-SHORT_FLAGS = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostReader:
     """Where the host's facts are read; tests bring folders and a command of their own."""
 
-    proc: Path = Path("/proc")
     nvidia_smi: str = "nvidia-smi"
     hub_cache: Path | None = None  # None: where Hugging Face's environment variables put it
 
@@ -51,7 +51,7 @@ def host_facts(facts: ServingFacts, url: str, host: HostReader) -> ServingFacts:
         elsewhere = "the engine does not report its GPU, and its agent is on another host"
         return replace(facts, gpu_detail=elsewhere) if missing else facts
     if facts.tp is None:
-        facts = with_arguments(facts, server_arguments(urlsplit(url).port or 80, host.proc))
+        facts = with_arguments(facts, server_arguments(urlsplit(url).port or 80))
     if not facts.gpu and not facts.gpu_detail:
         gpu, why = _gpu(host.nvidia_smi)
         facts = replace(facts, gpu=gpu, gpu_detail=why)
@@ -76,17 +76,18 @@ def is_local(url: str) -> bool:
     return not address.is_unspecified
 
 
-def server_arguments(port: int, proc: Path = Path("/proc")) -> tuple[str, ...]:
+def server_arguments(port: int) -> tuple[str, ...]:
     """The command line of the vLLM server that listens on `port`; empty where it cannot be found or read."""
-    inodes = set(_listening(port, proc))
-    for folder in proc.glob("[0-9]*") if inodes else ():
-        if not inodes & set(_sockets(folder)):
+    for connection in psutil.net_connections("tcp"):
+        if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,) or connection.pid is None:
             continue
-        for _ in range(PARENTS):
-            arguments = _command_line(folder)
-            if any("vllm" in argument for argument in arguments) and len(arguments) > 1:
-                return arguments
-            folder = proc / _parent(folder)
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            process: psutil.Process | None = psutil.Process(connection.pid)
+            for _ in range(PARENTS):
+                arguments = () if process is None else tuple(process.cmdline())
+                if any("vllm" in argument for argument in arguments) and len(arguments) > 1:
+                    return arguments
+                process = None if process is None else process.parent()
     return ()
 
 
@@ -94,67 +95,21 @@ def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFact
     """Return the facts with those of a vLLM command line; flags that it leaves out have vLLM's defaults."""
     if not arguments:
         return facts
-    flags = _flags(arguments)
-    if "config" in flags:  # a file with more of them
+    flags = {argument.flag: argument.value for argument in read_arguments("", arguments)[0]}
+    if "--config" in flags:  # a file with more of them
         return facts
     return replace(
         facts,
-        tp=_count(flags, "tensor-parallel-size"),
-        pp=_count(flags, "pipeline-parallel-size"),
-        dp=_count(flags, "data-parallel-size"),
-        ep="enable-expert-parallel" in flags,
-        weight_bits=facts.weight_bits or weight_bits(flags.get("dtype"), flags.get("quantization")),
-        kv_bits=facts.kv_bits or kv_bits(flags.get("kv-cache-dtype", "auto")),
+        tp=_count(flags, "--tensor-parallel-size"),
+        pp=_count(flags, "--pipeline-parallel-size"),
+        dp=_count(flags, "--data-parallel-size"),
+        ep="--enable-expert-parallel" in flags,
+        weight_bits=facts.weight_bits or weight_bits(flags.get("--dtype"), flags.get("--quantization")),
+        kv_bits=facts.kv_bits or kv_bits(flags.get("--kv-cache-dtype", "auto")),
     )
 
 
 # --- inside
-
-
-def _listening(port: int, proc: Path) -> Iterator[str]:
-    """Inodes of sockets that listen on the port."""
-    for table in ("tcp", "tcp6"):
-        for line in _text(proc / "net" / table).splitlines()[1:]:
-            columns = line.split()
-            if len(columns) > 9 and columns[3] == LISTENING and columns[1].endswith(f":{port:04X}"):
-                yield columns[9]
-
-
-def _sockets(process: Path) -> Iterator[str]:
-    """Inodes of the process's sockets; none where it belongs to another user."""
-    try:
-        descriptors = list((process / "fd").iterdir())
-    except OSError:
-        return
-    for descriptor in descriptors:
-        try:
-            target = os.readlink(descriptor)
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            yield target[len("socket:[") : -1]
-
-
-def _command_line(process: Path) -> tuple[str, ...]:
-    return tuple(filter(None, _text(process / "cmdline").split("\0")))
-
-
-def _parent(process: Path) -> str:
-    found = re.search(r"^PPid:\s*(\d+)", _text(process / "status"), flags=re.MULTILINE)
-    return found[1] if found else "0"
-
-
-def _flags(arguments: Sequence[str]) -> dict[str, str]:
-    """By name without dashes in front; `--a_b=1`, `--a-b 1` and `-tp 2` are all understood, as by vLLM."""
-    flags: dict[str, str] = {}
-    for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if not name.startswith("-"):
-            continue
-        following = arguments[place + 1] if place + 1 < len(arguments) else ""
-        plain = SHORT_FLAGS.get(name) or name.lstrip("-").replace("_", "-")
-        flags[plain] = value if equals else following
-    return flags
 
 
 def _count(flags: Mapping[str, str], name: str) -> int | None:

@@ -1,8 +1,11 @@
 """What an engine's host adds to its facts: GPUs, the server's command line, the model's config.json."""
 
+import subprocess
+import sys
+
 import pytest
 
-from orchestrrl.agent.host import HostReader, host_facts
+from orchestrrl.agent.host import HostReader, host_facts, server_arguments
 from orchestrrl.engines.serving import ServingFacts
 from tests.orchestrrl.agent.test_host import LOCAL, host, install_smi
 
@@ -25,3 +28,18 @@ def test_a_gpu_that_is_not_found_has_a_reason(host: HostReader, script: str, why
     install_smi(host, script)
     facts = host_facts(ServingFacts(), LOCAL, host)
     assert (facts.gpu, facts.gpu_detail) == ("", why)
+
+
+LISTEN = """import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
+
+
+def test_a_server_is_found_by_the_port_that_it_listens_on() -> None:
+    command = [sys.executable, "-c", LISTEN, "vllm", "-tp", "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server_arguments(int(server.stdout.readline())) == tuple(command)
+        server.communicate("\n", timeout=10)

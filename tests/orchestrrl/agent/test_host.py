@@ -1,10 +1,11 @@
 """What an engine's host adds to its facts: GPUs, the server's command line, the model's config.json."""
 
 import json
-import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from orchestrrl.agent.host import HostReader, host_facts, is_local, server_arguments, with_arguments, with_host_facts
@@ -23,9 +24,8 @@ CONFIG = {
 
 @pytest.fixture
 def host(tmp_path: Path) -> HostReader:
-    """A host without processes, GPUs and models."""
-    (tmp_path / "proc").mkdir()
-    return HostReader(tmp_path / "proc", str(tmp_path / "nvidia-smi"), tmp_path / "hub")
+    """A host without GPUs and models."""
+    return HostReader(str(tmp_path / "nvidia-smi"), tmp_path / "hub")
 
 
 def install_smi(host: HostReader, script: str) -> None:
@@ -34,17 +34,15 @@ def install_smi(host: HostReader, script: str) -> None:
     path.chmod(0o755)
 
 
-def start_server(host: HostReader, port: int, arguments: list[str], *, listener: int = 40, parent: int = 1) -> None:
-    """A process that listens on the port, as /proc shows it."""
-    (host.proc / "net").mkdir(exist_ok=True)
-    row = f"   0: 0100007F:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 77 1 0000"
-    (host.proc / "net" / "tcp").write_text(f"  sl  local_address rem_address   st\n{row}\n")
-    for pid, command in ((listener, ["VLLM::APIServer"] if parent > 1 else arguments), (parent, arguments)):
-        folder = host.proc / str(pid)
-        (folder / "fd").mkdir(parents=True, exist_ok=True)
-        (folder / "cmdline").write_text("\0".join(command) + "\0")
-        (folder / "status").write_text(f"Name:\tpython\nPPid:\t{parent}\n")
-    os.symlink("socket:[77]", host.proc / str(listener) / "fd" / "5")
+def start_server(
+    monkeypatch: pytest.MonkeyPatch, port: int, arguments: list[str], *, front_end: list[str] | None = None
+) -> None:
+    """A process that listens on the port, or has a front end that does."""
+    server = SimpleNamespace(cmdline=lambda: arguments, parent=lambda: None)
+    process = server if front_end is None else SimpleNamespace(cmdline=lambda: front_end, parent=lambda: server)
+    listens = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", port), pid=40)
+    monkeypatch.setattr(psutil, "net_connections", lambda _: [listens])
+    monkeypatch.setattr(psutil, "Process", lambda pid: {40: process}[pid])
 
 
 VLLM = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
@@ -55,9 +53,9 @@ def test_a_host_without_nvidia_smi_has_no_gpu(host: HostReader) -> None:
     assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
 
 
-def test_the_engines_own_word_stands(host: HostReader) -> None:
+def test_the_engines_own_word_stands(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
-    start_server(host, 8001, [*VLLM, "--tensor-parallel-size", "8"])
+    start_server(monkeypatch, 8001, [*VLLM, "--tensor-parallel-size", "8"])
     told = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
     assert host_facts(told, LOCAL, host) == told
     cpu = ServingFacts(model="m", tp=1, gpu_detail="the engine runs on CPUs")
@@ -92,20 +90,20 @@ def test_precision_is_in_the_servers_arguments() -> None:
     assert (facts.weight_bits, facts.kv_bits) == (32.0, 8.0)
 
 
-def test_the_server_is_found_by_its_port(host: HostReader) -> None:
-    start_server(host, 8001, [*VLLM, "-tp", "2"])
-    assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
-    assert server_arguments(8002, host.proc) == ()
+def test_the_server_is_found_by_its_port(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"])
+    assert server_arguments(8001) == (*VLLM, "-tp", "2")
+    assert server_arguments(8002) == ()
     assert host_facts(ServingFacts(), LOCAL, host).tp == 2
 
 
-def test_a_front_end_process_has_its_parents_arguments(host: HostReader) -> None:
-    start_server(host, 8001, [*VLLM, "-tp", "2"], parent=30)
-    assert server_arguments(8001, host.proc) == (*VLLM, "-tp", "2")
+def test_a_front_end_process_has_its_parents_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"], front_end=["VLLM::APIServer"])
+    assert server_arguments(8001) == (*VLLM, "-tp", "2")
 
 
-def test_a_process_that_is_no_vllm_says_nothing(host: HostReader) -> None:
-    start_server(host, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
+def test_a_process_that_is_no_vllm_says_nothing(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_server(monkeypatch, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
     assert host_facts(ServingFacts(), LOCAL, host).tp is None
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.agent.probe_link import WindowReporter
+from orchestrrl.agent.probe_link import AGAIN_AFTER_S, WindowReporter, WindowReports
 from orchestrrl.agent.probes import HostQuiet, HostTraces
-from orchestrrl.agent.window_reports import AGAIN_AFTER_S, WindowReports
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.rings import _ARMED, RingDoorbell, RingReader, RingWriter, group_id, list_rings

@@ -86,7 +86,6 @@ class FleetCoordinator:
         planning.recover(journal)
         self.routes.recover()
         self.barrier.recover()
-        self.state.fold_weights(self.barrier.state)
         operations = self.runner.recover()
         self.note(EntryKind.DAEMON_STARTED, "", {"mode": mode.current, "open_operations": operations})
 
@@ -177,7 +176,6 @@ class FleetCoordinator:
         self.note(EntryKind.NODE_ATTACHED, hello.node, {"kind": hello.kind, "version": hello.version, "url": hello.url})
         logger.info("%s %s attached", hello.kind, hello.node)
         if hello.kind is NodeKind.GATEWAY:
-            self.state.fold_weights(self.barrier.state)
             self.routes.attached(hello.node)
             self.routes.send(self.state.engines(now_s))
             self.barrier.attaching(hello.node)
@@ -286,7 +284,6 @@ class FleetCoordinator:
     # --- inside
 
     def _barrier_changed(self) -> None:
-        self.state.fold_weights(self.barrier.state)
         self.routes.send(self.state.engines(self.clock.now_s()))
 
     def _configuration_of(self, engine: EngineId) -> ConfigurationId | None:

@@ -69,14 +69,12 @@ class RedeployedFleet:
         if weights.version is not None and (there := [engine for engine in engines if engine in known]):
             with _although_unwritten():
                 self._fleet.barrier.set_version(there, weights.version, "brought by a redeployment")
-            self.state.fold_weights(self._fleet.barrier.state)
 
     def engine_stopped(self, engine: EngineId) -> None:
         """It is none any more, nor are its weights any of the fleet's."""
         self.state.remove_engine(engine)
         with _although_unwritten():
             self._fleet.barrier.gone([engine])
-        self.state.fold_weights(self._fleet.barrier.state)
 
     def engines_deployed(self, running: Mapping[EngineId, DeployedInstance]) -> None:
         """The engines that a deployer has started have changed."""

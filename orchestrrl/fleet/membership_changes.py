@@ -23,7 +23,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import MovesOutcome
 from orchestrrl.fleet.routes import RoutingTable
 from orchestrrl.fleet.state import EngineFacts, FleetState
-from planner.model import ConfigurationId, EngineId, EngineView, GpuId, RequestId, RequestMove, Snapshot
+from planner.model import ConfigurationId, EngineId, EngineView, RequestId, RequestMove, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -109,17 +109,6 @@ def recovered_roster(journal: Journal) -> Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class NewEngine:
-    """As an operator names it; nothing is checked yet."""
-
-    engine: str
-    url: str = ""
-    configuration: str = ""  # empty: not known
-    gpus: tuple[int, ...] = ()
-    pool: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineRemoval:
     requests_moved: int
     requests_left: int  # that could not move, and finish there
@@ -172,22 +161,20 @@ class MembershipChanges:
 
     # --- an operator's words
 
-    def add(self, new: NewEngine, reason: str = "") -> None:
-        """Name it to every gateway. A removed one that the configuration names needs no more than its id. Raises
-        ProblemFaults with all that is wrong with it."""
-        engine = EngineId(new.engine)
-        configured = any(facts.id == engine for facts in engine_facts(self._config))
-        if configured and engine in self.membership.removed and new == NewEngine(new.engine):
-            self._change("add", engine, self.membership.with_readmitted(engine), reason)
+    def add(self, new: EngineFacts, reason: str = "") -> None:
+        """Name it to every gateway, as an operator described it. A removed one that the configuration names needs no
+        more than its id. Raises ProblemFaults with all that is wrong with it."""
+        configured = any(facts.id == new.id for facts in engine_facts(self._config))
+        if configured and new.id in self.membership.removed and new == EngineFacts(new.id, ""):
+            self._change("add", new.id, self.membership.with_readmitted(new.id), reason)
             return
         views = self._state.engines(self._clock.now_s())
         faults = [*self._identity_faults(new, views), *self._place_faults(new, views)]
         if faults:
             raise ProblemFaults(faults)
-        configured_as = {each.id: each for each in self._config.fleet.configuration_values()}
-        configuration = configured_as.get(ConfigurationId(new.configuration))
-        facts = EngineFacts(engine, new.url, gpus=tuple(map(GpuId, new.gpus)), pool=new.pool).of(configuration)
-        self._change("add", engine, self.membership.with_added(facts), reason)
+        known = {configuration.id: configuration for configuration in self._config.fleet.configuration_values()}
+        facts = new if new.configuration is None else new.of(known[new.configuration])
+        self._change("add", new.id, self.membership.with_added(facts), reason)
 
     def drain(self, engine: EngineId, move: bool = False, reason: str = "") -> None:
         """Nothing new goes there; `move`: what is there goes elsewhere, round by round. Raises ProblemFaults for an
@@ -299,8 +286,8 @@ class MembershipChanges:
         self._routes.send(self._state.engines(now_s))
 
     def _report_state(self) -> None:
-        self._state.set_roster(self.membership.added, self.membership.draining, self.membership.removed)
-        self._state.set_facts(engine_facts(self._config))
+        roster = self.membership
+        self._state.set_roster(engine_facts(self._config), roster.added, roster.draining, roster.removed)
 
     def _requests_on(self, engine: EngineId) -> set[RequestId]:
         snapshot = self._state.snapshot(self._clock.now_s())
@@ -313,18 +300,18 @@ class MembershipChanges:
             listing = ", ".join(sorted(known)) or "none"
             raise ProblemFaults([f"engine_id: is not a known engine (known: {listing}), got {engine!r}"])
 
-    def _place_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
+    def _place_faults(self, new: EngineFacts, views: Sequence[EngineView]) -> list[str]:
         """Of configuration and GPUs."""
         fleet, faults = self._config.fleet, []
-        known = {str(configuration.id): configuration for configuration in fleet.configuration_values()}
-        configuration = known.get(new.configuration)
-        if new.configuration and configuration is None:
+        known = {configuration.id: configuration for configuration in fleet.configuration_values()}
+        configuration = known.get(new.configuration) if new.configuration is not None else None
+        if new.configuration is not None and configuration is None:
             listing = ", ".join(sorted(known)) or "none; fleet.configurations lists them"
             faults.append(f"configuration: is not a known one (known: {listing}), got {new.configuration!r}")
         if configuration is not None and new.gpus and len(new.gpus) != configuration.gpus:
             wish = f"must be as many as {configuration.id} takes, {configuration.gpus}"
             faults.append(f"gpus: {wish}, got {shorten(list(new.gpus))}")
-        owner = {int(gpu): view.id for view in views for gpu in view.gpus if view.id != new.engine}
+        owner = {gpu: view.id for view in views for gpu in view.gpus if view.id != new.id}
         for place, gpu in enumerate(new.gpus):
             if gpu < 0:
                 faults.append(f"gpus[{place}]: must be >= 0, got {gpu}")
@@ -336,22 +323,22 @@ class MembershipChanges:
                 faults.append(f"gpus[{place}]: is named twice, got {gpu}")
         return faults
 
-    def _identity_faults(self, new: NewEngine, views: Sequence[EngineView]) -> list[str]:
+    def _identity_faults(self, new: EngineFacts, views: Sequence[EngineView]) -> list[str]:
         faults, now_s = [], self._clock.now_s()
-        if not new.engine.strip():
-            faults.append(f"engine_id: must not be empty, got {new.engine!r}")
-        here = next((view for view in views if view.id == new.engine), None)
+        if not new.id.strip():
+            faults.append(f"engine_id: must not be empty, got {new.id!r}")
+        here = next((view for view in views if view.id == new.id), None)
         if here is not None:
             where = f"is the id of an engine already, at {here.url or 'an unknown URL'}; remove that one first"
-            faults.append(f"engine_id: {where}, got {new.engine!r}")
-        called = self._state.engine_called(EngineId(new.engine), now_s)
-        if called != new.engine:
-            faults.append(f"engine_id: is what nodes call {called}, got {new.engine!r}")
+            faults.append(f"engine_id: {where}, got {new.id!r}")
+        called = self._state.engine_called(new.id, now_s)
+        if called != new.id:
+            faults.append(f"engine_id: is what nodes call {called}, got {new.id!r}")
         try:
             check_url(new.url)
         except ValueError as error:
             faults.append(f"url: {error}, got {new.url!r}")
         twin = self._state.engine_at(new.url, now_s)
-        if twin is not None and twin != new.engine:
+        if twin is not None and twin != new.id:
             faults.append(f"url: is that of {twin} already, got {new.url!r}")
         return faults

@@ -97,7 +97,6 @@ class PauseBarrier:
         self._fleet = state
         self._changed = changed
         self._restarted = restarted
-        self._state = PauseState()
         self._leases = itertools.count(1)
         self._orders = PauseOrders(runner, nodes, clock)
         self._pausing: FleetPause | None = None  # the fleet on its way to rest, for the lease that lasts
@@ -117,12 +116,12 @@ class PauseBarrier:
     @property
     def state(self) -> PauseState:
         """As of now. A lease that has run out is written down by who looks first."""
-        now = self._state.at(self._clock.now_s())
-        if now is not self._state:
+        now = self._fleet.weights.at(self._clock.now_s())
+        if now is not self._fleet.weights:
             logger.warning("barrier: %s", now.opened.detail if now.opened else "")
             self._take(now, "expired")
             self._break_off("the lease has run out")
-        return self._state
+        return self._fleet.weights
 
     @property
     def paused_s(self) -> float:
@@ -173,18 +172,18 @@ class PauseBarrier:
         rest."""
         state = self._journal.newest(EntryKind.BARRIER, lambda body: PAUSE_STATE.validate_python(body["state"]))
         if state is not None:
-            self._state = state
-            if self._state.opened is not None:
-                self._ended(self._state.opened)
-            if self._state.lease is not None and self._state.quiet:
-                self._still_since_s = self._state.lease.began_s
+            self._fleet.weights = state
+            if self._fleet.weights.opened is not None:
+                self._ended(self._fleet.weights.opened)
+            if self._fleet.weights.lease is not None and self._fleet.weights.quiet:
+                self._still_since_s = self._fleet.weights.lease.began_s
         lease = self.state.lease
-        if lease is not None and not self._state.quiet:
+        if lease is not None and not self._fleet.weights.quiet:
             detail = "the daemon was restarted while the fleet was coming to rest"
-            self._take(self._state.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
-        opened = self._state.opened
+            self._take(self._fleet.weights.abandoned(lease.id, self._clock.now_s(), detail), "gave_up")
+        opened = self._fleet.weights.opened
         # It is written down before gateways are told, who refuse what they have done. Older ones tell what they missed.
-        if opened is not None and self._state.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
+        if opened is not None and self._fleet.weights.lease is None and self._clock.now_s() - opened.at_s < UNHEARD_S:
             self._unheard = opened
 
     async def settle(self) -> None:
@@ -213,7 +212,7 @@ class PauseBarrier:
         finally:
             if self._pausing is pausing:  # by now another may have begun
                 self._pausing = None
-        return self._state
+        return self._fleet.weights
 
     async def renew(self, lease_id: str, lease_s: float) -> PauseState:
         """From now, everywhere. Raises Permanent when the lease has ended, Retryable when a gateway has not been told,
@@ -224,10 +223,10 @@ class PauseBarrier:
         if faults:
             raise ProblemFaults(faults)
         before = self.state.require_lease(lease_id)
-        self._take(self._state.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
+        self._take(self._fleet.weights.renewed(lease_id, self._clock.now_s() + (lease_s or LEASE_S)), "renew")
         orders = self.close_all()
-        if not self._state.quiet:
-            return self._state  # who waits for the fleet to come to rest hears of failures
+        if not self._fleet.weights.quiet:
+            return self._fleet.weights  # who waits for the fleet to come to rest hears of failures
         results = await answers(orders, self._clock, ANSWER_S)
         late = [f"{node}: {why(result)}" for node, result in results.items() if not rested(result)]
         late += [f"{node}: is not attached" for node in self._away(lease_id)]
@@ -236,7 +235,7 @@ class PauseBarrier:
             words = "; ".join(late)
             raise Retryable(f"not every gateway has extended the lease, some may open at {until}: {words}", AGAIN_S)
         self.state.require_lease(lease_id)
-        return self._state
+        return self._fleet.weights
 
     async def resume(
         self,
@@ -262,15 +261,15 @@ class PauseBarrier:
         self._take(resumed, "resume")
         self._break_off("somebody has opened the pause barrier")
         self._changed()
-        opened = self._state.opened
+        opened = self._fleet.weights.opened
         assert opened is not None
         results = await answers(self._orders.open_all(opened), self._clock, ANSWER_S)
         self._rest(results.values())
         silent = [f"gateway {node}: {why(result)}" for node, result in results.items() if not rested(result)]
-        if silent and self._state.opened is opened:
+        if silent and self._fleet.weights.opened is opened:
             detail = f"{opened.detail}; not opened yet, which they do by themselves: {'; '.join(silent)}"
-            self._take(replace(self._state, opened=replace(opened, detail=detail)), "resume")
-        return self._state
+            self._take(replace(self._fleet.weights, opened=replace(opened, detail=detail)), "resume")
+        return self._fleet.weights
 
     def set_version(
         self, engines: Collection[EngineId], policy_version: int, reason: str = "", weights_source: str = ""
@@ -285,8 +284,8 @@ class PauseBarrier:
             self._generated.pop(engine, None)
         self._take(self.state.with_versions(engines, policy_version, weights_source), "version", reason)
         self._changed()
-        assert self._state.newest is not None
-        return self._state.newest
+        assert self._fleet.weights.newest is not None
+        return self._fleet.weights.newest
 
     def attaching(self, node: NodeId) -> None:
         """Before a gateway is told again what it has not answered: an order to close for a lease that is over by now
@@ -313,7 +312,7 @@ class PauseBarrier:
 
     def reported(self, node: NodeId, report: BarrierReport) -> None:
         """A gateway that has not heard of the end of a lease is told again."""
-        if report.phase is BarrierPhase.OPEN or self._state.lease is not None or report.lease not in self._over:
+        if report.phase is BarrierPhase.OPEN or self._fleet.weights.lease is not None or report.lease not in self._over:
             return
         opened = self._end(report.lease)
         missed = self._clock.now_s() - opened.at_s > MISSED_S
@@ -331,7 +330,7 @@ class PauseBarrier:
 
     def forget(self, engines: Iterable[EngineId], why: str) -> None:
         """What is known of their weights holds no longer."""
-        told = sorted(engine for engine in engines if engine in self._state.versions)
+        told = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
         if told:
             reason = f"{', '.join(told)} {why}"
             logger.warning("barrier: %s: no requests go there until a policy version is told", reason)
@@ -340,7 +339,7 @@ class PauseBarrier:
 
     def gone(self, engines: Iterable[EngineId]) -> None:
         """They were stopped, or sleep: what they had is no weights of the fleet's any longer."""
-        told = sorted(engine for engine in engines if engine in self._state.versions)
+        told = sorted(engine for engine in engines if engine in self._fleet.weights.versions)
         for engine in told:
             self._generated.pop(engine, None)
             self._restarted(engine)
@@ -364,11 +363,11 @@ class PauseBarrier:
 
     async def abandon(self, lease: PauseLease, because: str) -> None:
         """Have all go on as before, unless the lease has ended otherwise, and wait for the gateways' answers."""
-        if self._state.lease is not None and self._state.lease.id == lease.id:
+        if self._fleet.weights.lease is not None and self._fleet.weights.lease.id == lease.id:
             logger.warning("barrier: %s: %s", lease, because)
-            self._take(self._state.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
-        if self._state.lease is None and self._state.opened is not None:
-            await answers(self._orders.open_all(self._state.opened), self._clock, ANSWER_S)
+            self._take(self._fleet.weights.abandoned(lease.id, self._clock.now_s(), because), "gave_up")
+        if self._fleet.weights.lease is None and self._fleet.weights.opened is not None:
+            await answers(self._orders.open_all(self._fleet.weights.opened), self._clock, ANSWER_S)
 
     # --- inside
 
@@ -387,12 +386,12 @@ class PauseBarrier:
     def _end(self, lease: str) -> LastRelease:
         """What is to be said of it now. Which weights engines had at the end of an older one is no news."""
         opened = self._over.get(lease) or LastRelease(lease, 0.0, LeaseEnd.GAVE_UP, "ended under a daemon before")
-        return opened if opened is self._state.opened else replace(opened, policy_version=None, without=())
+        return opened if opened is self._fleet.weights.opened else replace(opened, policy_version=None, without=())
 
     def _order_close(self, node: NodeId) -> Order:
-        lease = self._state.lease
+        lease = self._fleet.weights.lease
         assert lease is not None
-        quiet_by_s = lease.until_s if self._state.quiet else lease.quiet_by_s
+        quiet_by_s = lease.until_s if self._fleet.weights.quiet else lease.quiet_by_s
         running = self._pausing is not None and self._pausing.engines_run
         return self._orders.close(node, lease, quiet_by_s, engines_run=running)
 
@@ -414,7 +413,7 @@ class PauseBarrier:
             del self._over[next(iter(self._over))]
 
     def _take(self, state: PauseState, event: str, reason: str = "") -> None:
-        before, self._state = self._state.lease, state
+        before, self._fleet.weights = self._fleet.weights.lease, state
         if before is not None and state.lease is None and state.opened is not None:
             self._ended(state.opened)
             self.expired += state.opened.how is LeaseEnd.EXPIRED

@@ -153,7 +153,6 @@ class FleetState:
         self._facts = {fact.id: fact for fact in facts}
         self._host = host
         self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
-        self._added: dict[EngineId, EngineFacts] = {}  # by an operator
         self._removed: set[EngineId] = set()
         self._back_again: set[EngineId] = set()  # removed, and reported well since, by nobody's word but their agent's
         self._barred: frozenset[EngineId] = frozenset()  # by an operator: whoever reports them, they are none
@@ -169,31 +168,32 @@ class FleetState:
         self._finished: deque[FinishedLength] = deque(maxlen=LENGTHS_REMEMBERED)
         self.earlier_output_tokens: tuple[int, ...] = ()  # of the step before
         self.step: GenerationStep | None = None  # the current or the last one
-        self.weights = PauseState()  # whose versions are which
+        self.weights = PauseState()  # kept by the pause barrier: which versions engines have
         self.groups = FinishedGroups()  # how many answers of each have finished, over all gateways
         self.totals = TokenTotals()
         self.failovers: dict[EngineId, FailoverCounts] = {}  # since the daemon's start, by the engine that failed
         self._new_failovers: list[EngineFailovers] = []
 
-    def set_facts(self, facts: Iterable[EngineFacts]) -> None:
-        """What the configuration says, as far as no deployment and no operator has overtaken it."""
-        configured = {fact.id: fact for fact in facts if fact.id not in self._removed | self._barred}
-        self._facts = {**configured, **self._deployed, **self._added}
-        self._named_s = float("-inf")
-
     def set_roster(
-        self, added: Iterable[EngineFacts], draining: Iterable[EngineId], removed: Iterable[EngineId]
+        self,
+        configured: Iterable[EngineFacts],
+        added: Iterable[EngineFacts] = (),
+        draining: Iterable[EngineId] = (),
+        removed: Iterable[EngineId] = (),
     ) -> None:
-        """The operators' word, for the facts that are set next. Who is removed is none of ours, also while an agent
-        reports it well."""
+        """Take over the configuration's engines, which deployed ones replace, and what operators have added, drained
+        and removed. A removed engine is not part of the fleet, even while an agent reports it well."""
         self._draining, self._barred = frozenset(draining), frozenset(removed)
         for engine in self._barred:
             self._deployed.pop(engine, None)
             if engine in self._engines:  # what it offers is told once
                 self._engines[engine] = _EngineRecord(capabilities=self._engines[engine].capabilities)
-        self._added = {facts.id: facts for facts in added}
-        self._removed.difference_update(self._added)
-        self._back_again.difference_update(self._added)
+        by_operators = {facts.id: facts for facts in added}
+        self._removed.difference_update(by_operators)
+        self._back_again.difference_update(by_operators)
+        by_configuration = {facts.id: facts for facts in configured if facts.id not in self._removed | self._barred}
+        self._facts = {**by_configuration, **self._deployed, **by_operators}
+        self._named_s = float("-inf")
 
     def add_engine(self, facts: EngineFacts) -> None:
         """An engine that was deployed, unless an operator has removed it since."""
@@ -220,10 +220,6 @@ class FleetState:
         """An engine that an earlier daemon routed to, until its agent reports it again or it is forgotten."""
         record = self._engines.setdefault(engine, _EngineRecord())
         record.remembered_url, record.received_s = url, max(record.received_s, at_s)
-
-    def fold_weights(self, weights: PauseState) -> None:
-        """The pause barrier's newest state: which versions engines have."""
-        self.weights = weights
 
     def fold_hello(self, hello: NodeHello, received_s: float) -> None:
         """A gateway names the engines that it routes to, before it has reported anything."""

@@ -8,13 +8,13 @@ from orchestrrl import __version__
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.core.ttl import lifetime_faults
-from orchestrrl.fleet.membership_changes import NewEngine
+from orchestrrl.fleet.state import EngineFacts
 from orchestrrl.rpc.codecs import control as control_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.rpc.redeployment_service import RedeploymentService
 from orchestrrl.rpc.refusals import Context, status_text
-from planner.model import ConfigurationId, EngineId, PlanId, RequestId
+from planner.model import ConfigurationId, EngineId, GpuId, PlanId, RequestId
 
 
 class ControlService(RedeploymentService):
@@ -91,7 +91,13 @@ class ControlService(RedeploymentService):
         return pb.MoveRequestResponse(done=item.done, detail=item.detail, operation_id=operation)
 
     async def AddEngine(self, request: pb.AddEngineRequest, context: Context) -> pb.Worker:
-        new = NewEngine(request.engine_id, request.url, request.configuration, tuple(request.gpus), request.pool)
+        new = EngineFacts(
+            EngineId(request.engine_id),
+            request.url,
+            ConfigurationId(request.configuration) if request.configuration else None,
+            tuple(map(GpuId, request.gpus)),
+            pool=request.pool,
+        )
         self.fleet.membership_changes.add(new, request.reason)
         self.fleet.barrier.forget([EngineId(request.engine_id)], "was added")
         return control_codec.worker_to_pb(self.control_plane, EngineId(request.engine_id))

@@ -17,7 +17,6 @@ from orchestrrl.core.operations import MoveRequests, OperationItemResult, Operat
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, SendTimes
 from orchestrrl.fleet.state import NAMES_LAST_S, EngineFacts, FleetState, StateCapacity
 from orchestrrl.rpc.codecs.control import status_to_pb, worker_to_pb
@@ -386,8 +385,8 @@ async def test_an_engine_is_not_added_by_another_name(bare: Harness, url: str, i
     bare.report("e0", url=URL, server="s1")
     bare.report("e0", url=URL, server="s1")
     with pytest.raises(ProblemFaults, match=r"url: is that of (e0|a) already, got"):
-        bare.plane.fleet.membership_changes.add(NewEngine("e7", url))
-    bare.plane.fleet.membership_changes.add(NewEngine("e7", "http://localhost:8002"))
+        bare.plane.fleet.membership_changes.add(EngineFacts("e7", url))
+    bare.plane.fleet.membership_changes.add(EngineFacts("e7", "http://localhost:8002"))
 
 
 async def test_what_a_gateway_calls_by_the_daemons_id_by_now_is_no_engine_of_its_own(bare: Harness) -> None:
@@ -420,7 +419,9 @@ async def test_what_an_operator_says_of_an_engine_holds_for_its_other_names(harn
         await harness.plane.fleet.membership_changes.remove(E0)
     else:
         harness.plane.fleet.membership_changes.drain(E0)
-        harness.plane.fleet.state.set_facts(())  # nothing but the agent names it any more
+        harness.plane.fleet.state.set_roster(
+            (), draining=harness.plane.fleet.membership_changes.membership.draining
+        )  # nothing but the agent names it any more
     await reports(int(3 * NAMES_LAST_S / EVERY_S))
     assert harness.ids() == (["e1"] if operation == "remove" else ["x"])
     if operation == "drain":
@@ -496,12 +497,12 @@ async def test_the_address_of_a_removed_engine_is_free(harness: Harness) -> None
     harness.report("x", url="http://e0")
     harness.plane.fast_tick()
     await harness.plane.fleet.membership_changes.remove(E0)
-    harness.plane.fleet.membership_changes.add(NewEngine("again", "http://e0"))
+    harness.plane.fleet.membership_changes.add(EngineFacts("again", "http://e0"))
     assert "again" in harness.ids()
 
 
 async def test_an_engine_whose_other_name_was_removed_can_be_drained(harness: Harness) -> None:
-    harness.plane.fleet.membership_changes.add(NewEngine("x", "http://x"))
+    harness.plane.fleet.membership_changes.add(EngineFacts("x", "http://x"))
     await harness.plane.fleet.membership_changes.remove(EngineId("x"))
     for _ in range(2):
         harness.report("x", url="http://e0")

@@ -14,7 +14,7 @@ from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.wiring import build_daemon
-from orchestrrl.fleet.membership_changes import MEMBERSHIP, REMOVED_REMEMBERED, Membership, NewEngine
+from orchestrrl.fleet.membership_changes import MEMBERSHIP, REMOVED_REMEMBERED, Membership
 from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineId
 
@@ -74,9 +74,9 @@ async def say(plane: ControlPlane, word: str, name: str) -> None:
     engine, membership_changes = EngineId(name), plane.fleet.membership_changes
     match word:
         case "add":
-            membership_changes.add(NewEngine(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
+            membership_changes.add(EngineFacts(name, f"http://{name}", gpus=(NAMES.index(name),), pool="added"))
         case "readmit":
-            membership_changes.add(NewEngine(name))
+            membership_changes.add(EngineFacts(name, ""))
         case "drain" | "move":
             membership_changes.drain(engine, word == "move")
         case "undrain":

@@ -30,9 +30,10 @@ from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
-from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval, NewEngine
+from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
+from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineHealth, EngineId, RequestId, RequestMove
 from planner.solver.from_snapshot import live_fleet
 
@@ -177,7 +178,7 @@ async def settle() -> None:
 async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running() as nodes:
-        plane.fleet.membership_changes.add(NewEngine("e2", "http://e2", "tp2", (4, 5), "wide"), "more load")
+        plane.fleet.membership_changes.add(EngineFacts("e2", "http://e2", "tp2", (4, 5), pool="wide"), "more load")
         await settle()
         route = nodes.routes["e2"]
         assert (route.url, route.health, route.pool, route.max_sequences) == ("http://e2", None, "wide", 16)
@@ -195,7 +196,7 @@ async def test_an_added_engine_is_routed_to_at_once(harness: Harness) -> None:
 async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harness) -> None:
     plane = harness.start()
     with pytest.raises(ProblemFaults) as caught:
-        plane.fleet.membership_changes.add(NewEngine("e0", "e7:80", "tp4", (2, 6, 6)))
+        plane.fleet.membership_changes.add(EngineFacts("e0", "e7:80", "tp4", (2, 6, 6)))
     assert caught.value.faults == [
         "engine_id: is the id of an engine already, at http://e0; remove that one first, got 'e0'",
         "url: must be an http:// or https:// URL, got 'e7:80'",
@@ -206,7 +207,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
         "gpus[2]: is named twice, got 6",
     ]
     with pytest.raises(ProblemFaults) as caught:
-        plane.fleet.membership_changes.add(NewEngine(" ", "http://e1/", "tp2", (4,)))
+        plane.fleet.membership_changes.add(EngineFacts(" ", "http://e1/", "tp2", (4,)))
     assert caught.value.faults == [
         "engine_id: must not be empty, got ' '",
         "url: is that of e1 already, got 'http://e1/'",
@@ -215,7 +216,7 @@ async def test_all_that_is_wrong_with_a_new_engine_is_said_at_once(harness: Harn
     assert harness.said() == []
     for url in ("http://[::1", "http://e7:port", "ftp://e7", "http://"):
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.fleet.membership_changes.add(NewEngine("e7", url))
+            plane.fleet.membership_changes.add(EngineFacts("e7", url))
 
 
 # --- drain
@@ -288,9 +289,9 @@ async def test_who_is_refused_tries_another_engine_and_again_later(harness: Harn
 async def test_the_next_daemon_goes_on_with_it(harness: Harness) -> None:
     plane = harness.start()
     async with harness.running(a="e0") as nodes:
-        plane.fleet.membership_changes.add(NewEngine("e2", "http://e2"))
+        plane.fleet.membership_changes.add(EngineFacts("e2", "http://e2"))
         await plane.fleet.membership_changes.remove(E2)
-        plane.fleet.membership_changes.add(NewEngine("e3", "http://e3", pool="p"))
+        plane.fleet.membership_changes.add(EngineFacts("e3", "http://e3", pool="p"))
         nodes.refusing = {"e1", "e3"}
         plane.fleet.membership_changes.drain(E0, move=True)
         await harness.clock.advance(3.0)
@@ -347,16 +348,16 @@ async def test_a_removed_engine_stays_away_until_it_is_added_again(harness: Harn
                 word(E1)
         with pytest.raises(ProblemFaults, match="not a known engine"):
             await plane.fleet.membership_changes.remove(E1)
-        plane.fleet.membership_changes.add(NewEngine("e1"))
+        plane.fleet.membership_changes.add(EngineFacts("e1", ""))
         await harness.clock.advance(1.0)
         assert nodes.routes["e1"].health is EngineHealth.OK
         assert (nodes.routes["e1"].url, plane.fleet.state.configuration_of(E1)) == ("http://e1", "tp2"), "as configured"
         await plane.fleet.membership_changes.remove(E1)
-        plane.fleet.membership_changes.add(NewEngine("e1", "http://elsewhere"))
+        plane.fleet.membership_changes.add(EngineFacts("e1", "http://elsewhere"))
         await harness.clock.advance(1.0)
         assert plane.fleet.state.configuration_of(E1) is None, "as said now"
         with pytest.raises(ProblemFaults, match="url: must be"):
-            plane.fleet.membership_changes.add(NewEngine("e9"))
+            plane.fleet.membership_changes.add(EngineFacts("e9", ""))
 
 
 async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness: Harness) -> None:
@@ -376,11 +377,11 @@ async def test_what_a_removed_engine_offers_is_known_when_it_comes_back(harness:
     await plane.fleet.membership_changes.remove(E1)
     noted = len(harness.journal.since(0, (EntryKind.ENGINE_HEALTH,))) if harness.journal else 0
     told(2)
-    plane.fleet.membership_changes.add(NewEngine("e1"))
+    plane.fleet.membership_changes.add(EngineFacts("e1", ""))
     assert (version(), plane.fleet.state.reported(E1)) == ("1", False), "what came meanwhile is no news of it"
     await plane.fleet.membership_changes.remove(E1)
     told(3, "2")
-    plane.fleet.membership_changes.add(NewEngine("e1"))
+    plane.fleet.membership_changes.add(EngineFacts("e1", ""))
     told(4)
     assert (version(), plane.fleet.state.reported(E1)) == ("2", True)
     assert harness.journal is not None

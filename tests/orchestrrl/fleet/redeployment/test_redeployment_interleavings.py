@@ -20,11 +20,11 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.fleet.membership_changes import NewEngine
 from orchestrrl.fleet.redeployment.actions import POLL_S
 from orchestrrl.fleet.redeployment.steps import (
     RedeployRequest,
 )
+from orchestrrl.fleet.state import EngineFacts
 from planner.model import EngineHealth, EngineId
 
 TO_TP2 = RedeployRequest((("tp2", 0),), reason="the test says so")
@@ -636,7 +636,7 @@ async def test_who_has_the_gpus_that_a_wish_does_not_fit_on_is_told(harness: Har
         harness.machines.engines[A].life = EngineLife.ALIVE
         await redeployer._scan()
         harness.plane.fleet.membership_changes.drain(W)
-        added = NewEngine("elsewhere", "http://elsewhere:8000", "tp1", (3,))
+        added = EngineFacts("elsewhere", "http://elsewhere:8000", "tp1", (3,))
         harness.machines.engines[W].life = EngineLife.ENDED
         await redeployer._bury((await redeployer._deployer.list_engines())[2])
         harness.plane.fleet.membership_changes.add(added)

@@ -257,7 +257,7 @@ class Harness(barrier_harness.Harness):
             for engine, told in gateway.serves().items():
                 self._is_so(gateway.node, engine, told)
         if self.daemon is not None and not (self.journal and self.journal.dead):
-            state = self.plane.fleet.barrier._state
+            state = self.plane.fleet.barrier._fleet.weights
             if state.lease is None:
                 for engine, told in state.versions.items():
                     if state.serves(engine):

@@ -12,7 +12,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,23 +28,12 @@ MOST_CONFIG_BYTES = 1 << 20
 PARENTS = 3  # a server's front-end processes are children of the one that was given the arguments
 
 
-@dataclass(frozen=True, slots=True)
-class HostReader:
-    """Where the host's facts are read; tests bring folders and a command of their own."""
-
-    nvidia_smi: str = "nvidia-smi"
-    hub_cache: Path | None = None  # None: where Hugging Face's environment variables put it
-
-
-async def with_host_facts(
-    capabilities: EngineCapabilities, url: str, host: HostReader | None = None
-) -> EngineCapabilities:
+async def with_host_facts(capabilities: EngineCapabilities, url: str) -> EngineCapabilities:
     """Return the capabilities with unknown serving facts filled in from this host, where the engine is on it."""
-    serving = await asyncio.to_thread(host_facts, capabilities.serving, url, host or HostReader())
-    return replace(capabilities, serving=serving)
+    return replace(capabilities, serving=await asyncio.to_thread(host_facts, capabilities.serving, url))
 
 
-def host_facts(facts: ServingFacts, url: str, host: HostReader) -> ServingFacts:
+def host_facts(facts: ServingFacts, url: str) -> ServingFacts:
     """As `with_host_facts`; blocks on files and on nvidia-smi."""
     if not is_local(url):
         missing = not facts.gpu and not facts.gpu_detail
@@ -53,9 +42,9 @@ def host_facts(facts: ServingFacts, url: str, host: HostReader) -> ServingFacts:
     if facts.tp is None:
         facts = with_arguments(facts, server_arguments(urlsplit(url).port or 80))
     if not facts.gpu and not facts.gpu_detail:
-        gpu, why = _gpu(host.nvidia_smi)
+        gpu, why = _gpu()
         facts = replace(facts, gpu=gpu, gpu_detail=why)
-    return replace(facts, sizes=facts.sizes or _sizes(facts.model, host.hub_cache or _hub_cache()))
+    return replace(facts, sizes=facts.sizes or _sizes(facts.model))
 
 
 def is_local(url: str) -> bool:
@@ -117,11 +106,11 @@ def _count(flags: Mapping[str, str], name: str) -> int | None:
     return ranks(int(value)) if value.isdecimal() else None
 
 
-def _gpu(nvidia_smi: str) -> tuple[str, str]:
+def _gpu() -> tuple[str, str]:
     """The product name of this host's GPUs, and why there is none."""
-    if shutil.which(nvidia_smi) is None:
+    if shutil.which("nvidia-smi") is None:
         return "", "the engine's host has no GPU (nvidia-smi is not installed)"
-    command = [nvidia_smi, "--query-gpu=name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -132,12 +121,14 @@ def _gpu(nvidia_smi: str) -> tuple[str, str]:
     return gpu_of(done.stdout.splitlines())
 
 
-def _sizes(model: str, hub_cache: Path) -> Model | None:
+def _sizes(model: str) -> Model | None:
     """From the config.json of the model's folder, or of the newest snapshot in Hugging Face's cache."""
     if not model:
         return None
     if model.startswith("/"):
         return _read_config(Path(model) / "config.json")
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub_cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     snapshots = hub_cache / f"models--{model.replace('/', '--')}" / "snapshots"
     try:
         found = max(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
@@ -152,11 +143,6 @@ def _read_config(path: Path, name: str = "") -> Model | None:
         return model_from_config((name or path.parent.name).rsplit("/", 1)[-1], json.loads(text)) if text else None
     except (ValueError, RecursionError):
         return None
-
-
-def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
 def _text(path: Path) -> str:

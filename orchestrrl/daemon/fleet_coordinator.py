@@ -29,7 +29,7 @@ from orchestrrl.fleet.pause_barrier import PauseBarrier
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, ReportAck
 from orchestrrl.fleet.routes import RoutingTable
-from orchestrrl.fleet.state import FleetState, GenerationStep, StateCapacity
+from orchestrrl.fleet.state import FleetState, GenerationStep
 from planner.model import ConfigurationId, EngineHealth, EngineId, NodeId, RequestId, RequestMove, Snapshot
 from planner.move_methods import choose_move_methods
 
@@ -59,10 +59,8 @@ class FleetCoordinator:
         self.defects = mode.defects
         self.plans = plans
         self.planning = planning
-        limits = config.limits
-        capacity = StateCapacity(limits.engines, limits.gateways, limits.requests)
-        self.state = FleetState(engine_facts(config), capacity=capacity, host=host_id())
-        self.nodes = NodeRegistry(limits.nodes)
+        self.state = FleetState(engine_facts(config), capacity=config.limits, host=host_id())
+        self.nodes = NodeRegistry(config.limits.nodes)
         self.runner = OperationRunner(journal, self.nodes, clock, self._closed)
         self.routes = RoutingTable(config, self.state, self.nodes, self.runner, journal, clock)
         self.barrier = PauseBarrier(

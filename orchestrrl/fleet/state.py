@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from orchestrrl.core.addresses import server_address
+from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import LimitReached, shorten
 from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import OperationResult
@@ -91,7 +92,7 @@ class GenerationStep:
     ended_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenTotals:
     """Since the daemon's start."""
 
@@ -128,15 +129,6 @@ class _GatewayRecord:
     failovers: dict[EngineFailovers, None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class StateCapacity:
-    """What a state remembers at most at a time; `limits` in the daemon's configuration."""
-
-    engines: int = 8192
-    gateways: int = 256
-    requests: int = 1_048_576
-
-
 class FleetState:
     """The fleet as reported. Whoever has not reported for `forget_after_s` is left out of snapshots, or counts as gone
     where something else names it."""
@@ -145,11 +137,11 @@ class FleetState:
         self,
         facts: Iterable[EngineFacts] = (),
         forget_after_s: float = 60.0,
-        capacity: StateCapacity = StateCapacity(),
+        capacity: LimitSettings | None = None,
         host: str = "",
     ) -> None:
         """`host`: whose loopback addresses the configuration means, as addresses.host_id gives it."""
-        self._capacity = capacity
+        self._capacity = capacity or LimitSettings()
         self._facts = {fact.id: fact for fact in facts}
         self._host = host
         self._deployed: dict[EngineId, EngineFacts] = {}  # since the start, by us
@@ -311,13 +303,10 @@ class FleetState:
     def fold_result(self, result: OperationResult) -> None:
         """Count the items of a closed operation that moved requests."""
         done = sum(item.done for item in result.items)
-        self.totals = replace(
-            self.totals,
-            moves_done=self.totals.moves_done + done,
-            moves_failed=self.totals.moves_failed + len(result.items) - done,
-            tokens_recomputed=self.totals.tokens_recomputed + sum(item.recomputed_tokens for item in result.items),
-            tokens_loaded=self.totals.tokens_loaded + sum(item.loaded_tokens for item in result.items),
-        )
+        self.totals.moves_done += done
+        self.totals.moves_failed += len(result.items) - done
+        self.totals.tokens_recomputed += sum(item.recomputed_tokens for item in result.items)
+        self.totals.tokens_loaded += sum(item.loaded_tokens for item in result.items)
 
     def take_failovers(self) -> list[EngineFailovers]:
         """Those that were counted since the last call."""
@@ -609,7 +598,7 @@ class FleetState:
                 self._finished.append(FinishedLength(finished.generated_tokens, censored, finished.tag))
         self.groups.count(fresh)
         keep_newest(record.finished, FINISHED_REMEMBERED)
-        self.totals = replace(self.totals, finished=self.totals.finished + len(fresh))
+        self.totals.finished += len(fresh)
 
     def _count_failovers(self, record: _GatewayRecord, gateway: NodeId, reported: tuple[EngineFailovers, ...]) -> None:
         for failovers in reported:

@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from orchestrrl.agent.host import HostReader, host_facts, server_arguments
+from orchestrrl.agent.host import host_facts, server_arguments
 from orchestrrl.engines.serving import ServingFacts
 from tests.orchestrrl.agent.test_host import LOCAL, host, install_smi
 
 
-def test_gpus_are_those_of_nvidia_smi(host: HostReader) -> None:
+def test_gpus_are_those_of_nvidia_smi(host: Path) -> None:
     install_smi(host, "printf 'NVIDIA H100 80GB HBM3\\nNVIDIA H100 80GB HBM3\\n'")
-    assert host_facts(ServingFacts(), LOCAL, host).gpu == "NVIDIA H100 80GB HBM3"
+    assert host_facts(ServingFacts(), LOCAL).gpu == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(
@@ -24,9 +25,9 @@ def test_gpus_are_those_of_nvidia_smi(host: HostReader) -> None:
         ("true", "the engine's host reports no GPU"),
     ],
 )
-def test_a_gpu_that_is_not_found_has_a_reason(host: HostReader, script: str, why: str) -> None:
+def test_a_gpu_that_is_not_found_has_a_reason(host: Path, script: str, why: str) -> None:
     install_smi(host, script)
-    facts = host_facts(ServingFacts(), LOCAL, host)
+    facts = host_facts(ServingFacts(), LOCAL)
     assert (facts.gpu, facts.gpu_detail) == ("", why)
 
 

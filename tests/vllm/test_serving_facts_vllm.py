@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from orchestrrl.agent.host import HostReader, host_facts, server_arguments
+from orchestrrl.agent.host import host_facts, server_arguments
 from orchestrrl.engines.serving import UNKNOWN_SERVING
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.testbed.engines import LocalEngine
@@ -26,7 +26,7 @@ async def test_without_development_endpoints_its_command_line_has_the_layout(
 ) -> None:
     url = vllm_servers[0].url
     assert str(tiny_model) in server_arguments(urlsplit(url).port or 0)
-    facts = host_facts(replace(UNKNOWN_SERVING, model=str(tiny_model)), url, HostReader())
+    facts = host_facts(replace(UNKNOWN_SERVING, model=str(tiny_model)), url)
     assert (facts.tp, facts.pp, facts.dp, facts.weight_bits) == (1, 1, 1, 32.0)
     assert facts.sizes is not None
     assert (facts.sizes.layers, facts.sizes.hidden, facts.sizes.vocab) == (2, 128, 512)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from orchestrrl.agent.host import HostReader, host_facts, is_local, server_arguments, with_arguments, with_host_facts
+from orchestrrl.agent.host import host_facts, is_local, server_arguments, with_arguments, with_host_facts
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import ServingFacts
 
@@ -23,13 +23,15 @@ CONFIG = {
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> HostReader:
-    """A host without GPUs and models."""
-    return HostReader(str(tmp_path / "nvidia-smi"), tmp_path / "hub")
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host without GPUs and models: the folder of its programs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
 
 
-def install_smi(host: HostReader, script: str) -> None:
-    path = Path(host.nvidia_smi)
+def install_smi(host: Path, script: str) -> None:
+    path = host / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
 
@@ -48,23 +50,23 @@ def start_server(
 VLLM = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"]
 
 
-def test_a_host_without_nvidia_smi_has_no_gpu(host: HostReader) -> None:
-    facts = host_facts(ServingFacts(), LOCAL, host)
+def test_a_host_without_nvidia_smi_has_no_gpu(host: Path) -> None:
+    facts = host_facts(ServingFacts(), LOCAL)
     assert (facts.gpu, facts.gpu_detail) == ("", "the engine's host has no GPU (nvidia-smi is not installed)")
 
 
-def test_the_engines_own_word_stands(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_own_word_stands(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
     start_server(monkeypatch, 8001, [*VLLM, "--tensor-parallel-size", "8"])
     told = ServingFacts(model="m", tp=2, gpu="NVIDIA H100 80GB HBM3")
-    assert host_facts(told, LOCAL, host) == told
+    assert host_facts(told, LOCAL) == told
     cpu = ServingFacts(model="m", tp=1, gpu_detail="the engine runs on CPUs")
-    assert host_facts(cpu, LOCAL, host) == cpu
+    assert host_facts(cpu, LOCAL) == cpu
 
 
-def test_another_hosts_engine_is_not_taken_for_this_hosts(host: HostReader) -> None:
+def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Path) -> None:
     install_smi(host, "echo 'NVIDIA B200'")
-    facts = host_facts(ServingFacts(model="m"), ELSEWHERE, host)
+    facts = host_facts(ServingFacts(model="m"), ELSEWHERE)
     assert facts.gpu == ""
     assert "another host" in facts.gpu_detail
 
@@ -90,11 +92,11 @@ def test_precision_is_in_the_servers_arguments() -> None:
     assert (facts.weight_bits, facts.kv_bits) == (32.0, 8.0)
 
 
-def test_the_server_is_found_by_its_port(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_found_by_its_port(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"])
     assert server_arguments(8001) == (*VLLM, "-tp", "2")
     assert server_arguments(8002) == ()
-    assert host_facts(ServingFacts(), LOCAL, host).tp == 2
+    assert host_facts(ServingFacts(), LOCAL).tp == 2
 
 
 def test_a_front_end_process_has_its_parents_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,28 +104,28 @@ def test_a_front_end_process_has_its_parents_arguments(monkeypatch: pytest.Monke
     assert server_arguments(8001) == (*VLLM, "-tp", "2")
 
 
-def test_a_process_that_is_no_vllm_says_nothing(host: HostReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_no_vllm_says_nothing(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, ["ssh", "-L", "8001:gpu7:8001", "gpu7"])
-    assert host_facts(ServingFacts(), LOCAL, host).tp is None
+    assert host_facts(ServingFacts(), LOCAL).tp is None
 
 
-def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: HostReader, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_models_folder_and_from_the_hubs_cache(host: Path, tmp_path: Path) -> None:
     folder = tmp_path / "models" / "tiny"
     snapshot = tmp_path / "hub" / "models--Owner--Tiny" / "snapshots" / "abc"
     for place in (folder, snapshot):
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps(CONFIG))
     for model, name in ((str(folder), "tiny"), ("Owner/Tiny", "Tiny")):
-        sizes = host_facts(ServingFacts(model=model), LOCAL, host).sizes
+        sizes = host_facts(ServingFacts(model=model), LOCAL).sizes
         assert sizes is not None
         assert (sizes.name, sizes.hidden, sizes.layers) == (name, 128, 2)
-        assert host_facts(ServingFacts(model=model), ELSEWHERE, host).sizes is None
+        assert host_facts(ServingFacts(model=model), ELSEWHERE).sizes is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, "\0"])
-def test_a_config_that_makes_no_sense_is_left_alone(host: HostReader, tmp_path: Path, text: str) -> None:
+def test_a_config_that_makes_no_sense_is_left_alone(host: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert host_facts(ServingFacts(model=str(tmp_path)), LOCAL, host).sizes is None
+    assert host_facts(ServingFacts(model=str(tmp_path)), LOCAL).sizes is None
 
 
 def test_local_addresses() -> None:
@@ -131,8 +133,8 @@ def test_local_addresses() -> None:
     assert not any(map(is_local, (ELSEWHERE, "http://some-other-host:1", "http://0.0.0.0:1", "nonsense")))
 
 
-async def test_capabilities_are_otherwise_as_they_were(host: HostReader) -> None:
+async def test_capabilities_are_otherwise_as_they_were(host: Path) -> None:
     offers = EngineCapabilities("vllm", "1", ("m",), pause=True)
-    described = await with_host_facts(offers, LOCAL, host)
+    described = await with_host_facts(offers, LOCAL)
     assert described.serving != offers.serving
     assert (described.engine, described.models, described.pause) == ("vllm", ("m",), True)

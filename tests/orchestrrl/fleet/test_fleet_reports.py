@@ -10,6 +10,7 @@ import pytest
 from builders import engine_report, gateway_hello, gateway_report, request, sample
 
 from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import LimitReached, Permanent, ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import Attachment, GatewayEngine, NodeHello, NodeKind, NodeRegistry
@@ -18,7 +19,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.reports import EngineReport, GatewayReport, SendTimes
-from orchestrrl.fleet.state import NAMES_LAST_S, EngineFacts, FleetState, StateCapacity
+from orchestrrl.fleet.state import NAMES_LAST_S, EngineFacts, FleetState
 from orchestrrl.rpc.codecs.control import status_to_pb, worker_to_pb
 from planner.model import EngineId, EngineView, NodeId, RequestId
 
@@ -440,7 +441,7 @@ async def test_an_engine_keeps_what_it_offers_when_its_other_name_is_known(harne
 
 
 def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
-    state = FleetState(capacity=StateCapacity(engines=10))
+    state = FleetState(capacity=LimitSettings(engines=10))
     named = tuple(GatewayEngine(EngineId(f"n{index}"), f"http://n{index}") for index in range(40))
     with pytest.raises(LimitReached, match=r"limits\.engines"):
         state.check_gateway_report(replace(gateway_report(), engines=named), 1.0)
@@ -450,13 +451,13 @@ def test_engines_that_gateways_only_name_count_to_the_limit() -> None:
 
 def test_a_gateway_that_names_nothing_new_is_let_in_where_the_configuration_has_too_many() -> None:
     facts = [EngineFacts(EngineId(name), f"http://{name}") for name in ("e0", "e1")]
-    state = FleetState(facts, capacity=StateCapacity(engines=1))
+    state = FleetState(facts, capacity=LimitSettings(engines=1))
     state.check_hello(gateway_hello("e0"), 1.0)
     state.check_hello(gateway_hello(gateway=NodeId("other")), 1.0)
 
 
 def test_names_that_gateways_use_leave_room_for_agents() -> None:
-    state = FleetState(capacity=StateCapacity(engines=10))
+    state = FleetState(capacity=LimitSettings(engines=10))
     names = tuple(GatewayEngine(EngineId(f"e{index}"), f"http://e{index}") for index in range(10))
     for gateway in range(20):
         state.fold_hello(replace(gateway_hello(gateway=NodeId(f"g{gateway}")), addresses=names), 1.0)

@@ -7,6 +7,7 @@ from builders import GATEWAY, engine_report, finished, gateway_hello, gateway_re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import LimitReached
 from orchestrrl.core.operations import OperationId, OperationItemResult, OperationResult, OperationStatus
 from orchestrrl.engines.base import EngineCapabilities
@@ -17,7 +18,6 @@ from orchestrrl.fleet.state import (
     EngineFacts,
     FleetState,
     GenerationStep,
-    StateCapacity,
     TokenTotals,
 )
 from planner.model import (
@@ -318,7 +318,7 @@ def test_an_engine_that_is_gone_makes_no_snapshot_stale() -> None:
 
 
 def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_with_the_key() -> None:
-    state = FleetState(capacity=StateCapacity(engines=2, gateways=1, requests=3))
+    state = FleetState(capacity=LimitSettings(engines=2, gateways=1, requests=3))
     for engine in ("e0", "e1"):
         state.check_engine_report(engine_report(engine), 0.0)
         state.fold_engine(engine_report(engine), 0.0)
@@ -338,7 +338,7 @@ def test_more_engines_gateways_or_requests_than_there_is_room_for_are_refused_wi
 
 
 def test_who_was_forgotten_makes_room_and_who_reports_stays() -> None:
-    state = FleetState([EngineFacts(EngineId("configured"), "http://c")], 60.0, StateCapacity(engines=3, gateways=1))
+    state = FleetState([EngineFacts(EngineId("configured"), "http://c")], 60.0, LimitSettings(engines=3, gateways=1))
     state.fold_engine(engine_report("old"), 0.0)
     state.fold_engine(engine_report("new"), 50.0)
     state.fold_gateway(gateway_report(request("r", "old")), 0.0)

@@ -14,16 +14,18 @@ from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
+from orchestrrl.core.operations import MovesOutcome
 from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, ManagedEngine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
 from orchestrrl.fleet.redeployment import checks
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
-from orchestrrl.fleet.redeployment.emptying import Emptying, MoveControl
+from orchestrrl.fleet.redeployment.emptying import Emptying
 from orchestrrl.fleet.redeployment.steps import Redeployment, RedeployStep, RedeployTimeouts, ServedWeights, StepKind
-from orchestrrl.fleet.state import EngineFacts
-from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId
+from orchestrrl.fleet.routes import RoutingTable
+from orchestrrl.fleet.state import EngineFacts, FleetState
+from planner.model import Configuration, ConfigurationId, EngineId, GpuId, Plan, PlanId, RequestMove, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,16 @@ POLL_S = 0.1
 REFERENCE_WITHIN_S = 10.0
 
 
-class FleetControl(MoveControl, Protocol):
+class FleetControl(Protocol):
     """What redeployments need of the control plane."""
 
     journal: Journal
+    clock: Clock
+    state: FleetState
+    routes: RoutingTable
+
+    async def carry_out(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
+        """Carry them out, whatever the mode."""
 
     def plan_named(self, plan: str) -> Plan:
         """Raises Permanent for one that is not remembered."""

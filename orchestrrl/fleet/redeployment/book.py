@@ -114,7 +114,7 @@ class RedeploymentBook:
         self._clock = clock
         self._current = current
         self._ended = read_history(journal)
-        self._watchers: dict[RedeploymentId, set[asyncio.Queue[RedeploymentReport]]] = {}
+        self._change = asyncio.Event()  # set with the next change of the one under way, and replaced then
 
     @property
     def ids(self) -> tuple[RedeploymentId, ...]:
@@ -138,25 +138,17 @@ class RedeploymentBook:
 
     async def watch(self, id: str) -> AsyncIterator[RedeploymentReport]:
         """The redeployment as it stands, then whenever it changes, until it has ended."""
-        report = self.report(id)
-        queue: asyncio.Queue[RedeploymentReport] = asyncio.Queue()
-        watchers = self._watchers.setdefault(report.id, set())
-        watchers.add(queue)
-        try:
+        change, report = self._change, self.report(id)
+        yield report
+        while report.state is OperationState.RUNNING:
+            await change.wait()
+            change, report = self._change, self.report(report.id)
             yield report
-            while report.state is OperationState.RUNNING:
-                report = await queue.get()
-                while not queue.empty():  # only the newest matters
-                    report = queue.get_nowait()
-                yield report
-        finally:
-            watchers.discard(queue)
-            if not watchers:
-                self._watchers.pop(report.id, None)
 
-    def changed(self, report: RedeploymentReport) -> None:
-        for queue in self._watchers.get(report.id, ()):
-            queue.put_nowait(report)
+    def changed(self) -> None:
+        """Wake the watchers."""
+        self._change.set()
+        self._change = asyncio.Event()
 
     def ended(self, report: RedeploymentReport, fleet: RecordedFleet) -> None:
         """It is remembered, and written down with the fleet that it left. Raises Permanent where it cannot be."""

@@ -342,7 +342,7 @@ class RedeploymentController:
     def _new_run(self, redeployment: Redeployment) -> RedeploymentRun:
         engines = self.configurations, self._running
         acts = RedeployActions(self._control_plane, self._deployment, *engines, redeployment)
-        return RedeploymentRun(acts, self._book.log, self._control_plane.clock, self._changed)
+        return RedeploymentRun(acts, self._book.log, self._control_plane.clock, self._book.changed)
 
     async def _carry(self, run: RedeploymentRun, work: Awaitable[None], *, tell: bool = True) -> RedeploymentOutcome:
         try:
@@ -373,7 +373,7 @@ class RedeploymentController:
                 self._control_plane.redeployment_ended(run.redeployment.plan, outcome)
         except OrchestrRLError as error:
             logger.error("the end of redeployment %s cannot be written down: %s", report.id, error)
-        self._changed()
+        self._book.changed()
         return outcome
 
     def _starts(self, run: RedeploymentRun) -> dict[EngineId, EngineStart]:
@@ -404,10 +404,6 @@ class RedeploymentController:
         if self._task is not None and not self._task.done():
             await stop(self._task)
         await self._deployer.close()
-
-    def _changed(self) -> None:
-        assert self._run is not None
-        self._book.changed(self._run.report())
 
 
 def _changes(redeployment: Redeployment) -> bool:

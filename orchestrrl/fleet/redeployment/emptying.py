@@ -4,14 +4,13 @@ are emptied at the same time, by one look at the fleet."""
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from orchestrrl.core.clock import Clock
-from orchestrrl.core.operations import MovesOutcome
 from orchestrrl.fleet.redeployment.steps import Redeployment
-from orchestrrl.fleet.routes import RoutingTable
-from orchestrrl.fleet.state import FleetState
 from planner.model import Configuration, ConfigurationId, EngineId, RequestId, RequestMove, RequestView, Snapshot
+
+if TYPE_CHECKING:
+    from orchestrrl.fleet.redeployment.actions import FleetControl
 
 # A gateway that hears no more of the redeployment keeps a request for its engine at least this long, and twice the time
 # that this should take; then it goes elsewhere.
@@ -21,17 +20,6 @@ TOLD_WITHIN_S = 1.5
 # A look at a fleet of ten thousands of requests takes tens of milliseconds of the event loop: it is good for so long.
 LOOK_S = 0.05
 LOOK_S_PER_REQUEST = 1.5e-5
-
-
-class MoveControl(Protocol):
-    """What emptying needs of the control plane."""
-
-    state: FleetState
-    clock: Clock
-    routes: RoutingTable
-
-    async def carry_out(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> MovesOutcome:
-        """Carry them out, whatever the mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +36,7 @@ class Emptying:
 
     def __init__(
         self,
-        control_plane: MoveControl,
+        control_plane: "FleetControl",
         redeployment: Redeployment,
         configurations: Mapping[ConfigurationId, Configuration],
     ) -> None:

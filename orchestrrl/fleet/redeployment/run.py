@@ -72,20 +72,18 @@ class RedeploymentRun(Description[RedeployStep]):
 
     def elapsed_s(self, engine: EngineId) -> float | None:
         """Return the seconds from when the engines in its way began to leave until it was verified, or None."""
-        verified_s, began_s = None, []
         gpus = {gpu for spec in self.redeployment.coming if spec.engine == engine for gpu in spec.gpus}
         in_the_way = {spec.engine for spec in self.redeployment.leaving if gpus.intersection(spec.gpus)}
+        began_s, verified_s = [], []
         for report in self._operation.steps:
+            step, own = report.step, report.step.engine == engine
             if report.direction is not StepDirection.FORWARD or report.began_s is None:
                 continue
-            step = report.step
-            if step.engine in in_the_way and step.kind in _FREES_GPUS:
+            if (own and step.kind in _TAKES_GPUS) or (step.engine in in_the_way and step.kind in _FREES_GPUS):
                 began_s.append(report.began_s)
-            if step.engine == engine and step.kind in _TAKES_GPUS:
-                began_s.append(report.began_s)
-            if step.engine == engine and step.kind is StepKind.VERIFY and report.elapsed_s is not None:
-                verified_s = report.began_s + report.elapsed_s
-        return None if verified_s is None or not began_s else verified_s - min(began_s)
+            if own and step.kind is StepKind.VERIFY and report.elapsed_s is not None:
+                verified_s.append(report.began_s + report.elapsed_s)
+        return verified_s[-1] - min(began_s) if verified_s and began_s else None
 
     async def run(self) -> None:
         """Run it from the beginning to the end."""
@@ -208,31 +206,28 @@ class _Unsettled:
     scaled: set[EngineId] = field(default_factory=set)  # whose scaling was begun
 
 
+# The sets of `_Unsettled` that a step's entry adds its engine to, and those that it takes it from.
+_UNSETTLED = {
+    (StepKind.START, StepState.RUNNING): (["unready"], ["loaded", "stopping"]),
+    (StepKind.WAKE, StepState.RUNNING): (["unready"], ["loaded"]),
+    (StepKind.WAKE, StepState.DONE): ([], ["dozing"]),
+    (StepKind.LOAD, StepState.DONE): (["loaded"], []),
+    (StepKind.VERIFY, StepState.DONE): ([], ["unready"]),
+    (StepKind.STOP, StepState.RUNNING): (["stopping"], ["loaded"]),
+    (StepKind.STOP, StepState.DONE): ([], ["stopping"]),
+    (StepKind.SLEEP, StepState.RUNNING): (["dozing"], ["loaded"]),
+    (StepKind.SCALE, StepState.RUNNING): (["scaled"], []),
+}
+
+
 def _unsettled(records: Iterable[StepEntry]) -> _Unsettled:
     left = _Unsettled()
     for record in records:
-        kind, engine, state = StepKind(record.entry["kind"]), record.entry["engine"], record.state
-        if engine is None:
-            continue
-        if kind in _TAKES_GPUS and state is StepState.RUNNING:
-            left.unready.add(engine)
-        if kind in (*_TAKES_GPUS, *_FREES_GPUS) and state is StepState.RUNNING:
-            left.loaded.discard(engine)
-        match kind, state:
-            case (StepKind.LOAD, StepState.DONE):
-                left.loaded.add(engine)
-            case (StepKind.VERIFY, StepState.DONE):
-                left.unready.discard(engine)
-            case (StepKind.STOP, StepState.RUNNING):
-                left.stopping.add(engine)
-            case (StepKind.STOP, StepState.DONE) | (StepKind.START, StepState.RUNNING):
-                left.stopping.discard(engine)
-            case (StepKind.SLEEP, StepState.RUNNING):
-                left.dozing.add(engine)
-            case (StepKind.WAKE, StepState.DONE):
-                left.dozing.discard(engine)
-            case (StepKind.SCALE, StepState.RUNNING):
-                left.scaled.add(engine)
+        added, removed = _UNSETTLED.get((StepKind(record.entry["kind"]), record.state), ([], []))
+        for name in added:
+            getattr(left, name).add(record.entry["engine"])
+        for name in removed:
+            getattr(left, name).discard(record.entry["engine"])
     return left
 
 

@@ -618,7 +618,6 @@ async def test_who_is_told_that_a_redeployment_has_ended_may_begin_the_next(harn
         for _ in range(60):
             await harness.clock.advance(0.5)
         assert following.result() == "s2"
-        assert not redeployer._book._watchers
         assert (await harness.until_ended()).state is OperationState.DONE
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from balancer.kv_headroom import ForecastKvHeadroom, LengthDistributions
 from balancer.load_index import Worker
-from balancer.load_index_moves import Balance, decide
+from balancer.load_index_moves import Balance, decide, loads_after
 from balancer.move_limits import MoveLimits, resting
 from balancer.packing import Packing, pack
 from planner.model import (
@@ -381,42 +381,8 @@ def _slowdowns(workers: Sequence[Worker], configurations: Mapping[EngineId, Conf
 
 def packed(theta: float, workers: Sequence[Worker], packing: Packing) -> Balance:
     """The moves, with the load indices around them."""
-    before = decide(theta, workers, max_moves=0)
-    after = decide(theta, _carried_out(workers, packing.moves), max_moves=0) if packing.moves else before
-    return Balance(
-        load_before=before.load_before,
-        load_after=after.load_before,
-        spread_before=before.spread_before,
-        spread_after=after.spread_before,
-        moves=packing.moves,
-        stopped_because=packing.stopped_because,
-    )
-
-
-def _carried_out(listed: Sequence[Worker], moves: Sequence[RequestMove]) -> Sequence[Worker]:
-    """Return the fleet after the moves: what arrives runs where a seat and KV are free, and waits where not."""
-    workers = {worker.id: worker for worker in listed}
-    for move in moves:
-        source = workers[move.from_engine]
-        (request,) = (request for request in source.running + source.waiting if request.id == move.request)
-        workers[move.from_engine] = _without(source, request, move.state)
-        workers[move.to_engine] = _with(workers[move.to_engine], request)
-    return list(workers.values())
-
-
-def _without(worker: Worker, request: RequestView, state: RequestState) -> Worker:
-    if state is RequestState.WAITING:
-        return replace(worker, waiting=tuple(other for other in worker.waiting if other is not request))
-    return replace(
-        worker,
-        running=tuple(other for other in worker.running if other is not request),
-        kv_free_tokens=worker.kv_free_tokens + request.context_tokens,
-    )
-
-
-def _with(worker: Worker, request: RequestView) -> Worker:
-    if len(worker.running) >= worker.max_sequences or worker.kv_free_tokens < request.context_tokens:
-        return replace(worker, waiting=(*worker.waiting, request))
-    return replace(
-        worker, running=(*worker.running, request), kv_free_tokens=worker.kv_free_tokens - request.context_tokens
-    )
+    balance = decide(theta, workers, max_moves=0)
+    if packing.moves:
+        load_after, spread_after = loads_after(workers, packing.moves)
+        balance = replace(balance, load_after=load_after, spread_after=spread_after)
+    return replace(balance, moves=packing.moves, stopped_because=packing.stopped_because)

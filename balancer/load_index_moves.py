@@ -78,6 +78,15 @@ def decide(
     )
 
 
+def loads_after(
+    workers: Sequence[Worker], moves: Sequence[RequestMove]
+) -> tuple[Mapping[EngineId, float | None], float | None]:
+    """Return the load indices once others' moves are carried out, and their spread."""
+    fleet = _Fleet(workers, frozenset(), None)
+    fleet.carry_out_all(moves)
+    return fleet.load_indices(), _reported(fleet.spread)
+
+
 def _reported(index: float) -> float | None:
     return None if isinf(index) else index
 
@@ -154,6 +163,14 @@ class _Load:
             return self._holding(self.running - 1, requests, context_tokens, self.kv_free_tokens + tokens)
         return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
 
+    def joined_by(self, tokens: int) -> _Holding:
+        """After a request of so many context tokens has arrived: it runs where a seat and KV are free, else it
+        waits."""
+        requests, context_tokens = self.requests + 1, self.context_tokens + tokens
+        if self.running < self._max_sequences and tokens <= self.kv_free_tokens:
+            return self._holding(self.running + 1, requests, context_tokens, self.kv_free_tokens - tokens)
+        return self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
+
     def having(self, tokens: int) -> _Holding | None:
         """After a request of so many context tokens has arrived; None where there is no room, or those that are here
         would lose concurrency.
@@ -162,12 +179,8 @@ class _Load:
         """
         if tokens > self.room:
             return None
-        requests, context_tokens = self.requests + 1, self.context_tokens + tokens
-        if self.running < self._max_sequences:
-            after = self._holding(self.running + 1, requests, context_tokens, self.kv_free_tokens - tokens)
-        else:
-            after = self._holding(self.running, requests, context_tokens, self.kv_free_tokens)
-        _, _, _, _, cap, index = after
+        after = self.joined_by(tokens)
+        _, requests, _, _, cap, index = after
         if index >= self.load_index and tokens <= self.relief:
             self.relief = tokens - 1
         if index <= self.load_index and tokens > self.no_burden:
@@ -353,6 +366,15 @@ class _Fleet:
         if not destination.set_aside:
             heappush(self._sources, (-destination.load_index, destination.position))
         return RequestMove(request, source.worker.id, destination.worker.id, state=state)
+
+    def carry_out_all(self, moves: Sequence[RequestMove]) -> None:
+        """Make moves that were chosen otherwise."""
+        loads = {load.worker.id: load for load in self._loads}
+        contexts = {request.id: request.context_tokens for load in self._loads for request in load.worker.requests}
+        for move in moves:
+            source, tokens = loads[move.from_engine], contexts[move.request]
+            self._become(source, source.without((tokens, move.request, move.state)))
+            self._become(loads[move.to_engine], loads[move.to_engine].joined_by(tokens))
 
     def _become(self, load: _Load, holding: _Holding) -> None:
         ascending, room = self._ascending, self._room

@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.launch import DeployerSettings, EngineDevice, EngineProduct
 from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, ProblemFaults, did_you_mean, shorten
-from orchestrrl.fleet.deployers.base import Deployer, FleetIdentity, known_deployers, make_deployer
+from orchestrrl.fleet.deployers.base import DEPLOYERS, Deployer, FleetIdentity, make_deployer
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec, render
 from orchestrrl.fleet.deployers.layout_flags import PORTS_PER_GPU, simulated_costs
 from planner.model import ConfigurationId, EngineId, GpuId
@@ -150,7 +150,7 @@ def deployer_faults(fleet: dict[Any, Any]) -> list[str]:
     if not isinstance(section, dict):
         return []
     product = section.get("product", DeployerSettings.model_fields["product"].default)
-    known = known_deployers()
+    known = DEPLOYERS.names()
     faults = []
     if isinstance(product, str) and product and product not in known:
         listing = f"fleet.deployer.product: must be one of {', '.join(known)}, got {shorten(product)}"

@@ -10,7 +10,6 @@ made anew finds the engines of its fleet again, also those whose start was cut s
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import ValidationError
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.documents import Section
 from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of
+from orchestrrl.core.plug_points import PlugPoint
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
 from planner.model import ConfigurationId, EngineId, GpuId
 
@@ -120,27 +120,15 @@ class FleetIdentity:
     folder: str  # of the daemon's own, for records and logs
 
 
-ENTRY_POINT_GROUP = "orchestrrl.deployers"
-
-
-def known_deployers() -> list[str]:
-    """Return the names of the products that are installed."""
-    return sorted(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))
+DEPLOYERS = PlugPoint("deployer", "orchestrrl.deployers", {})
 
 
 def make_deployer(
     product: str, launch: EngineLaunch, identity: FleetIdentity, options: Mapping[str, Any], clock: Clock
 ) -> Deployer:
-    """A deployer by its product's name. Raises Permanent for an unknown name, listing the known ones, and where its
-    extra is not installed; ProblemFaults for what is wrong with `options`, with paths that begin with `options.`"""
-    known = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    if product not in known:
-        raise Permanent(f"unknown deployer {product!r}; known: {', '.join(sorted(known))}")
-    try:
-        factory: Any = known[product].load()
-    except ModuleNotFoundError as error:
-        raise Permanent(f"deployer {product} needs {error.name}: pip install 'orchestrrl[{product}]'") from error
-    deployer: Deployer = factory(launch, identity, options, clock)
+    """A deployer by its product's name. Raises Permanent for an unknown name, listing the known ones, and where what it
+    needs is not installed; ProblemFaults for what is wrong with `options`, with paths that begin with `options.`"""
+    deployer: Deployer = DEPLOYERS.load(product)(launch, identity, options, clock)
     return deployer
 
 

@@ -91,7 +91,6 @@ class KubernetesDeployer(FixedGpusDeployer):
         return tuple(sorted(found, key=lambda deployed: deployed.engine))
 
     async def close(self) -> None:
-        await self._view.close()
         await self._api.close()
 
     # Starting.

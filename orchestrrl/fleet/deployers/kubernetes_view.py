@@ -202,8 +202,9 @@ class FleetView:
         self._fleet = fleet
         self._nodes_known_s = nodes_known_s
         self._clock = clock
-        self._under_way: asyncio.Task[dict[str, Found]] | None = None
-        self._next: asyncio.Task[dict[str, Found]] | None = None
+        self._listing = asyncio.Lock()
+        self._lists_begun = 0
+        self._listed: tuple[int, dict[str, Found]] = (0, {})  # the number of the latest list, and what it found
         self._nodes: dict[str, tuple[float, bool]] = {}  # when it was asked for, whether it answers
 
     async def find(self, name: str) -> Found:
@@ -212,11 +213,12 @@ class FleetView:
 
     async def all(self) -> dict[str, Found]:
         """By name, as they were at some moment since the call. A pod may be there without its workload."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._list_after(self._under_way))
-            # All that wait for it may be cancelled: then its failure is retrieved here alone.
-            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return dict(await asyncio.shield(self._next))
+        begun = self._lists_begun
+        async with self._listing:
+            if self._listed[0] <= begun:  # else another caller has had them listed since this call
+                self._lists_begun += 1
+                self._listed = self._lists_begun, await self._list()
+            return dict(self._listed[1])
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
         """The nodes of these pods, and whether each answers."""
@@ -230,20 +232,8 @@ class FleetView:
         self._nodes |= {name: (asked_s, answer) for name, answer in zip(unknown, answers, strict=True)}
         return {name: self._nodes[name][1] for name in names}
 
-    async def close(self) -> None:
-        tasks = [task for task in (self._under_way, self._next) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._under_way = self._next = None
-
-    async def _list_after(self, before: asyncio.Task[dict[str, Found]] | None) -> dict[str, Found]:
+    async def _list(self) -> dict[str, Found]:
         """Workloads are read first: a pod that is made in between has its workload, one that is removed was none."""
-        if before is not None:
-            await asyncio.wait([before])
-        # Who asks from here on needs another one: what this one sees may be older than their question.
-        self._under_way, self._next = self._next, None
         query = {"labelSelector": selector(self._fleet)}
         made: list[Object] = (await self._api.get(workloads_path(self._namespace, "apps/v1"), query))["items"]
         for each in made:

@@ -42,6 +42,8 @@ UNKNOWN_MAX_SEQUENCES = 1 << 20  # of an engine that does not report its own: it
 # An engine counts as slower than its configuration says if it takes this many times longer, against the median engine:
 # rates are measured over windows with prefills in them.
 FAR_SLOWER = 2.0
+CROWDED_RATIO = 2.0  # of an engine's running requests to those of the emptiest
+PREEMPTION_RISK = 0.1  # that a move may bring its destination, as lengths are forecast
 
 
 class BalanceSettings(Protocol):
@@ -50,22 +52,13 @@ class BalanceSettings(Protocol):
     policy: FastPolicy
     tolerance: float
     theta: float
-    settle_share: float
-    min_gain_share: float
-    crowded_ratio: float
     max_moves_per_tick: int
     max_moves_to_engine: int
     max_moves_per_request: int
-    keep_groups_together: bool
     rest_after_move_s: float
-    preemption_risk: float
     headroom_tokens: int
     stale_after_s: float
     stall_grace_s: float
-
-    def settling(self) -> "BalanceSettings":
-        """Return the settings for moves that have begun: they go on below the marks at which they begin."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,6 @@ class BalanceSituation:
     remaining_tokens: Mapping[RequestId, float] = field(default_factory=dict)
     distributions: LengthDistributions | None = None  # how long requests may go on; None: room is judged by headroom
     moved_s: Mapping[RequestId, float] = field(default_factory=dict)  # when requests moved last, as far as it matters
-    settling: bool = False  # the last tick found something to move
     step_times: Mapping[EngineId, StepTimeEstimates] = field(default_factory=dict)  # where those of engines come from
     move_fixed_s: float = 0.0  # what a running request stands still for when it moves, beside its prefill
 
@@ -159,26 +151,24 @@ def _usable(engine: EngineView, settings: BalanceSettings) -> bool:
     return fresh and engine.health is EngineHealth.OK and not (engine.draining or engine.outdated)
 
 
-def staying(workers: Sequence[Worker], crowded_ratio: float) -> frozenset[RequestId]:
+def staying(workers: Sequence[Worker]) -> frozenset[RequestId]:
     """Return the running requests without a reason to leave.
 
     A waiting request moves for nothing, a running one costs a prefill. So a running request leaves only an engine that
-    is out of room (requests wait there), stalled, or left with `crowded_ratio` times the requests of the emptiest, a
+    is out of room (requests wait there), stalled, or left with CROWDED_RATIO times the requests of the emptiest, a
     newcomer there counted in. Without this, rates that are measured a little too low or high move requests to and fro.
     """
     fewest = min((len(worker.requests) for worker in workers), default=0)
     return frozenset(
         request.id
         for worker in workers
-        if not worker.waiting and not worker.stalled and len(worker.running) < crowded_ratio * (fewest + 1)
+        if not worker.waiting and not worker.stalled and len(worker.running) < CROWDED_RATIO * (fewest + 1)
         for request in worker.running
     )
 
 
 def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: BalanceSituation) -> BalanceDecision:
     """Decide one tick. The moves are worked out even where the verdict is to hold, for operators to see."""
-    if situation.settling:
-        settings = settings.settling()
     used = replace(snapshot, engines=tuple(engine for engine in snapshot.engines if _usable(engine, settings)))
     workers = balanced_workers(snapshot, settings, headroom=situation.distributions is None)
     stuck = resting(used, workers, situation.moved_s, settings.rest_after_move_s) | {
@@ -197,7 +187,7 @@ def decide_balance(snapshot: Snapshot, settings: BalanceSettings, situation: Bal
             settings.theta,
             workers,
             max_moves=settings.max_moves_per_tick if settings.policy is not FastPolicy.NONE else 0,
-            excluded=stuck | staying(workers, settings.crowded_ratio),
+            excluded=stuck | staying(workers),
             forget_stuck=True,
             room=_restraint(workers, settings, situation, keep_last=True),
         )
@@ -226,8 +216,6 @@ def _packing(
         stuck=stuck,
         max_moves=settings.max_moves_per_tick,
         tolerance=settings.tolerance,
-        min_gain_share=settings.min_gain_share,
-        together=settings.keep_groups_together,
         move_fixed_s=situation.move_fixed_s,
         room=_restraint(workers, settings, situation, keep_last=False),
     )
@@ -246,7 +234,7 @@ def _restraint(
 ) -> MoveLimits:
     """By the paper's rule an idle engine looks better than the one that is left idle; packing knows when both end."""
     lengths = situation.distributions
-    room = None if lengths is None else ForecastKvHeadroom(workers, lengths, settings.preemption_risk)
+    room = None if lengths is None else ForecastKvHeadroom(workers, lengths, PREEMPTION_RISK)
     return MoveLimits(workers, room, max_to_engine=settings.max_moves_to_engine, keep_last=keep_last)
 
 

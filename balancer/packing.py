@@ -10,7 +10,6 @@ older ones have more to come, and are gathered on engines that shed the younger 
 """
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -27,9 +26,7 @@ NO_GAIN = "no_gain"
 DESTINATIONS = 4
 # Engines that are looked at in vain before the rest are left alone, those that end last first.
 SOURCES = 32
-MIN_GAIN_SHARE = 0.001
-# Of the time until the end, that it is worth to keep a group together, or to bring one together.
-TOGETHER_SHARE = 0.01
+MIN_GAIN_SHARE = 0.001  # of the time until the end, that each move must gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,6 @@ def pack(
     stuck: AbstractSet[RequestId] = frozenset(),
     max_moves: int,
     tolerance: float,
-    min_gain_share: float = MIN_GAIN_SHARE,
-    together: bool = False,
     move_fixed_s: float = 0.0,
     room: KvHeadroom | None = None,
 ) -> Packing:
@@ -69,17 +64,13 @@ def pack(
     `remaining_tokens`, how many each request is expected to generate yet. Those that are `stuck` stay.
 
     From the engine that ends last to those that end earlier by more than `tolerance` (0 to 1) of the time until then,
-    for as long as the later of the two then ends sooner by `min_gain_share` of that time, the moved request's prefill
+    for as long as the later of the two then ends sooner by MIN_GAIN_SHARE of that time, the moved request's prefill
     included; only to where `room` has room. An engine that nothing useful can leave is set aside, and the next one is
-    looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice. With `together`,
-    samples of one prompt had rather be on one engine, where its prompt is not prefilled again. A running request stands
-    still for `move_fixed_s` when it moves, while its destination works on.
+    looked at: lengths are uncertain, and any engine may turn out the last. No request moves twice. A running request
+    stands still for `move_fixed_s` when it moves, while its destination works on.
     """
     loads = sorted(
-        (
-            _Load(worker, configurations[worker.id], remaining_tokens, stuck, together, move_fixed_s)
-            for worker in workers
-        ),
+        (_Load(worker, configurations[worker.id], remaining_tokens, stuck, move_fixed_s) for worker in workers),
         key=_by_end,
     )
     ends_s = {load.id: load.end_s for load in loads}
@@ -90,7 +81,7 @@ def pack(
         source = next((load for load in reversed(loads) if load.id not in set_aside), None)
         if source is None:
             break
-        found = _best_move(source, loads, tolerance, min_gain_share, room)
+        found = _best_move(source, loads, tolerance, room)
         if found is None:
             set_aside.add(source.id)
             continue
@@ -114,11 +105,11 @@ def _by_end(load: "_Load") -> tuple[float, EngineId]:
 
 
 def _best_move(
-    source: "_Load", ascending: Sequence["_Load"], tolerance: float, min_gain_share: float, room: KvHeadroom | None
+    source: "_Load", ascending: Sequence["_Load"], tolerance: float, room: KvHeadroom | None
 ) -> "tuple[RequestView, _Load] | None":
     """The request and the destination after which the later of the two engines ends soonest."""
     best: tuple[float, RequestView, _Load] | None = None
-    early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - min_gain_share)
+    early_s, limit_s = source.end_s * (1 - tolerance), source.end_s * (1 - MIN_GAIN_SHARE)
     destinations = [load for load in ascending[: DESTINATIONS + 1] if load is not source and load.end_s < early_s]
     for request in source.may_leave:
         left_s = source.end_without_s(request)
@@ -126,14 +117,7 @@ def _best_move(
             continue
         for destination in destinations[:DESTINATIONS]:
             later_s = max(left_s, destination.end_with_s(request))
-            if later_s > limit_s:
-                continue
-            later_s += (
-                source.end_s
-                * TOGETHER_SHARE
-                * (source.has_others(request, itself=True) - destination.has_others(request))
-            )
-            if best is not None and later_s >= best[0]:
+            if later_s > limit_s or (best is not None and later_s >= best[0]):
                 continue
             if room is None or room.fits(request.id, source.id, destination.id):
                 best = later_s, request, destination
@@ -152,15 +136,12 @@ class _Load:
         configuration: Configuration,
         remaining_tokens: Mapping[RequestId, float],
         stuck: AbstractSet[RequestId] = frozenset(),
-        together: bool = False,
         move_fixed_s: float = 0.0,
     ) -> None:
         self.id = worker.id
         self._worker = worker
         self._remaining_tokens = remaining_tokens
         self._stuck = stuck
-        # Requests by group; None: it does not matter.
-        self._groups = Counter(request.group for request in worker.requests if request.group) if together else None
         self._configuration = configuration
         self._prefill_s = 1 / configuration.prefill_tokens_per_s
         # Iterations that a running request misses when it comes here.
@@ -206,10 +187,6 @@ class _Load:
             self._may_leave = sorted(movable, key=_by_id)
         return self._may_leave
 
-    def has_others(self, request: RequestView, *, itself: bool = False) -> bool:
-        """Whether others of its group are here. `itself`: it is as well."""
-        return self._groups is not None and bool(request.group) and self._groups[request.group] > itself
-
     def _work_s(self, request: RequestView) -> float:
         """Seconds that a request adds to the iterations of those that run beside it."""
         configuration = self._configuration
@@ -250,16 +227,12 @@ class _Load:
         self._held = self._without(request)
         self._remaining.remove(self._left(request))
         self.may_leave.remove(request)
-        if self._groups is not None:
-            self._groups[request.group] -= 1
 
     def gain(self, request: RequestView) -> None:
         """It is not put among those that may leave: no request moves twice."""
         self.end_s = self.end_with_s(request)
         self._held = self._with(request)
         insort(self._remaining, self._iterations_here(request))
-        if self._groups is not None:
-            self._groups[request.group] += 1
 
     def _longest_without(self, request: RequestView) -> float:
         if self._left(request) < self._remaining[-1]:
@@ -282,9 +255,8 @@ class _Load:
     def _with(self, request: RequestView) -> "_Held":
         held = self._held
         kv_wanted = held.kv_wanted + request.context_tokens
-        prefill_tokens = request.context_tokens - (request.prompt_tokens if self.has_others(request) else 0)
         return _Held(
-            work_s=held.work_s + self._work_s(request) + prefill_tokens * self._prefill_s,
+            work_s=held.work_s + self._work_s(request) + request.context_tokens * self._prefill_s,
             kv_area=held.kv_area + self._kv_area(request),
             seat_area=held.seat_area + self._left(request),
             kv_wanted=kv_wanted,

@@ -82,7 +82,6 @@ class ControlPlane:
             self.planning.remaining_tokens(snapshot),
             self.planning.distributions(snapshot),
             self.fleet.last_moves.within(self.config.fast.rest_after_move_s, snapshot.now_s),
-            settling=self.balance is not None and bool(self.balance.moves),
             step_times=self.planning.step_times(seen),
             move_fixed_s=self.planning.costs.recompute_fixed_s,
         )

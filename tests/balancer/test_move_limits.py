@@ -122,27 +122,11 @@ def test_but_it_leaves_an_engine_that_stalls() -> None:
     )
 
 
-@given(seeds, st.sampled_from(POLICIES), st.sampled_from([0.2, 0.5]))
-def test_moves_go_on_below_the_marks_at_which_they_begin(seed: int, policy: FastPolicy, share: float) -> None:
-    """As a tick in which moves have begun decides, so does one whose marks are that much lower."""
-    marks = {"theta": 0.004, "tolerance": 0.4}
-    lower = {name: value * share for name, value in marks.items()}
-    settling = decided(DecodingFleet(seed), eager(policy, **marks, settle_share=share), settling=True)
-    assert settling.moves == decided(DecodingFleet(seed), eager(policy, **lower)).moves
-    assert settling.theta == pytest.approx(lower["theta"])
-    fresh = decided(DecodingFleet(seed), eager(policy, **marks, settle_share=share))
-    assert fresh.moves == decided(DecodingFleet(seed), eager(policy, **marks)).moves
-
-
 def test_settings_that_make_no_sense_are_refused_all_at_once() -> None:
     wrong = {
-        "settle_share": 0.0,
-        "min_gain_share": 0.0,
-        "crowded_ratio": 1.0,
         "max_moves_to_engine": 0,
         "rest_after_move_s": -1.0,
-        "preemption_risk": 1.0,
-        "keep_groups_together": "perhaps",
+        "tolerance": 1.0,
     }
     listing = "\n".join(f"  {name}: {value}" for name, value in wrong.items())
     with pytest.raises(ProblemFaults) as caught:

@@ -81,30 +81,15 @@ class FastSettings(Section):
     # packing: ends that differ by no more than this share of the time until the last are left alone
     tolerance: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.05
     theta: NonNegativeFloat = 0.0002  # spread of the load index (equation 5) that is left alone
-    # Once something moves, it goes on until no more than this share of tolerance or theta is left
-    settle_share: Annotated[float, AfterValidator(require(lambda value: 0 < value <= 1, "> 0 and <= 1"))] = 1.0
-    # packing: of the time until the end, that each move must gain
-    min_gain_share: Annotated[float, AfterValidator(require(lambda value: 0 < value < 1, "> 0 and < 1"))] = 0.001
-    # paper: a running request leaves an engine with that many times the requests of the emptiest, one more counted in
-    crowded_ratio: Annotated[float, AfterValidator(require(lambda value: value > 1, "> 1"))] = 2.0
     max_moves_per_tick: PositiveInt = 8  # at a time, in all: the next ones wait for the results of these
     max_moves_to_engine: PositiveInt = 4  # at a time, of running requests, to one engine
     max_moves_per_request: NonNegativeInt = 4
-    # packing: samples of one prompt had rather be on one engine, for engines that cache prefixes
-    keep_groups_together: bool = False
     rest_after_move_s: NonNegativeFloat = 10.0  # a request that has moved stays so long, unless its engine stalls
-    # A move may lead to a preemption at its destination with this probability at most, as lengths are forecast
-    preemption_risk: Annotated[float, AfterValidator(require(lambda value: 0 <= value < 1, ">= 0 and < 1"))] = 0.1
     # Where no lengths are known: of free KV, kept for each running request to grow into
     headroom_tokens: NonNegativeInt = 128
     stale_after_s: PositiveFloat = 5.0
     operation_expiry_s: PositiveFloat = 10.0
     stall_grace_s: NonNegativeFloat = 5.0
-
-    def settling(self) -> Self:
-        """Return the settings for moves that have begun: they go on below the marks at which they begin."""
-        marks = {name: getattr(self, name) * self.settle_share for name in ("theta", "tolerance")}
-        return self.model_copy(update=marks)
 
 
 class SlowSettings(Section):

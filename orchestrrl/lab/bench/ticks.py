@@ -63,7 +63,7 @@ def fast_tick() -> list[Figure]:
     snapshot = congested(WORKERS, REQUESTS, SEED)
     situation, most = BalanceSituation(Mode.ACT), SETTINGS.max_moves_per_tick
     workers = balanced_workers(snapshot, SETTINGS)
-    stuck = staying(workers, SETTINGS.crowded_ratio)
+    stuck = staying(workers)
     tick_s, decide_s = side_by_side(
         lambda: decide_balance(snapshot, SETTINGS, situation),
         lambda: decide(SETTINGS.theta, workers, max_moves=most, excluded=stuck, forget_stuck=True),

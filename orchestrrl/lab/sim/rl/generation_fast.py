@@ -172,7 +172,6 @@ class _FastFleet:
         self._live: dict[RequestId, LiveRequest] = {}
         self._finished: list[FinishedLength] = []
         self._last_redeploy_s: float | None = None
-        self._settling = False
         scenario, kind = run.scenario, run.kinds[run.initial]
         for id, gpus in homogeneous(kind, scenario.gpus, scenario.gpus_per_node).items():
             self._engines[id] = LiveEngine(id, kind, gpus, 0.0)
@@ -289,10 +288,8 @@ class _FastFleet:
             remaining_tokens=self._planning.remaining_tokens(snapshot),
             distributions=self._planning.distributions(snapshot),
             moved_s=rested,
-            settling=self._settling,
         )
         decision = decide_balance(snapshot, fast, situation)
-        self._settling = bool(decision.moves)
         if isinstance(decision.verdict, Act):
             for move in decision.moves:
                 self._move(move.request, move.to_engine, step, prefilled=self._kv_network is not None)

@@ -18,7 +18,6 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon import configuration
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.fabric.site import read_site, site_from
-from orchestrrl.fleet.deployers import base as deployers
 from planner.fabric.light import fibres_of
 from planner.fabric.topology import Site
 
@@ -83,8 +82,7 @@ def document(monkeypatch: pytest.MonkeyPatch) -> Any:
         return (site(), []) if is_named else (None, [])
 
     monkeypatch.setattr(configuration, "read_fabric_site", read)
-    for module in (ocs_registry, deployers):  # it looks through every installed distribution
-        monkeypatch.setattr(module, "entry_points", installed)
+    monkeypatch.setattr(ocs_registry, "entry_points", installed)  # it looks through every installed distribution
     return document
 
 

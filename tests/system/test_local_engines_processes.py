@@ -20,7 +20,7 @@ from orchestrrl.core.config.launch import EngineProduct
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FleetIdentity
 from orchestrrl.fleet.deployers.command_line import EngineLaunch, EngineSpec
-from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, EngineBehaviour, free_range, refusal, until
+from orchestrrl.fleet.deployers.conformance import BEHAVIOUR, LAST_WORDS, EngineBehaviour, free_range, naming, until
 from orchestrrl.fleet.deployers.local import LocalDeployer
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from planner.model import EngineId
@@ -272,7 +272,7 @@ async def test_a_stop_while_it_starts_again_is_told_to_wait(fleet: Fleet) -> Non
         await asyncio.sleep(0.01)
     stopping = asyncio.create_task(deployer.stop(ENGINE))
     await asyncio.sleep(0.2)
-    async with refusal(Retryable, "is being stopped"):
+    with pytest.raises(Retryable, match=naming("is being stopped")):
         await deployer.start(behaving(EngineBehaviour.IGNORES_SIGTERM))
     await stopping
     assert await deployer.list_engines() == ()

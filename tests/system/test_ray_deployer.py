@@ -31,7 +31,7 @@ from orchestrrl.fleet.deployers.conformance import (
     ONE,
     TWO,
     DeployerConformance,
-    refusal,
+    naming,
     stub_launch,
     until,
 )
@@ -237,12 +237,12 @@ async def test_a_start_that_was_cut_short_is_found_and_stopped_or_begun_anew(
     for then in ("stop", "start"):
         with monkeypatch.context() as patch:
             patch.setattr(ray_deployer, "RUN", ray_deployer.RUN.replace("main()\n", DIES.format(before=before)))
-            async with refusal(OutcomeUnknown, "status 9"):
+            with pytest.raises(OutcomeUnknown, match=naming("status 9")):
                 await harness.deployer().start(spec)
         deployer = harness.deployer()
         (found,) = await deployer.list_engines()
         assert (found.engine, found.gpus, found.life, found.spec) == (ONE, (0, 1), EngineLife.ENDED, spec)
-        async with refusal(Permanent, ONE):
+        with pytest.raises(Permanent, match=naming(ONE)):
             await deployer.start(STUB.spec(TWO, (1,)))
         if then == "start":
             await running(deployer, spec)
@@ -266,7 +266,7 @@ async def test_no_room_is_told_and_nothing_is_left_behind(harness: Harness) -> N
     taken = placement_group([{"slot": 3}])
     assert taken.wait(60)
     deployer = harness.deployer()
-    async with refusal(Retryable, "1 of its 4 slot free, 2 needed"):
+    with pytest.raises(Retryable, match=naming("1 of its 4 slot free, 2 needed")):
         await deployer.start(STUB.spec(ONE, (0, 1)))
     assert left_in_ray() == []
     remove_placement_group(taken)
@@ -301,7 +301,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> No
     _, narrow = await running(deployer, STUB.spec(ONE, (0,)))
     assert await free_slots(1)
     await deployer.start(STUB.spec(TWO, (1, 2)))
-    async with refusal(Retryable, "offers 3 GPUs", "[3]"):
+    with pytest.raises(Retryable, match=naming("offers 3 GPUs", "[3]")):
         await impatient.start(STUB.spec(EngineId("e-three"), (3,)))
     assert [each.engine for each in await deployer.list_engines()] == [ONE, TWO]
     await deployer.stop(ONE)
@@ -312,7 +312,7 @@ async def test_inside_a_group_that_the_job_has_set_aside(harness: Harness) -> No
     remove_placement_group(offer)
     assert until_gone(wide)
     await until(deployer, ONE, EngineLife.ENDED)
-    async with refusal(Retryable, "no placement group rollout*"):
+    with pytest.raises(Retryable, match=naming("no placement group rollout*")):
         await impatient.start(STUB.spec(TWO, (2,)))
     await deployer.stop(ONE)
     assert left_in_ray() == []
@@ -323,7 +323,7 @@ async def test_an_offer_that_others_use_is_waited_for_and_given_up(harness: Harn
     sleeper = ray.remote(num_cpus=0, resources={"slot": 1})(lambda: time.sleep(60))
     call = sleeper.options(scheduling_strategy=PlacementGroupSchedulingStrategy(offer)).remote()
     deployer = harness.deployer(placement_groups=["rollout"], start_within_s=3.0)
-    async with refusal(Retryable, "bundle 0"):
+    with pytest.raises(Retryable, match=naming("bundle 0")):
         await deployer.start(STUB.spec(ONE))
     assert left_in_ray() == []
     ray.cancel(call, force=True)
@@ -355,7 +355,7 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness
         [f"node:{ip}", "slot"] for ip in (nodes.head_ip, "127.0.0.2")
     ]
     far = STUB.spec(TWO, (2,))
-    async with refusal(Permanent, ONE):
+    with pytest.raises(Permanent, match=naming(ONE)):
         await deployer.start(far)
     nodes.kill(second)
     lost = await until(deployer, ONE, EngineLife.UNKNOWN)
@@ -367,7 +367,7 @@ async def test_an_engine_over_two_nodes_and_one_of_them_is_lost(harness: Harness
             lost = await until(deployer, ONE, EngineLife.UNKNOWN)
     await deployer.stop(ONE)
     assert until_gone(pid, 1.0)
-    async with refusal(Retryable, "no node 127.0.0.2"):
+    with pytest.raises(Retryable, match=naming("no node 127.0.0.2")):
         await deployer.start(far)
     assert left_in_ray() == []
 
@@ -394,7 +394,7 @@ async def test_where_no_cluster_is_none_is_started(harness: Harness) -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     deployer = harness.deployer(address=address, connect_within_s=3.0)
     began_s = time.monotonic()
-    async with refusal(Retryable, "Ray"):
+    with pytest.raises(Retryable, match=naming("Ray")):
         await deployer.start(STUB.spec(ONE))
     assert time.monotonic() - began_s < 30
 
@@ -413,10 +413,10 @@ def test_all_faults_of_options_are_told_at_once(tmp_path: Path) -> None:
 async def test_a_node_without_an_address_is_refused_beforehand(harness: Harness) -> None:
     deployer = harness.deployer(nodes=["10.0.0.1"])
     deployer.check(STUB.spec(ONE, (7,)))
-    async with refusal(Permanent, "node 1", "10.0.0.1"):
+    with pytest.raises(Permanent, match=naming("node 1", "10.0.0.1")):
         deployer.check(STUB.spec(ONE, (8,)))
 
 
 async def test_a_python_that_is_not_there_is_named(harness: Harness) -> None:
-    async with refusal(Permanent, "/nowhere/python"):
+    with pytest.raises(Permanent, match=naming("/nowhere/python")):
         await harness.deployer(python="/nowhere/python").start(STUB.spec(ONE))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from orchestrrl.core.clock import Clock, stop
+from orchestrrl.core.clock import Clock, stop, until_set, within
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut, shorten
 from orchestrrl.engines.base import Engine, EngineCapabilities, EngineSample
 from orchestrrl.fleet.reports import EngineReport
@@ -202,12 +202,12 @@ class EngineWatch:
     async def _scrape(self, started_s: float) -> None:
         if self._silent_since_s is None:
             self._silent_since_s = started_s
-        scrape = asyncio.create_task(self._engine.metrics())
+        scrape = asyncio.create_task(self._asked(self._engine.metrics()))
         try:
             await self._be_patient(scrape, started_s)
         finally:
             await stop(scrape)
-        answer, now_s = self._answer(scrape), self._clock.now_s()
+        answer, now_s = None if scrape.cancelled() else scrape.result(), self._clock.now_s()
         waited_s = self._silent_for_s(now_s) if answer is None else now_s - started_s
         if answer is not None:
             self._silent_since_s = None
@@ -224,7 +224,7 @@ class EngineWatch:
         self._server = "" if sample is None else sample.server
         self._report(health, detail, sample)
 
-    async def _be_patient(self, scrape: asyncio.Task[EngineSample], started_s: float) -> None:
+    async def _be_patient(self, scrape: asyncio.Task[Any], started_s: float) -> None:
         """Wait for the answer up to `gone_after_s`; while the engine has been silent for too long, also since earlier
         scrapes, say so at each interval."""
         end_s = started_s + self._limits.gone_after_s
@@ -232,28 +232,21 @@ class EngineWatch:
             late_s = self._silent_for_s(now_s) - self._limits.slow_after_s
             if late_s >= 0:
                 self._report(*judge(None, self._silent_for_s(now_s), self._limits), None)
-            await self._wait(scrape, min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s))
+            pause_s = min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s)
+            await until_set(self._clock, asyncio.Event(), pause_s, scrape)
 
     def _silent_for_s(self, now_s: float) -> float:
         return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
 
-    async def _wait(self, task: asyncio.Task[Any], at_most_s: float) -> None:
-        pause = asyncio.create_task(self._clock.sleep(at_most_s))
+    async def _asked(self, work: Awaitable[_Answer]) -> _Answer | Exception:
+        """What the engine answers or raises. A defect is logged with its traceback."""
         try:
-            await asyncio.wait({task, pause}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await stop(pause)
-
-    def _answer(self, task: asyncio.Task[_Answer]) -> _Answer | BaseException | None:
-        """What the engine answered or raised; None if it did not in time. A defect is logged with its traceback."""
-        if task.cancelled():
-            return None
-        error = task.exception()
-        if error is None:
-            return task.result()
-        if not isinstance(error, OrchestrRLError):
-            logger.error("%s: defect in reading an answer", self._engine_id, exc_info=error)
-        return error
+            return await work
+        except OrchestrRLError as error:
+            return error
+        except Exception as error:
+            logger.exception("%s: defect in reading an answer", self._engine_id)
+            return error
 
     def _report(self, health: EngineHealth, detail: str, sample: EngineSample | None) -> None:
         if health is not self._health:
@@ -277,33 +270,17 @@ class EngineWatch:
     async def _find_capabilities(self) -> None:
         """Find out what the engine offers, however often it takes: a server may answer metrics first."""
         while True:
-            task = asyncio.create_task(self._engine.capabilities())
-            try:
-                await self._wait(task, self._limits.gone_after_s)
-            finally:
-                await stop(task)
-            answer = self._answer(task)
-            faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else []
+            answer = await self._asked(within(self._clock, self._limits.gone_after_s, self._engine.capabilities()))
+            faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else [str(answer)]
             if isinstance(answer, EngineCapabilities) and not faults:
                 self._capabilities = answer
-                await self._add_description(answer)
+                if self._describe is not None:  # what the engine offers is reported meanwhile
+                    described = await self._asked(self._describe(answer, self._engine.url))
+                    if isinstance(described, EngineCapabilities):
+                        self._capabilities = described
                 return
-            words = "; ".join(faults) or answer or "no answer"
-            logger.warning("%s: does not say what it offers: %s", self._engine_id, words)
+            logger.warning("%s: does not say what it offers: %s", self._engine_id, "; ".join(faults))
             await self._clock.sleep(ASK_AGAIN_S)
-
-    async def _add_description(self, offered: EngineCapabilities) -> None:
-        """Takes as long as it takes: what the engine offers is reported meanwhile."""
-        if self._describe is None:
-            return
-        task = asyncio.ensure_future(self._describe(offered, self._engine.url))
-        try:
-            await asyncio.wait({task})
-        finally:
-            await stop(task)
-        answer = self._answer(task)
-        if isinstance(answer, EngineCapabilities):
-            self._capabilities = answer
 
     async def _forget_capabilities(self) -> None:
         """Another process may answer the next time, with other features."""

@@ -130,7 +130,9 @@ def selector(fleet: str) -> str:
 
 def workload(spec: EngineSpec, launch: EngineLaunch, options: KubernetesOptions, fleet: str) -> Object:
     """The engine's one object. Raises ProblemFaults with every fault."""
-    launch = _in_pods(spec, launch)
+    # A pod has an address of its own, which is not known before it is there.
+    host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
+    launch = replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
     lines = render(spec, launch)
     nodes = sorted({line.node for line in lines})
     faults = _faults(spec.engine, lines, nodes, options)
@@ -232,12 +234,6 @@ def literal(word: str) -> str:
     """A word that Kubernetes leaves as it is: it would expand `$(NAME)`, and read `$$` as `$`. The leader's address
     alone is expanded."""
     return word.replace("$", "$$").replace("$" + LEADER, LEADER)
-
-
-def _in_pods(spec: EngineSpec, launch: EngineLaunch) -> EngineLaunch:
-    """A pod has an address of its own, which is not known before it is there."""
-    host = "0.0.0.0" if launch.host in _LOOPBACK else launch.host
-    return replace(launch, host=host, nodes=(LEADER,) * (1 + max(spec.gpus, default=0) // launch.per_node))
 
 
 def _annotations(spec: EngineSpec, launch: EngineLaunch, fleet: str) -> dict[str, str]:

@@ -57,20 +57,9 @@ def read_life(made: Object | None, pods: Sequence[Object], answering: Mapping[st
     # The pod with the first name is a group's leader.
     leader = min(mine, key=lambda pod: (len(pod["metadata"]["name"]), pod["metadata"]["name"]), default={})
     address = leader.get("status", {}).get("podIP", "")
-    lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
-    if lost:
-        return WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer", address=address)
-    if made is None:
-        return WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods are still there", address=address)
-    if deleting(made):
-        return WorkloadReading(EngineLife.ENDED, "is being removed", address=address)
-    if len(mine) < len(uids(made)):
-        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
-        return WorkloadReading(EngineLife.ENDED, why, address=address)
-    end = next(filter(None, map(_end_of, mine)), None)
-    if end is not None:
+    if (end := next(_ends(made, pods, mine, answering), None)) is not None:
         return replace(end, address=address)
-    if not mine:
+    if made is not None and not mine:
         return WorkloadReading(
             EngineLife.ALIVE, cannot_be_made(made) or "its start was cut short: no process of it runs"
         )
@@ -110,37 +99,40 @@ def _node(pod: Object) -> str:
     return name
 
 
-def _end_of(pod: Object) -> WorkloadReading | None:
-    name, status = pod["metadata"]["name"], pod.get("status", {})
-    for container in _containers(status):
-        end = _end_of_container(name, container)
-        if end is not None:
-            return end
-    if status.get("phase") in ("Failed", "Succeeded"):
-        why = status.get("message") or status.get("reason") or "no reason given"
-        return WorkloadReading(EngineLife.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
-    if deleting(pod):
-        return WorkloadReading(
-            EngineLife.ENDED, f"pod {name} is being removed: evicted, preempted, drained, or deleted by somebody"
-        )
-    return None
-
-
-def _end_of_container(pod: str, container: Mapping[str, Any]) -> WorkloadReading | None:
-    state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
-    terminated = before or state.get("terminated")
-    if terminated is not None or container.get("restartCount", 0) > 0:
-        facts = terminated or {}
-        how = f"{facts.get('reason', 'ended')}, exit status {facts.get('exitCode', 'unknown')}"
-        log = LogPlace(pod, container["name"], before is not None, facts.get("message", ""))
-        return WorkloadReading(
-            EngineLife.ENDED, f"container {container['name']} of pod {pod} has ended: {how}", log=log
-        )
-    waiting = state.get("waiting") or {}
-    if waiting.get("reason") in _HOPELESS:
-        why = f"{waiting['reason']}: {waiting.get('message', '')}"
-        return WorkloadReading(EngineLife.ENDED, f"container {container['name']} of pod {pod} cannot start: {why}")
-    return None
+def _ends(
+    made: Object | None, pods: Sequence[Object], mine: Sequence[Object], answering: Mapping[str, bool]
+) -> Iterator[WorkloadReading]:
+    """Why the engine cannot serve any more, the first reason first."""
+    lost = sorted(node for pod in pods if (node := _node(pod)) and not answering.get(node, True))
+    if lost:
+        yield WorkloadReading(EngineLife.UNKNOWN, f"node {', '.join(lost)} does not answer")
+    if made is None:
+        yield WorkloadReading(EngineLife.ENDED, "its workload was deleted, its pods are still there")
+    elif deleting(made):
+        yield WorkloadReading(EngineLife.ENDED, "is being removed")
+    elif len(mine) < len(uids(made)):
+        why = "Kubernetes removed its pod: evicted, preempted, drained, or deleted by somebody"
+        yield WorkloadReading(EngineLife.ENDED, why)
+    for pod in mine:
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        for container in _containers(status):
+            what = f"container {container['name']} of pod {name}"
+            state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
+            terminated, waiting = before or state.get("terminated"), state.get("waiting") or {}
+            if terminated is not None or container.get("restartCount", 0) > 0:
+                facts = terminated or {}
+                how = f"{facts.get('reason', 'ended')}, exit status {facts.get('exitCode', 'unknown')}"
+                log = LogPlace(name, container["name"], before is not None, facts.get("message", ""))
+                yield WorkloadReading(EngineLife.ENDED, f"{what} has ended: {how}", log=log)
+            if waiting.get("reason") in _HOPELESS:
+                why = f"{waiting['reason']}: {waiting.get('message', '')}"
+                yield WorkloadReading(EngineLife.ENDED, f"{what} cannot start: {why}")
+        if status.get("phase") in ("Failed", "Succeeded"):
+            why = status.get("message") or status.get("reason") or "no reason given"
+            yield WorkloadReading(EngineLife.ENDED, f"pod {name} has {status['phase'].lower()}: {why}")
+        if deleting(pod):
+            why = "evicted, preempted, drained, or deleted by somebody"
+            yield WorkloadReading(EngineLife.ENDED, f"pod {name} is being removed: {why}")
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:

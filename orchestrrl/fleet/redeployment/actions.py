@@ -401,28 +401,24 @@ class RedeployActions:
             await self._clock.sleep(POLL_S)
 
     async def _load(self, engine: EngineId) -> str:
+        wanted, spec = self._weights, self.running[engine].spec
         async with self._client(engine) as client:
-            detail = await self._load_over(engine, client)
+            has = None if wanted.version is None else await client.weight_version()
+            if wanted.version is None:
+                detail = "nobody has named weights: it keeps its own"
+            elif has == wanted.version:
+                detail = f"has version {has}"
+            elif not wanted.source:
+                where = f"nobody has told where the weights of version {wanted.version} are"
+                raise Permanent(f"{where}, and {engine} has {has}")
+            elif spec is not None and spec.weights == wanted.source:
+                await client.name_weights(wanted.version)
+                detail = f"was started with version {wanted.version}"
+            else:
+                await client.load_weights(wanted.source, wanted.version)
+                detail = f"version {wanted.version}"
         self.loaded.add(engine)
         return detail
-
-    async def _load_over(self, engine: EngineId, client: ManagedEngine) -> str:
-        wanted = self._weights
-        if wanted.version is None:
-            return "nobody has named weights: it keeps its own"
-        has = await client.weight_version()
-        if has == wanted.version:
-            return f"has version {has}"
-        deployed = self.running[engine]
-        if wanted.source and deployed.spec is not None and deployed.spec.weights == wanted.source:
-            await client.name_weights(wanted.version)
-            return f"was started with version {wanted.version}"
-        if not wanted.source:
-            raise Permanent(
-                f"nobody has told where the weights of version {wanted.version} are, and {engine} has {has}"
-            )
-        await client.load_weights(wanted.source, wanted.version)
-        return f"version {wanted.version}"
 
     async def _warm_up(self, engine: EngineId) -> str:
         """Its first prompt and its first decode steps, which compile and allocate, are not for a request."""

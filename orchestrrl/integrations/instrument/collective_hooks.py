@@ -103,7 +103,7 @@ class CollectiveHooks:
         self._outer: set[int] = set()  # threads inside of something that is recorded as one
         self._device: DeviceWatch | None = None
         self._torch: Any = None
-        self._wait_itself: Callable[..., Any] = _no_wait
+        self._wait_itself: Callable[..., Any] = lambda _: None  # until torch is there
         self._work_type: type = object
         self._hooked_ddp: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -440,10 +440,6 @@ def _reduce_bucket(group: Any, bucket: Any) -> Any:
     averaged = bucket.buffer().mul_(1.0 / group.size())
     work = torch.distributed.all_reduce(averaged, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def _no_wait(_: Any) -> None:
-    """Before torch is there, nothing is waited for."""
 
 
 def _sum_bytes(tensors: Any) -> int:

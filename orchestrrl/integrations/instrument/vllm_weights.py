@@ -86,7 +86,10 @@ class FolderWeights(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.report = LoadedReport()
         self._wanted = _shapes_at_start(str(self.model_config.model), self.model_config.revision)
-        _add_method()
+        # A plugin runs before there are workers to add it to.
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        setattr(WorkerBase, METHOD, _report)
 
     def init_transfer_engine(self, init_info: NothingToCompare) -> None:
         pass
@@ -218,13 +221,6 @@ def _shapes_at_start(model: str, revision: str | None) -> dict[str, tuple[int, .
     except (files.BrokenCheckpoint, OSError, ValueError) as fault:
         logger.warning("names and shapes of versions will not be checked before they are loaded: %s", fault)
         return None
-
-
-def _add_method() -> None:
-    """A plugin runs before there are workers to add it to."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    setattr(WorkerBase, METHOD, _report)
 
 
 def _report(worker: Any) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
 
-from orchestrrl.agent.probes import HostQuiet, HostTraces, RecordedAnnouncement
+from orchestrrl.agent.probes import HostQuiet, HostTraces
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.integrations.instrument.rings import RingDoorbell
@@ -100,12 +100,9 @@ class WindowReports:
         self._pass_on(self._traces.read())
         self._assess(())
 
-    def _pass_on(self, announced: Iterable[RecordedAnnouncement]) -> None:
+    def _pass_on(self, announced: Iterable[fabric_pb2.Announcement]) -> None:
         for each in announced:
-            announcement = fabric_pb2.Announcement(
-                rank=each.rank, period=each.period, intent_json=each.intent_json, job=each.job
-            )
-            self._put(fabric_pb2.TraceMessage(announcement=announcement))
+            self._put(fabric_pb2.TraceMessage(announcement=each))
 
     def _assess(self, busy: Collection[str]) -> None:
         for watched in self._watched.values():
@@ -134,17 +131,7 @@ class WindowReports:
             )
         if isinstance(found, HostQuiet):
             watched.reported, watched.reported_s = found, now_s
-            quiet = fabric_pb2.Quiet(
-                since_s=found.since_s,
-                until_s=found.until_s,
-                rank=found.rank,
-                position=found.position,
-                armed=watched.id,
-                told_s=now_s,
-                job=watched.job,
-                risk=found.risk,
-                samples=found.samples,
-            )
+            quiet = fabric_pb2.Quiet(**asdict(found), armed=watched.id, told_s=now_s, job=watched.job)
             self._put(fabric_pb2.TraceMessage(quiet=quiet))
         elif watched.reported != found.code:
             watched.reported = found.code

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from orchestrrl.integrations.instrument.rings import (
     list_rings,
     remove_dead,
 )
+from orchestrrl.rpc.pb import fabric_pb2
 from planner.fabric.slack import RemainingQuiet, Signature, SlackLearner
 from planner.fabric.slack_summary import summarize
 from planner.model import Hold
@@ -43,16 +44,6 @@ class HostQuiet:
     position: int
     risk: float  # at most, that any rank breaks it
     samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedAnnouncement:
-    """What a process announced through its recorder."""
-
-    job: str
-    rank: int
-    period: str
-    intent_json: str
 
 
 @dataclass(eq=False)
@@ -172,16 +163,17 @@ class HostTraces:
                 for q in quantiles:
                     each.learner.prepare(q)
 
-    def read(self, quiet_only: bool = False) -> list[RecordedAnnouncement]:
+    def read(self, quiet_only: bool = False) -> list[fabric_pb2.Announcement]:
         """Let all learners know what has happened, or those of ranks that are quiet; what was announced meanwhile."""
-        announced: list[RecordedAnnouncement] = []
+        announced: list[fabric_pb2.Announcement] = []
         for each in list(self._traced.values()):
             if quiet_only and each.communicates:
                 continue
             for event in each.read():
                 found = _announced(each, event)
                 if found is not None:
-                    announced.append(self._whole(found))
+                    self._complete(found)
+                    announced.append(found)
         return announced
 
     def busy(self, job: str) -> bool:
@@ -223,16 +215,16 @@ class HostTraces:
         self._traced.clear()
         self._by_job.clear()
 
-    def _whole(self, announced: RecordedAnnouncement) -> RecordedAnnouncement:
-        """With its intent, where that was announced before: the daemon may not have been there then."""
+    def _complete(self, announced: fabric_pb2.Announcement) -> None:
+        """Add an intent that was announced before: the daemon may not have been there then."""
         key = announced.job, announced.period
         if announced.intent_json:
             self._intents.pop(key, None)
             if len(self._intents) >= MOST_INTENTS:
                 del self._intents[next(iter(self._intents))]
             self._intents[key] = announced.intent_json
-            return announced
-        return replace(announced, intent_json=self._intents.get(key, ""))
+        else:
+            announced.intent_json = self._intents.get(key, "")
 
     def _accept(self, path: Path) -> None:
         try:
@@ -248,7 +240,7 @@ class HostTraces:
         self._traced[path] = TracedProcess(path, reader, header, SlackLearner(header.rank))
 
 
-def _announced(each: TracedProcess, event: RingEvent) -> RecordedAnnouncement | None:
+def _announced(each: TracedProcess, event: RingEvent) -> fabric_pb2.Announcement | None:
     """`{"period": NAME, "body": INTENT}`, as recorder.announce writes it; an empty body: as announced last."""
     try:
         told = json.loads(event.payload or b"")
@@ -258,4 +250,5 @@ def _announced(each: TracedProcess, event: RingEvent) -> RecordedAnnouncement | 
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("rank %d announced what cannot be read: %s", each.rank, error)
         return None
-    return RecordedAnnouncement(each.job, each.rank, period, json.dumps(intent) if intent else "")
+    intent_json = json.dumps(intent) if intent else ""
+    return fabric_pb2.Announcement(job=each.job, rank=each.rank, period=period, intent_json=intent_json)

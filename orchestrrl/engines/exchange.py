@@ -1,4 +1,4 @@
-"""POST to an engine and read its answer as it comes: HTTP/1.1 for answers of many small pieces, and nothing else.
+"""Send requests to an engine and read each answer as it comes: HTTP/1.1 for answers of many small pieces.
 
 httptools parses the answers. A connection whose answer was read to its end serves the next request; one that was left
 before that is closed, which makes the engine stop. A general client costs several times as much for each request and
@@ -233,10 +233,13 @@ class EngineConnection(asyncio.Protocol):
 class EngineExchange:
     """One request and its answer. `close` may be called at any time."""
 
-    def __init__(self, pool: "ConnectionPool", request: bytes) -> None:
+    def __init__(self, pool: "ConnectionPool", request: bytes, *, alone: bool) -> None:
+        """`alone`: on a connection of its own."""
         self._pool = pool
         self._request = request
+        self._alone = alone
         self._connection: EngineConnection | None = None
+        self.sent = False
         self.closed = False  # broken off here
         self.answered = False  # the reader has had some of the answer, so the engine has the request
 
@@ -246,7 +249,7 @@ class EngineExchange:
         loop = asyncio.get_running_loop()
         sent_s = 0.0
         while True:
-            connection = self._pool.take_kept()
+            connection = None if self._alone else self._pool.take_kept()
             kept = connection is not None
             if connection is None:
                 connection = await self._pool.connect()
@@ -255,6 +258,7 @@ class EngineExchange:
                 if self.closed:
                     raise OutcomeUnknown(f"{self._pool.where}: closed before it was sent")
                 connection.send(self._request)
+                self.sent = True
                 sent_s = loop.time()
                 await connection.read_head()
             except OutcomeUnknown:
@@ -307,11 +311,25 @@ class ConnectionPool:
         self._open: set[EngineConnection] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
 
-    def exchange(self, path: str, body: bytes, headers: Iterable[tuple[str, str]]) -> EngineExchange:
-        """A POST; nothing is sent yet. A header that this pool itself sends wins over one of the same name."""
-        line = f"POST {self._path}{path} HTTP/1.1\r\n".encode()
+    def exchange(
+        self,
+        path: str,
+        body: bytes,
+        headers: Iterable[tuple[str, str]] = (),
+        *,
+        method: str = "POST",
+        alone: bool = False,
+    ) -> EngineExchange:
+        """A request; nothing is sent yet. A header that this pool itself sends wins over one of the same name.
+
+        `alone`: it gets a connection of its own. vLLM closes kept ones after 5 s, and where its event loop lags, as it
+        does on a busy machine, it does so before reading what was just sent, and an order is lost."""
+        line = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         head = written(pair for pair in headers if pair[0].lower() not in self._own_names)
-        return EngineExchange(self, b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body))
+        if alone:
+            head += b"Connection: close\r\n"
+        request = b"%b%b%bContent-Length: %d\r\n\r\n%b" % (line, self._head, head, len(body), body)
+        return EngineExchange(self, request, alone=alone)
 
     def take_kept(self) -> EngineConnection | None:
         while self._idle:

@@ -23,10 +23,10 @@ from orchestrrl.engines.base import (
     GenerationRequest,
     RequestRefused,
 )
-from orchestrrl.engines.exchange import ConnectionPool, EngineConnection, EngineExchange
+from orchestrrl.engines.exchange import EngineConnection, EngineExchange
 from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
 from orchestrrl.engines.serving import named
-from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, VllmCalls, failure
+from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, failure
 from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import ManagedVllm
 from orchestrrl.engines.vllm_transfer import VllmTransfers
@@ -41,22 +41,19 @@ USAGE_WITHIN_S = 1.0  # after an answer's last token
 class VllmEngine(ManagedVllm):
     """A client of the vLLM server at `url`. `timeout_s` bounds connecting and every control call, never a stream."""
 
-    name = "vllm"
-
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
-        super().__init__(VllmCalls(url.rstrip("/"), self.name, timeout_s))
+        super().__init__(url, timeout_s=timeout_s)
         self.weights = VllmWeights(self)
         self.transfers = VllmTransfers(self)
-        self._pool: ConnectionPool | None = None
         self._attempts: dict[str, EngineExchange] = {}  # requests in flight
 
     async def capabilities(self) -> EngineCapabilities:
-        api = await self.calls.json("GET", "/openapi.json")
-        with self.calls.reading("/openapi.json"):
+        api = await self.ask("GET", "/openapi.json")
+        with self.reading("/openapi.json"):
             paths = set(api["paths"])
             completion = api["components"]["schemas"].get("CompletionRequest", {})
             token_ids = "return_token_ids" in completion.get("properties", {})
-        version = (await self.calls.json("GET", "/version")).get("version", "") if "/version" in paths else ""
+        version = (await self.ask("GET", "/version")).get("version", "") if "/version" in paths else ""
         served = await self.served()
         info = await self.info() if "/server_info" in paths else VllmServerInfo()
         main = next(iter(served), {})
@@ -81,7 +78,7 @@ class VllmEngine(ManagedVllm):
 
     async def healthy(self) -> bool:
         try:
-            status, _ = await self.calls.exchange("GET", "/health")
+            status, _ = await self.exchange("GET", "/health")
         except OrchestrRLError:
             return False
         return status == 200
@@ -90,8 +87,8 @@ class VllmEngine(ManagedVllm):
         model = await self.model()
         started_s = time.monotonic()
         body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
-        answer = await self.calls.json("POST", "/v1/completions", body)
-        with self.calls.reading("/v1/completions"):
+        answer = await self.ask("POST", "/v1/completions", body)
+        with self.reading("/v1/completions"):
             if answer["choices"][0]["finish_reason"] not in ("length", "stop"):
                 raise Permanent(f"{self.where}: a completion of one token ended as {shorten(answer['choices'][0])}")
         return time.monotonic() - started_s
@@ -101,7 +98,7 @@ class VllmEngine(ManagedVllm):
         asked = request.body if request.verbatim else _request_body(request)
         body = json.dumps(asked, separators=(",", ":"), allow_nan=False).encode()
         headers = [("X-Request-Id", request.request_id), *request.headers]
-        exchange = self._attempts[request.request_id] = self._open_pool().exchange(path, body, headers)
+        exchange = self._attempts[request.request_id] = self.pool.exchange(path, body, headers)
         finished = False
         try:
             connection = await exchange.begin()
@@ -141,7 +138,7 @@ class VllmEngine(ManagedVllm):
         events, reader = ServerSentEvents(), ChunkReader()
         begun, last = False, None
         while data := await _read(connection, within_s=None if last is None else USAGE_WITHIN_S):
-            with self.calls.reading(path):
+            with self.reading(path):
                 received, at = events.feed(data), 0
             while at < len(received):
                 if received[at] == DONE:
@@ -170,7 +167,7 @@ class VllmEngine(ManagedVllm):
     async def _whole(self, path: str, connection: EngineConnection) -> AsyncGenerator[Chunk]:
         """Read an answer that comes as one JSON document."""
         text = await connection.read_all()
-        with self.calls.reading(path):
+        with self.reading(path):
             answer = json.loads(text)
             reasons = [choice["finish_reason"] for choice in answer["choices"]]
         yield Chunk(finish_reason="abort" if "abort" in reasons else (reasons or [None])[-1] or "stop", answer=answer)
@@ -179,7 +176,7 @@ class VllmEngine(ManagedVllm):
         """Read a streamed answer event by event, each as the engine wrote it."""
         events, finish_reason = ServerSentEvents(), None
         while data := await connection.read():
-            with self.calls.reading(path):
+            with self.reading(path):
                 received = events.feed(data)
             for each in received:
                 if each == DONE:
@@ -207,7 +204,7 @@ class VllmEngine(ManagedVllm):
             return
         engine_ids = [form.format(request_id) for request_id in known for form in ENGINE_ID_FORMS]
         try:
-            await self.calls.json("POST", "/abort_requests", {"request_ids": engine_ids})
+            await self.ask("POST", "/abort_requests", {"request_ids": engine_ids})
         except RequestRefused as refusal:
             if refusal.status not in (404, 405):
                 raise
@@ -220,14 +217,14 @@ class VllmEngine(ManagedVllm):
         timeout_s = math.inf if mode is PauseMode.WAIT else None
         # By default vLLM drops the KV of what it keeps, to prefill it again later.
         clear = "&clear_cache=false" if mode is PauseMode.KEEP and not drop_kv else ""
-        await self.calls.json("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
+        await self.ask("POST", f"/pause?mode={mode.value}{clear}", timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        await self.calls.json("POST", "/resume")
+        await self.ask("POST", "/resume")
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        answer = await self.calls.json("POST", "/detokenize", {"tokens": list(token_ids)})
-        with self.calls.reading("/detokenize"):
+        answer = await self.ask("POST", "/detokenize", {"tokens": list(token_ids)})
+        with self.reading("/detokenize"):
             return str(answer["prompt"])
 
     async def load_weights(self, source: str, policy_version: int | None) -> None:
@@ -235,18 +232,6 @@ class VllmEngine(ManagedVllm):
             await self.weights.load_weights(Path(source), policy_version)
         else:
             await super().load_weights(source, policy_version)
-
-    async def close(self) -> None:
-        await self.calls.close()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    def _open_pool(self) -> ConnectionPool:
-        """For requests alone. Raises Permanent where the URL is none."""
-        if self._pool is None:
-            self._pool = ConnectionPool(self.url, connect_timeout_s=self.calls.timeout_s)
-        return self._pool
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:
@@ -260,7 +245,7 @@ class VllmEngine(ManagedVllm):
             # The engine gave up midway, often because it is dying: as good as a cut stream.
             raise OutcomeUnknown(f"{self.where}{path}: the stream ended with an error: {message}") from told
         except NOT_OF_VLLM as error:
-            raise self.calls.nonsense(path, error) from error
+            raise self.nonsense(path, error) from error
 
 
 def _request_body(request: GenerationRequest) -> dict[str, Any]:

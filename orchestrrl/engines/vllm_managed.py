@@ -12,7 +12,8 @@ from typing import Any
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
 from orchestrrl.engines.base import AnswerExcerpt, EngineSample, ReportedLayout, RequestRefused
-from orchestrrl.engines.vllm_calls import RETRY_AFTER_S, VllmCalls, failure
+from orchestrrl.engines.exchange import RETRY_AFTER_S
+from orchestrrl.engines.vllm_calls import VllmCalls, failure
 from orchestrrl.engines.vllm_info import VllmServerInfo
 
 # Big models take minutes. Whoever waits less cancels.
@@ -26,14 +27,10 @@ UNNAMED = "default"  # what vLLM calls weights that nobody has named
 NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
 
 
-class ManagedVllm:
-    """A client of the server that `calls` go to, as far as redeployments and weights need it."""
+class ManagedVllm(VllmCalls):
+    """A client of a server, as far as redeployments and weights need it."""
 
-    def __init__(self, calls: VllmCalls) -> None:
-        self.url = calls.url
-        self.calls = calls
-        self.where = calls.where  # for messages
-        self._known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
+    _known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
 
     async def as_started(self, page: str | None = None) -> VllmServerInfo:
         """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
@@ -54,29 +51,29 @@ class ManagedVllm:
 
     async def served(self) -> list[dict[str, Any]]:
         """The entries of /v1/models, each with an `id`, the served model first."""
-        answer = await self.calls.json("GET", "/v1/models")
-        with self.calls.reading("/v1/models"):
+        answer = await self.ask("GET", "/v1/models")
+        with self.reading("/v1/models"):
             return [{**model, "id": str(model["id"])} for model in answer["data"]]
 
     async def metrics(self) -> EngineSample:
         page = await self.metrics_page()
-        with self.calls.reading("/metrics"):
+        with self.reading("/metrics"):
             return vllm_info.parse_metrics(page)
 
     async def metrics_page(self) -> str:
-        status, page = await self.calls.exchange("GET", "/metrics")
+        status, page = await self.exchange("GET", "/metrics")
         if status != 200:
             raise failure(f"{self.where}/metrics", status, page, None)
         return page
 
     async def info(self) -> VllmServerInfo:
-        answer = await self.calls.json("GET", vllm_info.PATH, timeout_s=max(self.calls.timeout_s, vllm_info.TIMEOUT_S))
-        with self.calls.reading(vllm_info.PATH):
+        answer = await self.ask("GET", vllm_info.PATH, timeout_s=max(self.timeout_s, vllm_info.TIMEOUT_S))
+        with self.reading(vllm_info.PATH):
             return vllm_info.read_server_info(answer)
 
     async def paths(self) -> set[str]:
-        answer = await self.calls.json("GET", "/openapi.json")
-        with self.calls.reading("/openapi.json"):
+        answer = await self.ask("GET", "/openapi.json")
+        with self.reading("/openapi.json"):
             return set(answer["paths"])
 
     async def layout(self) -> ReportedLayout:
@@ -92,7 +89,7 @@ class ManagedVllm:
 
     async def weight_name(self) -> str:
         answer = await self._if_offered("/weight_info")
-        with self.calls.reading("/weight_info"):
+        with self.reading("/weight_info"):
             return UNNAMED if answer is None else str(answer["weight_version"])
 
     async def name_weights(self, policy_version: int) -> None:
@@ -154,7 +151,7 @@ class ManagedVllm:
     async def reload(self, source: str) -> None:
         """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
-        status, text = await self.calls.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
+        status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
             raise OutcomeUnknown(
                 f"{self.where}: failed to load {source}, which it must see under this path; it is paused, and may have"
@@ -165,8 +162,8 @@ class ManagedVllm:
         await self.order("/update_weight_version", {"new_version": name})
 
     async def is_paused(self) -> bool:
-        answer = await self.calls.json("GET", "/is_paused")
-        with self.calls.reading("/is_paused"):
+        answer = await self.ask("GET", "/is_paused")
+        with self.reading("/is_paused"):
             return bool(answer["is_paused"])
 
     async def resume_if(self, wanted: bool) -> None:
@@ -177,7 +174,7 @@ class ManagedVllm:
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:
         choice = await self._greedy(prompt_ids, {**_going_on(tokens), "logprobs": 0})
-        with self.calls.reading("/v1/completions"):
+        with self.reading("/v1/completions"):
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             if len(ids) != len(logprobs) or not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(logprobs)} log-probabilities of {len(ids)} tokens, {tokens} asked for")
@@ -186,7 +183,7 @@ class ManagedVllm:
     async def go_on(self, prompt_ids: Sequence[int], tokens: int) -> tuple[int, ...]:
         """An excerpt's tokens alone: log-probabilities have vLLM compile code for several seconds at the first."""
         choice = await self._greedy(prompt_ids, _going_on(tokens))
-        with self.calls.reading("/v1/completions"):
+        with self.reading("/v1/completions"):
             ids = tuple(map(int, choice["token_ids"]))
             if not 0 < len(ids) <= tokens:
                 raise ValueError(f"{len(ids)} tokens, {tokens} asked for")
@@ -196,7 +193,7 @@ class ManagedVllm:
         read = [*excerpt.prompt_ids, *excerpt.token_ids]
         # vLLM does not read cached prefixes for a request that asks for this.
         choice = await self._greedy(read, {"max_tokens": 1, "prompt_logprobs": 0})
-        with self.calls.reading("/v1/completions"):
+        with self.reading("/v1/completions"):
             told = choice["prompt_logprobs"]
             if len(told) != len(read):
                 raise ValueError(f"{len(told)} prompt_logprobs of {len(read)} tokens")
@@ -210,10 +207,10 @@ class ManagedVllm:
         path = "/v1/completions"
         body = {"model": await self.model(), "prompt": list(prompt_ids), "temperature": 0, **asked}
         try:
-            answer = await self.calls.json("POST", path, body)
+            answer = await self.ask("POST", path, body)
         except OutcomeUnknown as error:
             raise Retryable(str(error), RETRY_AFTER_S) from error
-        with self.calls.reading(path):
+        with self.reading(path):
             (choice,) = answer["choices"]
             if choice["finish_reason"] not in ("length", "stop"):
                 raise Retryable(f"{self.where}{path}: it was broken off: {choice['finish_reason']}", RETRY_AFTER_S)
@@ -233,7 +230,7 @@ class ManagedVllm:
     async def wake(self) -> None:
         await self.check_sleep()
         text = await self.order("/wake_up", timeout_s=SLEEP_TIMEOUT_S)
-        with self.calls.reading("/wake_up"):
+        with self.reading("/wake_up"):
             answer = json.loads(text or "{}")
             if answer.get("status") == "sleeping":
                 raise OutcomeUnknown(f"{self.where}: is awake in part only: {shorten(answer)}")
@@ -241,12 +238,12 @@ class ManagedVllm:
     async def asleep(self, page: str | None = None) -> bool:
         """`page`: its metrics, where they have just been read."""
         answer = await self._if_offered("/is_sleeping")
-        with self.calls.reading("/is_sleeping"):
+        with self.reading("/is_sleeping"):
             if answer is None or not answer["is_sleeping"]:
                 return False
         # vLLM says so of an engine that is only paused, too.
         page = await self.metrics_page() if page is None else page
-        with self.calls.reading("/metrics"):
+        with self.reading("/metrics"):
             return vllm_info.is_asleep(page)
 
     async def check_sleep(self) -> None:
@@ -268,7 +265,7 @@ class ManagedVllm:
     async def _if_offered(self, path: str) -> Any | None:
         """Return the answer to a GET; None where the server has no such path."""
         try:
-            return await self.calls.json("GET", path)
+            return await self.ask("GET", path)
         except RequestRefused as refusal:
             if refusal.status in (404, 405):
                 return None
@@ -276,7 +273,7 @@ class ManagedVllm:
 
     async def order(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> str:
         """Something that changes the engine. What it failed at may be half done."""
-        status, text = await self.calls.exchange("POST", path, body, timeout_s)
+        status, text = await self.exchange("POST", path, body, timeout_s)
         if status == 200:
             return text
         error = failure(self.where + path, status, text, None)

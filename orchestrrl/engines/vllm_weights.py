@@ -171,8 +171,8 @@ class VllmWeights:
         raise Permanent(f"{self._url}: has {now.running + now.waiting} requests, which would go on with it")
 
     async def _workers(self) -> list[WorkerReport]:
-        answer = await self._server.calls.json("POST", "/collective_rpc", {"method": METHOD})
-        with self._server.calls.reading("/collective_rpc"):
+        answer = await self._server.ask("POST", "/collective_rpc", {"method": METHOD})
+        with self._server.reading("/collective_rpc"):
             try:
                 workers = _WORKERS.validate_python(answer["results"])
             except ValidationError as error:

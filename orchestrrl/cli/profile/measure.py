@@ -216,13 +216,13 @@ def _merged(existing: "Profile | None", measured: "MeasuredProfile", gpu: str, l
     from dataclasses import replace
 
     from orchestrrl.engines.profiles.measure import move_costs
-    from orchestrrl.engines.profiles.store import tidy, tidy_moves, with_engine
+    from orchestrrl.engines.profiles.store import tidy, with_engine
     from planner.cost.profile import Profile
 
     profile = existing or Profile(measured.model, gpu or "unknown", measured.engine_name, ())
     if link is not None:
         moves = move_costs(measured.prefill, link, measured.engine.provenance)
-        profile = replace(profile, moves=tidy_moves(moves))
+        profile = replace(profile, moves=tidy(moves))
     return with_engine(profile, tidy(measured.engine))
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
-from orchestrrl.engines.profiles.store import of_fit, tidy, tidy_moves
+from orchestrrl.engines.profiles.store import of_fit, tidy
 from planner.cost.fit import StepSample, TimedSample, fit_curve, fit_rate, fit_step
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
 from planner.model import ConfigurationId
@@ -106,7 +106,7 @@ def import_profile(
             left_out.append(f"{layout_id(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
-    return Profile(model, system, backend, tuple(map(tidy, engines)), tidy_moves(moves) if moves else None), left_out
+    return Profile(model, system, backend, tidy(tuple(engines)), tidy(moves)), left_out
 
 
 def engine_profile(

@@ -7,10 +7,10 @@ that `others` lists. A faulty file is reported with every fault at once; a file 
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
@@ -32,16 +32,16 @@ from planner.cost.profile import (
     Curve,
     EngineProfile,
     MoveCosts,
-    Parallelism,
     Profile,
     ProfileSource,
     Provenance,
     StepTime,
 )
-from planner.model import ConfigurationId
 
 if TYPE_CHECKING:
     from planner.cost.fit import FitError
+
+V = TypeVar("V")
 
 # Figures of a configuration that may have a source of their own.
 FIGURES = (
@@ -141,18 +141,10 @@ class ProfileEngineSection(Section):
         return others
 
     def value(self) -> EngineProfile:
-        return EngineProfile(
-            id=ConfigurationId(self.id),
-            parallelism=self.parallelism.value(),
-            step=self.step_s.step_time(),
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
-            kv_capacity_tokens=self.kv_capacity_tokens,
-            max_sequences=self.max_sequences,
-            switch_s=self.switch_s,
-            provenance=self.provenance.value(),
-            spill_capacity_tokens=self.spill_capacity_tokens,
-            others=tuple((name, self.others[name].value()) for name in FIGURES if name in self.others),
-        )
+        others = tuple((name, self.others[name].value()) for name in FIGURES if name in self.others)
+        fields = {name: value for name, value in self if name != "step_s"}
+        values = {"parallelism": self.parallelism.value(), "provenance": self.provenance.value(), "others": others}
+        return EngineProfile(step=self.step_s.step_time(), **{**fields, **values})
 
 
 class MovesSection(Section):
@@ -230,18 +222,12 @@ def as_text(profile: Profile) -> str:
 
 
 def as_document(profile: Profile) -> dict[str, Any]:
-    """The profile as plain values, in the file's shape."""
-    document: dict[str, Any] = {"model": profile.model, "gpu": profile.gpu, "engine": profile.engine}
-    if profile.moves is not None:
-        moves = profile.moves
-        document["moves"] = {
-            "kv_bytes_per_token": moves.kv_bytes_per_token,
-            "transfer_s": _curve("bytes", moves.transfer_s),
-            "recompute_s": _curve("tokens", moves.recompute_s),
-        }
-        if moves.provenance is not None:
-            document["moves"]["provenance"] = _provenance(moves.provenance)
-    document["configurations"] = [_engine(engine) for engine in profile.configurations]
+    """The profile as plain values, in the file's shape: what has its default value is left out."""
+    moves = profile.moves
+    document = _given(profile) | {"configurations": [_engine(engine) for engine in profile.configurations]}
+    if moves is not None:
+        curves = {"transfer_s": _curve("bytes", moves.transfer_s), "recompute_s": _curve("tokens", moves.recompute_s)}
+        document["moves"] = _given(moves) | curves
     return document
 
 
@@ -253,29 +239,16 @@ def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
     return Profile(profile.model, profile.gpu, profile.engine, tuple(kept), profile.moves)
 
 
-def tidy(engine: EngineProfile) -> EngineProfile:
-    """The configuration as people like to read it: its fitted figures at six digits, far more than they deserve."""
-    step = engine.step
-    return replace(
-        engine,
-        step=StepTime(tidy_curve(step.base_s), _digits(step.kv_s_per_token), _digits(step.spill_s_per_token)),
-        prefill_tokens_per_s=_digits(engine.prefill_tokens_per_s),
-        provenance=_tidy_errors(engine.provenance),
-        others=tuple((name, _tidy_errors(provenance)) for name, provenance in engine.others),
-    )
-
-
-def tidy_moves(moves: MoveCosts) -> MoveCosts:
-    return replace(
-        moves,
-        transfer_s=tidy_curve(moves.transfer_s),
-        recompute_s=tidy_curve(moves.recompute_s),
-        provenance=_tidy_errors(moves.provenance) if moves.provenance else None,
-    )
-
-
-def tidy_curve(curve: Curve) -> Curve:
-    return Curve(curve.xs, tuple(_digits(y) for y in curve.ys))
+def tidy(value: V, digits: int = 6) -> V:
+    """The value as people like to read it: its figures at six digits, far more than fits deserve, errors at three."""
+    if isinstance(value, float):
+        return cast("V", float(f"{value:.{digits}g}"))
+    if isinstance(value, tuple):
+        return cast("V", tuple(tidy(item, digits) for item in value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    digits = 3 if isinstance(value, Provenance) else digits
+    return replace(value, **{name: tidy(item, digits) for name, item in _fields(value)})
 
 
 def of_fit(provenance: Provenance, error: "FitError") -> Provenance:
@@ -283,51 +256,27 @@ def of_fit(provenance: Provenance, error: "FitError") -> Provenance:
     return replace(provenance, samples=error.samples, fit_error_mean=error.mean, fit_error_max=error.max)
 
 
-def _tidy_errors(provenance: Provenance) -> Provenance:
-    mean, most = provenance.fit_error_mean, provenance.fit_error_max
-    return replace(
-        provenance,
-        fit_error_mean=None if mean is None else _digits(mean, 3),
-        fit_error_max=None if most is None else _digits(most, 3),
-    )
-
-
-def _digits(value: float, digits: int = 6) -> float:
-    return float(f"{value:.{digits}g}")
-
-
 def _engine(engine: EngineProfile) -> dict[str, Any]:
-    step = {"sequences": list(engine.step.base_s.xs), "seconds": list(engine.step.base_s.ys)}
-    section: dict[str, Any] = {
-        "id": str(engine.id),
-        "parallelism": _parallelism(engine.parallelism),
-        "step_s": {**step, "per_kv_token": engine.step.kv_s_per_token},
-        "prefill_tokens_per_s": engine.prefill_tokens_per_s,
-        "kv_capacity_tokens": engine.kv_capacity_tokens,
-        "max_sequences": engine.max_sequences,
-        "switch_s": engine.switch_s,
-    }
-    if engine.step.spill_s_per_token:
-        section["step_s"]["per_spilled_token"] = engine.step.spill_s_per_token
-    if engine.spill_capacity_tokens:
-        section["spill_capacity_tokens"] = engine.spill_capacity_tokens
-    section["provenance"] = _provenance(engine.provenance)
+    spill = {"per_spilled_token": engine.step.spill_s_per_token} if engine.step.spill_s_per_token else {}
+    step = {**_curve("sequences", engine.step.base_s), "per_kv_token": engine.step.kv_s_per_token, **spill}
+    written = {"step_s" if name == "step" else name: value for name, value in _given(engine).items()}
+    written |= {"parallelism": {"tp": engine.parallelism.tp, **_given(engine.parallelism)}, "step_s": step}
     if engine.others:
         others = dict(engine.others)
-        section["others"] = {name: _provenance(others[name]) for name in FIGURES if name in others}
-    return section
+        written["others"] = {name: _given(others[name]) for name in FIGURES if name in others}
+    return written
 
 
-def _parallelism(parallelism: Parallelism) -> dict[str, Any]:
-    """What differs from the default; `tp` always."""
-    default = Parallelism()
-    names = ("tp", "dp", "ep", "attention_gpus", "ffn_gpus", "micro_batches")
-    values = {name: getattr(parallelism, name) for name in names}
-    return {name: value for name, value in values.items() if name == "tp" or value != getattr(default, name)}
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in fields(value)]
 
 
-def _provenance(provenance: Provenance) -> dict[str, Any]:
-    return ProvenanceSection(**asdict(provenance)).model_dump(mode="json", exclude_defaults=True)
+def _given(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have not their default value."""
+    defaults = {field.name: field.default for field in fields(value)}
+    given = {name: item for name, item in _fields(value) if item != defaults[name]}
+    plain = {name: _given(item) if is_dataclass(item) else item for name, item in given.items()}
+    return {name: item.value if isinstance(item, ProfileSource) else item for name, item in plain.items()}
 
 
 def _curve(sizes: str, curve: Curve) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fabric.metrics import fabric_metrics
 from orchestrrl.fleet.redeployment.metrics import RedeploymentMetrics
 from orchestrrl.fleet.reports import BarrierPhase
-from orchestrrl.gateway.failover_metrics import failover_metrics
+from orchestrrl.gateway.failovers import failover_metrics
 from orchestrrl.weights.controller.metrics import SyncMetrics
 from planner.model import EngineHealth, EngineId, EngineView, Mode, RequestState, Snapshot
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from orchestrrl.core.metrics import labelled_counter, labelled_gauge
-from orchestrrl.gateway.failover_metrics import failover_metrics
+from orchestrrl.gateway.failovers import failover_metrics
 from orchestrrl.gateway.ledger.versions import OnStale
 
 if TYPE_CHECKING:

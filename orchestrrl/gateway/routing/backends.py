@@ -12,7 +12,7 @@ from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
-from orchestrrl.gateway.failover_counts import FailoverCounter
+from orchestrrl.gateway.failovers import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
 from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
@@ -60,7 +60,6 @@ class EngineBackends:
         self.queue = RequestQueue()
         self.waits = QueueWaits()
         self.failovers = FailoverCounter()
-        self._placed: dict[QueuedRequest, Callable[[EngineBackend | NoBackend], None]] = {}  # who wants to know of it
         self._giving_up = False  # those who are alone too long are looked for
         self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
@@ -243,7 +242,7 @@ class EngineBackends:
         Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
         while the pause barrier is closed, nor while an engine is expected that it could go to.
         """
-        if self._barrier_open and not self._placed and not avoiding:  # the usual case, without what waiting takes
+        if self._barrier_open and not self.queue and not avoiding:  # the usual case, without what waiting takes
             found = self.choose(self._newcomer(record), without)
             if found is not None:
                 found.reserve(record)
@@ -260,9 +259,8 @@ class EngineBackends:
             else:
                 backend.set_result(outcome)
 
-        waiter = self.enqueue(
-            record, placed, without=frozenset(without), avoiding=frozenset(avoiding), again=again, patience_s=patience_s
-        )
+        waiter = QueuedRequest(record, placed, frozenset(without), frozenset(avoiding), again, patience_s)
+        self.enqueue(waiter)
         try:
             if not backend.done():
                 record.detach()
@@ -272,35 +270,18 @@ class EngineBackends:
                 self.give_back(backend.result(), record)
             raise
         finally:
-            self.leave_queue(waiter)
+            self.queue.leave(waiter)
 
-    def enqueue(
-        self,
-        record: RequestRecord,
-        placed: Callable[[EngineBackend | NoBackend], None],
-        *,
-        without: frozenset[EngineId] = frozenset(),
-        avoiding: frozenset[EngineId] = frozenset(),
-        again: bool = False,
-        patience_s: float = float("inf"),
-    ) -> QueuedRequest:
+    def enqueue(self, waiter: QueuedRequest) -> None:
         """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
-        waiter = QueuedRequest(
-            record, self._newcomer(record), self._clock.now_s(), without, avoiding, again, patience_s
-        )
-        self._placed[waiter] = placed
+        waiter.newcomer, waiter.since_s = self._newcomer(waiter.record), self._clock.now_s()
         self.queue.join(waiter)
         self.dispatch()
-        if waiter in self._placed:
+        if waiter in self.queue:
             self._note_if_alone(waiter, waiter.since_s, self.expected)
-            if patience_s < float("inf") and not self._giving_up:
+            if waiter.patience_s < float("inf") and not self._giving_up:
                 self._giving_up = True
                 self.in_background(self._expire_those_alone())
-        return waiter
-
-    def leave_queue(self, waiter: QueuedRequest) -> None:
-        if self._placed.pop(waiter, None) is not None:
-            self.queue.leave(waiter)
 
     def give_back(self, backend: EngineBackend, record: RequestRecord) -> None:
         """A place that was reserved is not needed. Harmless where none is."""
@@ -310,11 +291,11 @@ class EngineBackends:
 
     def dispatch(self) -> None:
         """Give places to those who wait, as far as there is room. Whoever is told of his place may call this again."""
-        while self._barrier_open and self._placed and (found := self.queue.next(self._place_for)) is not None:
+        while self._barrier_open and (found := self.queue.next(self._place_for)) is not None:
             waiter, backend = found
             backend.reserve(waiter.record)
             self.waits.add(self._clock.now_s() - waiter.since_s)
-            self._placed.pop(waiter)(backend)
+            waiter.placed(backend)
 
     def _place_for(self, waiter: QueuedRequest) -> EngineBackend | None:
         if waiter.avoiding:
@@ -378,9 +359,8 @@ class EngineBackends:
                     if left_s > 0:
                         next_s = min(next_s, max(left_s, waiter.patience_s * 0.01))
                         continue
-                    placed = self._placed[waiter]
-                    self.leave_queue(waiter)
-                    placed(NoBackend(f"no engine was there for {waiter.patience_s:g} s"))
+                    self.queue.leave(waiter)
+                    waiter.placed(NoBackend(f"no engine was there for {waiter.patience_s:g} s"))
                 if next_s < float("inf"):
                     await self._clock.sleep(next_s)
         finally:
@@ -403,14 +383,14 @@ class EngineBackends:
             logger.info("engine %s is back", backend.id)
             backend.suspect_because = ""
             self.announce()
-        elif self._placed:
+        elif self.queue:
             self.dispatch()
 
     def release(self, backend: EngineBackend, record: RequestRecord) -> None:
         """The request is no longer on this engine."""
         backend.leave(record)
         self.forget_if_empty(backend)
-        if self._placed:
+        if self.queue:
             self.dispatch()
 
     async def capabilities(self, backend: EngineBackend) -> EngineCapabilities:

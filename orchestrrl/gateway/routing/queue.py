@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.strategies import RoutedRequest
@@ -22,16 +22,17 @@ WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
 @dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request in the queue."""
+    """One request in the queue. `placed` is called once, with its engine or with the reason why there is none."""
 
     record: RequestRecord
-    newcomer: RoutedRequest
-    since_s: float
+    placed: Callable[[Any], None]
     without: frozenset[EngineId] = frozenset()  # engines that it may not go to
     avoiding: frozenset[EngineId] = frozenset()  # those that it goes to only where there is no other
     again: bool = False  # it has been on an engine before
     patience_s: float = float("inf")  # without an engine that it could ever go to
-    alone_since_s: float | None = None  # since when there has been none; None: there is one
+    newcomer: RoutedRequest = field(init=False)
+    since_s: float = 0.0
+    alone_since_s: float | None = None  # since when there has been no such engine; None: there is one
 
 
 @dataclass(slots=True)
@@ -64,12 +65,18 @@ class RequestQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return chain(self._again, self._new)
 
+    def __contains__(self, waiter: QueuedRequest) -> bool:
+        return waiter in self._line(waiter)
+
     def join(self, waiter: QueuedRequest) -> None:
-        (self._again if waiter.again else self._new)[waiter] = None
+        self._line(waiter)[waiter] = None
 
     def leave(self, waiter: QueuedRequest) -> None:
-        """However it ended; who is not there has left."""
-        (self._again if waiter.again else self._new).pop(waiter, None)
+        """Harmless for one that has left."""
+        self._line(waiter).pop(waiter, None)
+
+    def _line(self, waiter: QueuedRequest) -> OrderedDict[QueuedRequest, None]:
+        return self._again if waiter.again else self._new
 
     def next(self, place_for: Callable[[QueuedRequest], T | None]) -> tuple[QueuedRequest, T] | None:
         """The first who finds a place, with it; that one leaves the queue. None: nobody does. The search ends at the

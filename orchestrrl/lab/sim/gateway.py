@@ -24,6 +24,7 @@ from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.ledger.ledger import Ledger, RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
+from orchestrrl.gateway.routing.queue import QueuedRequest
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.workload import SimRequest
@@ -179,7 +180,7 @@ class VirtualGateway:
             placed(backend)
             return
         record.detach()
-        self.fleet.enqueue(record, placed, again=record.attempt > 0)
+        self.fleet.enqueue(QueuedRequest(record, placed, again=record.attempt > 0))
 
     def _close(self, record: CountedRecord, backend: EngineBackend | None, finished_s: float) -> None:
         capped = record.max_tokens is not None and record.generated >= record.max_tokens

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from orchestrrl.fleet.state import FleetState
-from orchestrrl.gateway.failover_counts import FailoverCounter
+from orchestrrl.gateway.failovers import FailoverCounter
 from orchestrrl.gateway.metrics import GatewayCollector
 from planner.model import EngineId
 from tests.orchestrrl.builders import gateway_report

@@ -476,7 +476,6 @@ class Story:
         assert not self.gateway.relays
         assert not self.gateway.groups._groups
         assert len(self.fleet.queue) == 0
-        assert not self.fleet._placed
         for backend in self.fleet:
             assert not backend.records
             assert not backend.reserved

@@ -19,7 +19,7 @@ from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from orchestrrl.gateway.routing.queue import WAIT_BOUNDS_S, QueuedRequest, QueueWaits, RequestQueue
-from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutedRequest, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId, RequestId
 
 ENGINES = ("e0", "e1", "e2")
@@ -390,7 +390,7 @@ async def test_who_avoids_an_engine_takes_it_only_where_there_is_no_other() -> N
 
 def test_a_queue_of_thousands_is_looked_through_no_further_than_needed() -> None:
     queue = RequestQueue()
-    waiters = [QueuedRequest(record(f"r{number}"), RoutedRequest(5), 0.0) for number in range(10_000)]
+    waiters = [QueuedRequest(record(f"r{number}"), lambda outcome: None) for number in range(10_000)]
     for waiter in waiters:
         queue.join(waiter)
     asked = []
@@ -427,7 +427,7 @@ async def test_whoever_is_placed_may_make_room_at_once() -> None:
     fleet.barrier_open = False
     records = {f"r{number}": record(f"r{number}") for number in range(50)}
     for name, one in records.items():
-        fleet.enqueue(one, ends_at_once(name))
+        fleet.enqueue(QueuedRequest(one, ends_at_once(name)))
     fleet.barrier_open = True
     assert placed == list(records)
     assert (len(fleet.queue), backend.waiting) == (0, 0)

@@ -1,7 +1,11 @@
-"""Counts of requests that went on after their engine failed: totals, and what the daemon has not acknowledged. Pure."""
+"""Requests that went on after their engine failed: counted, reported to the daemon, and as Prometheus metrics."""
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 
+from prometheus_client.core import Metric
+
+from orchestrrl.core.metrics import labelled_counter
 from orchestrrl.fleet.reports import EngineFailovers, FailoverCounts
 from planner.model import EngineId
 
@@ -39,3 +43,16 @@ class FailoverCounter:
             return
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             self._unacknowledged.popleft()
+
+
+def failover_metrics(prefix: str, totals: Mapping[EngineId, FailoverCounts]) -> Iterator[Metric]:
+    """On the page of the gateway and of the daemon. `totals`: by the engine that failed."""
+    counts = sorted(totals.items())
+    help_text = "Requests that went on after this engine failed, hung or gave them up."
+    yield labelled_counter(f"{prefix}_failovers", help_text, "engine", [(id, each.failovers) for id, each in counts])
+    help_text, recomputed = "Of these, requests that this engine had computed in part.", "failover_requests_recomputed"
+    requests = [(id, each.requests_recomputed) for id, each in counts]
+    yield labelled_counter(f"{prefix}_{recomputed}", help_text, "engine", requests)
+    help_text = "Tokens of their contexts, prefilled again where they went on."
+    tokens = [(id, each.tokens_recomputed) for id, each in counts]
+    yield labelled_counter(f"{prefix}_failover_recomputed_tokens", help_text, "engine", tokens)

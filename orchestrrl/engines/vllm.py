@@ -16,13 +16,7 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.base import (
-    Chunk,
-    CompletionEndpoint,
-    EngineCapabilities,
-    GenerationRequest,
-    RequestRefused,
-)
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, GenerationRequest, RequestRefused
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
 from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
 from orchestrrl.engines.serving import named

@@ -28,15 +28,7 @@ from orchestrrl.core.documents import (
     read_text,
 )
 from orchestrrl.core.errors import ProblemFaults, faults_of, path_of, shorten
-from planner.cost.profile import (
-    Curve,
-    EngineProfile,
-    MoveCosts,
-    Profile,
-    ProfileSource,
-    Provenance,
-    StepTime,
-)
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Profile, ProfileSource, Provenance, StepTime
 
 if TYPE_CHECKING:
     from planner.cost.fit import FitError

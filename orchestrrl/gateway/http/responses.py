@@ -10,7 +10,7 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from orchestrrl.engines.base import CompletionEndpoint, TokenLogprob
+from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.gateway.ledger.ledger import AnswerDelta, RequestRecord
 from orchestrrl.gateway.moves.movable import UNTIED_FIELDS
 
@@ -260,14 +260,14 @@ class ChunkWriter:
         parts = []
         ends = self._record.finish_reason if last else None
         for number, delta in enumerate(deltas, 1):
-            if delta.event is not None:
-                parts.append(self._passed_on(delta.event, delta.version))
+            if delta.chunk.event is not None:
+                parts.append(self._passed_on(delta.chunk.event, delta.version))
             else:
                 parts.append(self._begin())
                 parts.append(self._chunk(delta, ends if number == len(deltas) else None))
         if last and not self._ended:
             parts.append(self._begin())
-            parts.append(self._chunk(AnswerDelta((), ""), ends))
+            parts.append(self._chunk(AnswerDelta(Chunk()), ends))
         return "".join(parts).encode()
 
     def _passed_on(self, event: Mapping[str, Any], version: int | None) -> str:
@@ -291,8 +291,8 @@ class ChunkWriter:
         return f"{self._head}{role}}}]{self._prompt_ids()}{self._usage()}}}\n\n"
 
     def _chunk(self, delta: AnswerDelta, finish_reason: str | None) -> str:
-        form = self._form
-        self._tokens += len(delta.token_ids)
+        form, chunk = self._form, delta.chunk
+        self._tokens += len(chunk.token_ids)
         self._ended = finish_reason is not None
         prompt_ids = ""
         if self._chat:
@@ -303,18 +303,18 @@ class ChunkWriter:
                 self._begun = True
                 prompt_ids = self._prompt_ids()
         logprobs = "null"
-        if form.logprobs and delta.logprobs is not None:
-            logprobs = json.dumps(_logprobs(form, delta.logprobs, self._offset), separators=(",", ":"))
-            self._offset += sum(len(item.token) for item in delta.logprobs)
+        if form.logprobs and chunk.logprobs is not None:
+            logprobs = json.dumps(_logprobs(form, chunk.logprobs, self._offset), separators=(",", ":"))
+            self._offset += sum(len(item.token) for item in chunk.logprobs)
         ends = f'"finish_reason":{quoted(finish_reason)}' if finish_reason is not None else '"finish_reason":null'
         if finish_reason is not None or not self._chat:
             ends += f',"stop_reason":{json.dumps(self._record.stop_reason if finish_reason is not None else None)}'
         if form.token_ids:
-            ends += f',"token_ids":[{",".join(map(str, delta.token_ids))}]'
+            ends += f',"token_ids":[{",".join(map(str, chunk.token_ids))}]'
         if form.policy_versions:
             ends += f',"policy_version":{json.dumps(delta.version)}'
-        ends += _written(delta.choice_fields)
-        others = _written(delta.answer_fields)
+        ends += _written(chunk.choice_fields)
+        others = _written(chunk.answer_fields)
         return f'{self._head}{content},"logprobs":{logprobs},{ends}{prompt_ids}}}]{others}{self._usage()}}}\n\n'
 
     def _chat_delta(self, delta: AnswerDelta) -> str:

@@ -17,7 +17,7 @@ import os
 import sqlite3
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +49,7 @@ _COLUMNS = "answer, number, ids, text, prompt_ids, prompt_tokens, max_tokens, at
 _INSERT = f"INSERT INTO pieces (key, written_s, name, digest, created_s, {_COLUMNS}) VALUES "
 _VALUES = f"({', '.join('?' * 16)})"
 # So many rows with one statement: each call into SQLite hands the interpreter over to the requests and takes it back.
-ROWS_OF_STATEMENTS = (64, 8, 1)
-_STATEMENTS = {rows: _INSERT + ", ".join([_VALUES] * rows) for rows in ROWS_OF_STATEMENTS}
+ROWS_OF_A_STATEMENT = 64
 
 
 class NamedRequest(NamedTuple):
@@ -68,18 +67,13 @@ class AnswerRow(NamedTuple):
     piece: AnswerPiece
 
 
-class StoredAnswer(NamedTuple):
-    named_request: NamedRequest
-    pieces: tuple[AnswerPiece, ...]
-
-
 class AnswerFile:
     """One connection. Of one thread at a time. Everything raises sqlite3.Error when the disk fails."""
 
     def __init__(self, path: Path, busy_within_s: float = BUSY_WITHIN_S) -> None:
         """Opens the file, or makes it. Raises sqlite3.Error, and Permanent for a file of something else."""
         self._db = sqlite3.connect(
-            path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=32
+            path, timeout=busy_within_s, isolation_level=None, check_same_thread=False, cached_statements=128
         )
         self._lookup = self._db.cursor()
         try:
@@ -89,9 +83,10 @@ class AnswerFile:
             raise
 
     def _prepare(self, path: Path) -> None:
-        (identity,) = self._db.execute("PRAGMA application_id").fetchone()
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        identity, version, tables = self._db.execute(
+            "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)"
+            " FROM pragma_application_id, pragma_user_version"
+        ).fetchone()
         if tables and identity != APPLICATION_ID:
             raise Permanent(f"{path}: is not a gateway's ledger")
         if tables and version != FORMAT:
@@ -108,32 +103,28 @@ class AnswerFile:
         """All of them, or none."""
         nothing = (None, None, None)
         values = [(row.key, row.written_s, *(row.named_request or nothing), *row.piece) for row in rows]
-        self._in_transaction(lambda: self._insert(values))
-
-    def _insert(self, values: Sequence[tuple[object, ...]]) -> None:
-        start = 0
-        for count in ROWS_OF_STATEMENTS:
-            while len(values) - start >= count:
-                batch = values[start : start + count]
-                self._db.execute(_STATEMENTS[count], list(itertools.chain.from_iterable(batch)))
-                start += count
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            for start in range(0, len(values), ROWS_OF_A_STATEMENT):
+                batch = values[start : start + ROWS_OF_A_STATEMENT]
+                statement = _INSERT + ", ".join([_VALUES] * len(batch))
+                self._db.execute(statement, list(itertools.chain.from_iterable(batch)))
 
     def has(self, key: int) -> bool:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
-    def read(self, key: int, name: str) -> StoredAnswer | None:
-        """What is there of the request of this name."""
+    def read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
+        """What was asked under this name, if it was, and what is there of the answers."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
         asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)
-        return StoredAnswer(asked, tuple(AnswerPiece(*row[3:]) for row in rows)) if asked is not None else None
+        return asked, [AnswerPiece(*row[3:]) for row in rows]
 
     @property
     def used_bytes(self) -> int:
-        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
-        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-        (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
-        return int((pages - free) * page_bytes)
+        query = "SELECT (page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count"
+        (used_bytes,) = self._db.execute(f"{query}, pragma_page_size").fetchone()
+        return int(used_bytes)
 
     def prune(self, before_s: float, most_bytes: int, take: Callable[[int], bool], free: Callable[[int], None]) -> int:
         """Remove requests of which nothing was written since `before_s`, and the oldest where the file holds more than
@@ -151,7 +142,9 @@ class AnswerFile:
             old = {key: None for _, key, written_s in found if too_large or written_s < before_s}
             taken = [key for key in old if (too_large or self._written_s(key) < before_s) and take(key)]
             try:
-                self._remove(taken)
+                with self._db:
+                    self._db.execute("BEGIN IMMEDIATE")
+                    self._db.executemany("DELETE FROM pieces WHERE key = ?", [(key,) for key in taken])
             finally:
                 for key in taken:
                     free(key)
@@ -163,21 +156,6 @@ class AnswerFile:
     def _written_s(self, key: int) -> float:
         (newest_s,) = self._db.execute("SELECT max(written_s) FROM pieces WHERE key = ?", (key,)).fetchone()
         return float(newest_s)
-
-    def _remove(self, keys: Sequence[int]) -> None:
-        values = [(key,) for key in keys]
-        if values:
-            self._in_transaction(lambda: self._db.executemany("DELETE FROM pieces WHERE key = ?", values))
-
-    def _in_transaction(self, change: Callable[[], object]) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            change()
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
 
     def close(self) -> None:
         self._db.close()

@@ -17,19 +17,19 @@ from orchestrrl.gateway.http.field_types import HttpRefusal
 from orchestrrl.gateway.ledger.versions import OnStale, PolicyVersions
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
+# Reported of a request in flight and of one that has ended.
+_REPORTED = ("id", "engine", "prompt_tokens", "generated_tokens", "group", "tag", "moves", "group_enough")
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """Tokens that were added to a record at once; `extra` holds chat fields that the engine parsed out of them."""
+    """A chunk that was added to a record, or whose event is to be passed on unchanged; `extra` holds chat fields that
+    the engine parsed out of it."""
 
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    chunk: Chunk
+    text: str = ""  # that it adds: not always the chunk's own
     extra: Mapping[str, Any] | None = None
-    version: int | None = None  # of the policy that generated them
-    choice_fields: Mapping[str, Any] | None = None  # other fields of the engine's choice object
-    answer_fields: Mapping[str, Any] | None = None
-    event: Mapping[str, Any] | None = None  # instead of all that: an event to pass on unchanged
+    version: int | None = None  # of the policy that generated its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,7 @@ class RequestRecord:
         if answer_fields:
             _merge(self.answer_fields, answer_fields)
         if self.streaming and (chunk.token_ids or text or extra or fields or answer_fields):
-            delta = AnswerDelta(chunk.token_ids, text, chunk.logprobs, extra, version, fields, answer_fields)
-            self._undelivered.append(delta)
+            self._undelivered.append(AnswerDelta(chunk, text, extra, version))
         if chunk.finish_reason is not None:
             self.finish(chunk.finish_reason, chunk.stop_reason, now_s)
 
@@ -177,7 +176,7 @@ class RequestRecord:
             if self.started_s is None:
                 self.started_s = now_s
         if chunk.event:
-            self._undelivered.append(AnswerDelta((), "", version=version, event=chunk.event))
+            self._undelivered.append(AnswerDelta(chunk, version=version))
         self.relayed_tokens += tokens
         if chunk.answer is not None:
             self.relayed_answer = chunk.answer
@@ -225,36 +224,22 @@ class RequestRecord:
 
     def view(self, now_s: float) -> RequestView:
         return RequestView(
-            id=self.id,
-            engine=self.engine,
             state=self.state,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
             max_tokens=self.max_tokens,
-            group=self.group,
-            tag=self.tag,
             movable=not self.fixed_because,
-            moves=self.moves,
             age_s=max(0.0, now_s - self.arrived_s),
             movable_detail=self.fixed_because,
             quiet_s=max(0.0, now_s - self.progressed_s),
             policy_version=self.versions.oldest,
-            group_enough=self.group_enough,
+            **self._reported(),
         )
 
     def summary(self) -> FinishedRequest:
-        return FinishedRequest(
-            id=self.id,
-            engine=self.engine,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            finish_reason=self.finish_reason or "error",
-            moves=self.moves,
-            tag=self.tag,
-            duration_s=(self.finished_s or self.arrived_s) - self.arrived_s,
-            group=self.group,
-            group_enough=self.group_enough,
-        )
+        duration_s = (self.finished_s or self.arrived_s) - self.arrived_s
+        return FinishedRequest(finish_reason=self.finish_reason or "error", duration_s=duration_s, **self._reported())
+
+    def _reported(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _REPORTED}
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
 from orchestrrl.engines.base import CompletionEndpoint
-from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, RequestClaims, StoredAnswer
+from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, RequestClaims
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
 from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
 
@@ -187,17 +187,17 @@ class LedgerStore:
             self._claims = None
             return None
         try:
-            stored = await self._read(key, name) if self._may_have(key) else None
-            if stored is not None and stored.named_request.digest != digest_of(endpoint, body):
+            asked, pieces = await self._read(key, name) if self._may_have(key) else (None, [])
+            if asked is not None and asked.digest != digest_of(endpoint, body):
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body or credential, and that answer is kept; "
                     "take another id"
                 )
             entry = LedgerEntry(key, name, endpoint, body, created_s, records, self._clock.now_s())
-            if stored is not None:
-                entry.named_request, entry.created_s = stored.named_request, stored.named_request.created_s
+            if asked is not None:
+                entry.named_request, entry.created_s = asked, asked.created_s
                 entry.begin()
-                self._give_back(entry, stored)
+                self._give_back(entry, pieces)
         except BaseException:
             claims.free(key)
             raise
@@ -231,8 +231,8 @@ class LedgerStore:
             logger.warning("what may be kept of a request cannot be looked for: %s", error)
             return False
 
-    async def _read(self, key: int, name: str) -> StoredAnswer | None:
-        def read() -> StoredAnswer | None:
+    async def _read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
+        def read() -> tuple[NamedRequest | None, list[AnswerPiece]]:
             with closing(AnswerFile(self.keep.path)) as file:
                 return file.read(key, name)
 
@@ -240,10 +240,10 @@ class LedgerStore:
             return await asyncio.to_thread(read)
         except sqlite3.Error as error:
             logger.warning("request %s: what is kept of it cannot be read: %s", name, error)
-            return None
+            return None, []
 
-    def _give_back(self, entry: LedgerEntry, stored: StoredAnswer) -> None:
-        kept = put_together(stored.pieces)
+    def _give_back(self, entry: LedgerEntry, pieces: Sequence[AnswerPiece]) -> None:
+        kept = put_together(pieces)
         now_s = self._clock.now_s()
         for index, cutter in enumerate(entry.cutters):
             if index in kept and give_back(cutter.record, kept[index], now_s):

@@ -268,7 +268,7 @@ async def test_a_stream_just_pauses() -> None:
 
     def grown(record: RequestRecord) -> None:
         for delta in record.take_undelivered():
-            read.extend(delta.token_ids)
+            read.extend(delta.chunk.token_ids)
 
     task = asyncio.create_task(w.gateway.request_group(w.ask(prompt=PROMPT, max_tokens=30, stream=True)).run(grown))
     await park(w)

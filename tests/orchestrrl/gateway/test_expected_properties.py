@@ -162,7 +162,7 @@ class Story:
 
         def grown(record: RequestRecord) -> None:
             for delta in record.take_undelivered():
-                read.extend(delta.token_ids)
+                read.extend(delta.chunk.token_ids)
 
         task = asyncio.create_task(job.run(grown if stream else None))
         self.clients.append(Client(job, task, prompt, max_tokens, read))
@@ -256,7 +256,7 @@ class Story:
             assert (made, record.text, record.finish_reason) == (tokens, text, finish_reason)
         if client.job.request.streaming:
             for delta in record.take_undelivered():
-                client.read.extend(delta.token_ids)
+                client.read.extend(delta.chunk.token_ids)
             assert client.read == made
 
     async def end(self) -> None:

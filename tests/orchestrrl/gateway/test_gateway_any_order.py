@@ -132,7 +132,7 @@ class Client:
     def grown(self, record: RequestRecord) -> None:
         tokens, text = self.read.setdefault(record.id, ([], []))
         for delta in record.take_undelivered():
-            tokens += delta.token_ids
+            tokens += delta.chunk.token_ids
             text.append(delta.text)
 
 

@@ -19,7 +19,7 @@ def test_a_record_grows_and_hands_out_each_delta_once() -> None:
     r.append(Chunk((5,), "a", prompt_token_ids=(1, 2, 3)), "a", None, 102.0)
     r.append(Chunk((6, 7), "bc", logprobs=(TokenLogprob("b", -1.0), TokenLogprob("c", -2.0))), "bc", None, 103.0)
     assert (r.text, list(r.generated_ids), r.context_tokens, r.started_s) == ("abc", [5, 6, 7], 6, 102.0)
-    assert [delta.token_ids for delta in r.take_undelivered()] == [(5,), (6, 7)]
+    assert [delta.chunk.token_ids for delta in r.take_undelivered()] == [(5,), (6, 7)]
     assert r.take_undelivered() == []
     r.append(Chunk((8,), "d", finish_reason="length"), "d", None, 104.0)
     assert [delta.text for delta in r.take_undelivered()] == ["d"]

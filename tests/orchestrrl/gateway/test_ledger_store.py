@@ -73,7 +73,7 @@ async def test_an_answer_is_there_for_who_comes_back(tmp_path: Path) -> None:
         (record,) = again.records
         assert (list(record.generated_ids), record.text) == ([1, 2, 3], "<1><2><3>")
         assert (record.finish_reason, record.stop_reason) == ("stop", 3)
-        assert [delta.token_ids for delta in record.take_undelivered()] == [(1, 2, 3)]
+        assert [delta.chunk.token_ids for delta in record.take_undelivered()] == [(1, 2, 3)]
         assert again.created_s == 1.0
         assert store.counts.replayed == 1
         store.leave(again)
@@ -156,8 +156,8 @@ async def test_progress_is_there_before_the_end(tmp_path: Path) -> None:
             grow(entry.records[0], 2)
 
             def all_there() -> bool:
-                stored = reader.read(entry.key, "r")
-                return stored is not None and list(put_together(stored.pieces)[0].ids) == [1, 2]
+                asked, pieces = reader.read(entry.key, "r")
+                return asked is not None and list(put_together(pieces)[0].ids) == [1, 2]
 
             await until(all_there)
         store.leave(entry)
@@ -358,8 +358,8 @@ def test_after_a_crash_at_any_batch_each_answer_is_as_it_was(tmp_path: Path, see
                 shutil.copy(part, crashed / part.name)
             with closing(AnswerFile(crashed / "ledger")) as left:
                 for name, record in records.items():
-                    stored = left.read(key_of(name), name)
-                    ids = list(put_together(stored.pieces)[0].ids) if stored is not None else []
+                    asked, pieces = left.read(key_of(name), name)
+                    ids = list(put_together(pieces)[0].ids) if asked is not None else []
                     assert ids == list(record.generated_ids[: len(ids)])
                     assert len(ids) == written[name]
 

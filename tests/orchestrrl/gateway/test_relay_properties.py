@@ -158,7 +158,7 @@ class Schedule:
             if record.streaming:
                 self.take(index)
                 deltas = self.read[index]
-                assert [token for delta in deltas for token in delta.token_ids] == tokens
+                assert [token for delta in deltas for token in delta.chunk.token_ids] == tokens
                 assert "".join(delta.text for delta in deltas) == text
 
     def check_counts(self) -> None:

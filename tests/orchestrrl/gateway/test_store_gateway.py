@@ -95,7 +95,7 @@ async def test_cut_after_any_number_of_tokens(tmp_path: Path, endpoint: Completi
         if not stream:
             deltas = record.take_undelivered()
             assert "".join(delta.text for delta in deltas) == record.text
-            assert [token for delta in deltas for token in delta.token_ids] == list(record.generated_ids)
+            assert [token for delta in deltas for token in delta.chunk.token_ids] == list(record.generated_ids)
         (request,) = [request for engine in then.engines.values() for request in engine.seen]
         assert len(request.body["prompt"]) == len(PROMPTS[endpoint]) + cut
         assert request.body["max_tokens"] == MAX_TOKENS - cut

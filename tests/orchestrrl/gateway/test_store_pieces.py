@@ -123,7 +123,7 @@ def test_what_is_put_together_is_what_the_record_once_was(
         assert shown(again) == shown(disk.record)
     if streaming:
         deltas = again.take_undelivered()
-        assert tuple(token for delta in deltas for token in delta.token_ids) == tuple(again.generated_ids)
+        assert tuple(token for delta in deltas for token in delta.chunk.token_ids) == tuple(again.generated_ids)
         assert "".join(delta.text for delta in deltas) == again.text
         assert [delta.extra for delta in deltas if delta.extra] == again.extras
 
@@ -174,7 +174,7 @@ def test_a_whole_answer_that_is_given_again_as_a_stream_has_its_other_fields() -
     assert give_back(again, put_together(disk.arrived)[0], 0.0)
     assert (again.choice_fields, again.answer_fields) == ({"odd": [1]}, {"f": "x"})
     delta = again.take_undelivered()[-1]
-    assert (delta.choice_fields, delta.answer_fields) == ({"odd": [1]}, {"f": "x"})
+    assert (delta.chunk.choice_fields, delta.chunk.answer_fields) == ({"odd": [1]}, {"f": "x"})
 
 
 def test_what_an_answer_would_fail_from_again_is_forgotten() -> None:

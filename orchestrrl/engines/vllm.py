@@ -20,10 +20,8 @@ from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilitie
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
 from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
 from orchestrrl.engines.serving import named
-from orchestrrl.engines.vllm_calls import BUSY_STATUSES, NOT_OF_VLLM, failure
 from orchestrrl.engines.vllm_info import VllmServerInfo
-from orchestrrl.engines.vllm_managed import ManagedVllm
-from orchestrrl.engines.vllm_transfer import VllmTransfers
+from orchestrrl.engines.vllm_managed import BUSY_STATUSES, NOT_OF_VLLM, ManagedVllm, failure
 from orchestrrl.engines.vllm_weights import VllmWeights
 
 # What vLLM makes of `X-Request-Id: x`. It ignores ids that it does not know, so both are named.
@@ -37,8 +35,7 @@ class VllmEngine(ManagedVllm):
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         super().__init__(url, timeout_s=timeout_s)
-        self.weights = VllmWeights(self)
-        self.transfers = VllmTransfers(self)
+        self.weights = self.transfers = VllmWeights(self)
         self._attempts: dict[str, EngineExchange] = {}  # requests in flight
 
     async def capabilities(self) -> EngineCapabilities:

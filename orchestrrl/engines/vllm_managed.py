@@ -1,19 +1,23 @@
 """What a redeployment asks of a vLLM server: its layout, its weights, what it makes of a text, sleep, and elastic EP.
 
-Orders that change the engine are OutcomeUnknown where it failed at them: vLLM does not go back by itself.
+Each call to a control endpoint is one exchange, and every failure one of our errors. Orders that change the engine are
+OutcomeUnknown where it failed at them: vLLM does not go back by itself.
 """
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
-from contextlib import asynccontextmanager
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+from orchestrrl.core.addresses import without_login
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable, shorten
 from orchestrrl.engines import vllm_info
 from orchestrrl.engines.base import AnswerExcerpt, EngineSample, ReportedLayout, RequestRefused
-from orchestrrl.engines.exchange import RETRY_AFTER_S
-from orchestrrl.engines.vllm_calls import VllmCalls, failure
+from orchestrrl.engines.exchange import RETRY_AFTER_S, ConnectionPool
 from orchestrrl.engines.vllm_info import VllmServerInfo
 
 # Big models take minutes. Whoever waits less cancels.
@@ -27,10 +31,73 @@ UNNAMED = "default"  # what vLLM calls weights that nobody has named
 NOT_BEGUN = frozenset({425, 429, 503})  # 503 while it is being scaled, to whatever is asked
 
 
-class ManagedVllm(VllmCalls):
-    """A client of a server, as far as redeployments and weights need it."""
+BUSY_STATUSES = frozenset({408, 425, 429})
+# What reading a document of another form raises.
+NOT_OF_VLLM = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
 
-    _known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
+
+class ManagedVllm:
+    """A client of the server at `url`, as far as redeployments and weights need it. `timeout_s` bounds connecting, and
+    each call that brings no time of its own. Connections are opened when they are used; `close` releases them."""
+
+    name = "vllm"  # of the product
+
+    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+        self.url = url.rstrip("/")
+        self.where = without_login(self.url)  # for messages
+        self.timeout_s = timeout_s
+        self._known: tuple[str, VllmServerInfo] | None = None  # when the process was started that told it
+
+    @cached_property
+    def pool(self) -> ConnectionPool:
+        """Connections to the server. Raises Permanent where the URL is none."""
+        return ConnectionPool(self.url, connect_timeout_s=self.timeout_s)
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The answer. Raises Retryable, Permanent (Refused where the server says no) and, where what was sent may have
+        had its effect, OutcomeUnknown."""
+        status, text = await self.exchange(method, path, body, timeout_s)
+        if status != 200:
+            raise failure(self.where + path, status, text, None)
+        with self.reading(path):
+            return json.loads(text)
+
+    async def exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> tuple[int, str]:
+        """Status and text, whatever they are."""
+        data = b"" if body is None else json.dumps(body).encode()
+        exchange = self.pool.exchange(path, data, method=method, alone=True)
+        total_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(total_s if math.isfinite(total_s) else None):
+                connection = await exchange.begin()
+                return connection.status, (await connection.read_all()).decode(errors="replace")
+        except (OutcomeUnknown, TimeoutError) as error:
+            because = str(error).removeprefix(f"{self.where}: ") or f"no answer within {total_s:g} s"
+            reason = f"{self.where}{path}: {because}"
+            if exchange.sent and method != "GET":
+                raise OutcomeUnknown(reason) from error
+            raise Retryable(reason, RETRY_AFTER_S) from error
+        finally:
+            exchange.close()
+
+    async def close(self) -> None:
+        if "pool" in vars(self):
+            self.pool.close()
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """An answer that does not look like vLLM's is Permanent."""
+        try:
+            yield
+        except NOT_OF_VLLM as error:
+            raise self.nonsense(path, error) from error
+
+    def nonsense(self, path: str, error: Exception) -> Permanent:
+        return Permanent(f"{self.where}{path}: not an answer of {self.name}: {error!r}")
 
     async def as_started(self, page: str | None = None) -> VllmServerInfo:
         """`page`: its metrics, where they have just been read. It takes seconds to be told, so that each process is
@@ -39,9 +106,7 @@ class ManagedVllm(VllmCalls):
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
         self._known = None
-        paths = await self.paths()
-        info = await self.info() if "/server_info" in paths else VllmServerInfo()
-        told = replace(info, paths=frozenset(paths))
+        told = await self.told()
         if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
             self._known = began, told
         return told
@@ -71,15 +136,18 @@ class ManagedVllm(VllmCalls):
         with self.reading(vllm_info.PATH):
             return vllm_info.read_server_info(answer)
 
+    async def told(self) -> VllmServerInfo:
+        """What the server tells of itself: its paths alone where it has no /server_info."""
+        paths = await self.paths()
+        return replace(await self.info() if "/server_info" in paths else VllmServerInfo(), paths=frozenset(paths))
+
     async def paths(self) -> set[str]:
         answer = await self.ask("GET", "/openapi.json")
         with self.reading("/openapi.json"):
             return set(answer["paths"])
 
     async def layout(self) -> ReportedLayout:
-        if "/server_info" not in await self.paths():
-            return ReportedLayout()
-        return (await self.info()).layout
+        return (await self.told()).layout
 
     # --- weights
 
@@ -248,14 +316,14 @@ class ManagedVllm(VllmCalls):
 
     async def check_sleep(self) -> None:
         """Raises Permanent where it cannot."""
-        if not ("/server_info" in await self.paths() and (await self.info()).sleep):
+        if not (await self.told()).sleep:
             raise Permanent(f"{self.where}: cannot sleep: it was not started with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
         """Replicas that go are drained first, for so long as vLLM does it by itself."""
-        if not ("/server_info" in await self.paths() and (await self.info()).elastic_ep):
+        if not (await self.told()).elastic_ep:
             raise Permanent(f"{self.where}: cannot be scaled: it was not started with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)
@@ -285,3 +353,21 @@ class ManagedVllm(VllmCalls):
 def _going_on(tokens: int) -> dict[str, Any]:
     # Penalties may come with the model's own generation_config.json.
     return {"max_tokens": tokens, "ignore_eos": True, "repetition_penalty": 1.0, "return_token_ids": True}
+
+
+def failure(where: str, status: int, text: str, retry_after: str | None) -> OrchestrRLError:
+    """An HTTP status that is not 200 as an error of ours, with the engine's own words."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = None
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    if not isinstance(message, str):
+        message = shorten(text, 300)
+    if not isinstance(body, dict):
+        body = {"error": {"message": message, "type": "error", "param": None, "code": status}}
+    if status in BUSY_STATUSES or status >= 500:
+        after_s = float(retry_after) if retry_after and retry_after.isdecimal() else RETRY_AFTER_S
+        return Retryable(f"{where}: {status}: {message}", after_s)
+    return RequestRefused(f"{where}: {status}: {message}", status, body)

@@ -4,11 +4,14 @@ With our backend in its workers (`--weight-transfer-config '{"backend": "orchest
 integrations/instrument/vllm_weights.py) a version goes through vLLM's weight-transfer endpoints, and each worker says
 what it was given, and whether it holds it. Else through `reload_weights`, which needs nothing but
 VLLM_SERVER_DEV_MODE=1: what was given is then summed here, where the folder can be seen, and nobody says what it holds.
+
+A trainer's bytes go into the workers by the backend that the server was started with (`--weight-transfer-config
+'{"backend": NAME}'`).
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
-from orchestrrl.engines.base import LoadedWeights
+from orchestrrl.engines.base import LoadedWeights, TransferEnds
 from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, ManagedVllm
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
@@ -32,6 +35,12 @@ from orchestrrl.integrations.instrument.checkpoint_files import (
 _Answer = TypeVar("_Answer")
 
 BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
+TRANSFER_NEEDS = frozenset(
+    {
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/pause", "/is_paused", "/server_info", "/update_weight_version", "/weight_info"),
+    }
+)
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
 RECHECK_S = 1.0  # whether an engine that answers a probe still runs
@@ -54,7 +63,7 @@ _WORKERS: TypeAdapter[list[WorkerReport]] = TypeAdapter(list[WorkerReport])
 
 
 class VllmWeights:
-    """Of one server."""
+    """The weights of one server, from a folder or from a trainer's process."""
 
     def __init__(self, server: ManagedVllm) -> None:
         self._server = server
@@ -156,10 +165,8 @@ class VllmWeights:
         return LoadedWeights(version, given)
 
     async def _pause_again(self) -> None:
-        try:
+        with self._open_outcome("may run, which was paused"):
             await self._server.order("/pause?mode=keep&clear_cache=false")
-        except OrchestrRLError as error:
-            raise OutcomeUnknown(f"{self._url}: may run, which was paused: {error}") from error
 
     async def _until_empty(self) -> None:
         """Requests that are frozen would go on. Raises Permanent where there are any."""
@@ -182,10 +189,8 @@ class VllmWeights:
             return workers
 
     async def _workers_after(self, error: OrchestrRLError | None) -> list[WorkerReport]:
-        try:
+        with self._open_outcome(f"{error or 'loaded something'}, and says no more"):
             return await self._workers()
-        except OrchestrRLError as another:
-            raise OutcomeUnknown(f"{self._url}: {error or 'loaded something'}, and says no more: {another}") from error
 
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
         """What they all have; None where that is not this version, or not the same."""
@@ -193,6 +198,68 @@ class VllmWeights:
             return None
         sums = list(dict.fromkeys(worker.sum for worker in workers))  # hosts that hold other parts say others
         return LoadedWeights(version, "+".join(sums), all(worker.is_read_back for worker in workers))
+
+    # --- from a trainer's process, over vLLM's weight-transfer endpoints
+
+    async def ends(self) -> TransferEnds:
+        if missing := TRANSFER_NEEDS - await self._server.paths():
+            raise Permanent(f"{self._url}: has not {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1 offers")
+        info = await self._server.info()
+        layout = info.layout
+        return TransferEnds(info.weight_backend or "", (layout.tp or 1) * (layout.pp or 1) * (layout.dp or 1))
+
+    async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
+        """Workers wait for the trainer, and do nothing else meanwhile."""
+        if "/shutdown_weight_transfer_engine" in (await self._server.as_started()).paths:
+            with suppress(OrchestrRLError):  # one that has no connection, or whose last update was broken off
+                await self._server.order("/shutdown_weight_transfer_engine")
+        await self._server.order("/init_weight_transfer_engine", {"init_info": init_info}, within_s)
+
+    async def start(self) -> None:
+        await self._at_rest()
+        name = await self._server.weight_name()
+        if name == LOADING:  # an update before was broken off: vLLM may wait for the rest of it
+            with suppress(OrchestrRLError):
+                await self._server.order("/finish_weight_update")
+        await self.begin()
+        with self._open_outcome("did not begin to take weights"):
+            await self._server.order("/start_weight_update")
+
+    async def begin(self) -> None:
+        await self._at_rest()
+        await self._server.pause_without_kv()
+        # Until it has the new ones nobody shall take them for those that were named last.
+        await self._server.set_weight_name(LOADING)
+
+    async def call_workers(self, method: str, arguments: Sequence[Any], within_s: float) -> None:
+        order = {"method": method, "args": list(arguments), "timeout": within_s}
+        with self._open_outcome("may have half of the weights"):
+            await self._server.order("/collective_rpc", order, within_s)
+
+    async def end(self, version: int) -> None:
+        with self._open_outcome("is not named after its weights"):
+            await self._server.set_weight_name(str(version))
+
+    async def update(self, update_info: Mapping[str, Any] | Sequence[Any], within_s: float) -> None:
+        with self._open_outcome("may have half of the weights"):
+            await self._server.order("/update_weights", {"update_info": update_info}, within_s)
+
+    async def finish(self, version: int, within_s: float) -> None:
+        with self._open_outcome("may have half of the weights"):
+            await self._server.order("/finish_weight_update", timeout_s=within_s)
+        await self.end(version)
+
+    @contextmanager
+    def _open_outcome(self, what: str) -> Iterator[None]:
+        """Raise every error as OutcomeUnknown."""
+        try:
+            yield
+        except OrchestrRLError as error:
+            raise OutcomeUnknown(f"{self._url}: {what}: {error}") from error
+
+    async def _at_rest(self) -> None:
+        if not await self._server.is_paused():
+            raise Permanent(f"{self._url}: is not at rest")
 
 
 def _has_backend(started: VllmServerInfo) -> bool:

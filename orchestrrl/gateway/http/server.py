@@ -32,8 +32,7 @@ from orchestrrl.gateway.http.connections import (
     log_refusal,
     refusal_answer,
 )
-from orchestrrl.gateway.http.field_types import HttpRefusal, read_json
-from orchestrrl.gateway.http.headers import end_to_end
+from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, read_json
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
 from orchestrrl.gateway.ledger.ledger import RequestRecord
@@ -52,6 +51,21 @@ _RECORD_FIELDS = ("id", "engine", "attempt", "endpoint", "state", "prompt_tokens
 _VIEW_FIELDS = ("group", "tag", "movable", "movable_detail", "moves", "age_s")
 _FINISHED_FIELDS = ("id", "engine", "prompt_tokens", "generated_tokens", "finish_reason", "moves", "tag", "duration_s")
 _MOVE_FIELDS = ("id", "done", "detail", "recomputed_tokens", "duration_s", "method", "loaded_tokens")
+
+# Of the client's connection alone (RFC 9110, 7.6.1).
+_HOP_BY_HOP = name_set(
+    """
+    connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade
+    """
+)
+# The gateway sets these for each attempt, reads them itself, or they describe a body or an answer that it rewrites.
+_OWN = name_set(
+    """
+    accept accept-charset accept-encoding expect host if-match if-modified-since if-none-match if-range
+    if-unmodified-since range x-group-id x-request-id x-tag
+    """
+)
+KEPT_HERE = _HOP_BY_HOP | _OWN
 
 Elsewhere = Callable[[RequestId, EngineId], Awaitable[OperationItemResult]]
 # None: the handler has written the answer itself.
@@ -297,6 +311,18 @@ def _asked(request: HttpRequest) -> str:
     with suppress(HttpRefusal):
         return f"{request.method} {cut(_target(request)[0], 100)}"
     return request.method
+
+
+def end_to_end(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return the headers that are meant for the engine, in their order: `Authorization`, `X-Session-ID`, `traceparent`
+    and whatever else is neither the connection's nor the gateway's own."""
+    passed_on = [
+        (name, value) for name, value in headers if name.lower() not in _OWN and not name.lower().startswith("content-")
+    ]
+    named = {
+        token.strip().lower() for name, value in passed_on if name.lower() == "connection" for token in value.split(",")
+    }
+    return tuple((name, value) for name, value in passed_on if name.lower() not in _HOP_BY_HOP | named)
 
 
 def _named(body: Mapping[str, Any], headers: Iterable[tuple[str, str]]) -> Mapping[str, Any]:

@@ -12,8 +12,8 @@ from orchestrrl.agent.watch import EngineTrack, HealthLimits, capability_faults,
 from orchestrrl.core.config.schema import LimitSettings
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import EngineCapabilities, EngineSample
-from orchestrrl.engines.vllm_calls import NOT_OF_VLLM
 from orchestrrl.engines.vllm_info import GENERATED, KV_USAGE, PREEMPTIONS, PROMPT, RUNNING, WAITING, parse_metrics
+from orchestrrl.engines.vllm_managed import NOT_OF_VLLM
 from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.rpc.codecs.telemetry import ENGINE_REPORT, SAMPLE
 from orchestrrl.rpc.ranges import checking

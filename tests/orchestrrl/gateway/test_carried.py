@@ -15,8 +15,8 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities
 from orchestrrl.gateway.http.completion_requests import read_completion_request
-from orchestrrl.gateway.http.headers import KEPT_HERE, end_to_end
 from orchestrrl.gateway.http.responses import response
+from orchestrrl.gateway.http.server import KEPT_HERE, end_to_end
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
 from planner.model import EngineId, RequestId, RequestMove

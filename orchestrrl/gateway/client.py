@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 
-from orchestrrl.core.clock import Clock, WallClock, stop
+from orchestrrl.core.clock import stop
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
+from orchestrrl.engines.base import RequestRefused
 
 logger = logging.getLogger(__name__)
 
-_PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
+PATH = "/v1/completions"
 # Says nothing about the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
 CONFLICT = 409
@@ -60,17 +60,11 @@ class GatewayClient:
     """Opens its connections at the first call; use as `async with`, or call `close`."""
 
     def __init__(
-        self,
-        gateway_url: str,
-        engines: Sequence[str] = (),
-        *,
-        patience: ClientPatience | None = None,
-        clock: Clock | None = None,
+        self, gateway_url: str, engines: Sequence[str] = (), *, patience: ClientPatience | None = None
     ) -> None:
         self._gateway = _Server(gateway_url.rstrip("/"))
         self._engines = [_Server(url.rstrip("/")) for url in engines]
         self._patience = patience or ClientPatience()
-        self._clock = clock or WallClock()
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._turn = 0
@@ -88,13 +82,7 @@ class GatewayClient:
         await self.close()
 
     async def complete(
-        self,
-        body: Mapping[str, Any],
-        *,
-        endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS,
-        request_id: str | None = None,
-        group: str = "",
-        tag: str = "",
+        self, body: Mapping[str, Any], *, request_id: str | None = None, group: str = "", tag: str = ""
     ) -> dict[str, Any]:
         """The whole answer. Raises Refused when the request is wrong, Retryable when nobody answered for `nobody_s`."""
         name = request_id or uuid.uuid4().hex
@@ -108,7 +96,7 @@ class GatewayClient:
             if server is None or failures > len(self._engines) + 1:
                 if waited_s >= self._patience.nobody_s:
                     raise Retryable(f"neither {self._gateway.url} nor any engine answers", delay_s)
-                await self._clock.sleep(delay_s)
+                await asyncio.sleep(delay_s)
                 waited_s, delay_s = waited_s + delay_s, min(self._patience.probe_cap_s, delay_s * 2)
                 spurned, failures = False, 0
                 continue
@@ -117,7 +105,7 @@ class GatewayClient:
             headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
             tries += 1
             try:
-                answer = await self._attempt(server, _PATHS[endpoint], body, headers)
+                answer = await self._attempt(server, body, headers)
             except _Gone as gone:
                 failures += 1
                 if server is self._gateway and gone.answered:
@@ -136,9 +124,6 @@ class GatewayClient:
                 continue
             self.bypassed += server is not self._gateway
             return answer
-
-    async def chat(self, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        return await self.complete(body, endpoint=CompletionEndpoint.CHAT, **options)
 
     async def close(self) -> None:
         await stop(*self._watching)
@@ -165,11 +150,9 @@ class GatewayClient:
             self._watching.append(asyncio.create_task(self._watch(self._gateway)))
         return self._session
 
-    async def _attempt(
-        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> dict[str, Any]:
+    async def _attempt(self, server: _Server, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""
-        asking = asyncio.create_task(self._post(server, path, body, headers))
+        asking = asyncio.create_task(self._post(server, body, headers))
         losing = asyncio.create_task(server.lost.wait())
         try:
             await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,11 +162,9 @@ class GatewayClient:
         finally:
             await stop(asking, losing)
 
-    async def _post(
-        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> dict[str, Any]:
+    async def _post(self, server: _Server, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         try:
-            async with self._open().post(server.url + path, json=body, headers=headers) as response:
+            async with self._open().post(server.url + PATH, json=body, headers=headers) as response:
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _Gone(str(error) or type(error).__name__) from error
@@ -192,13 +173,13 @@ class GatewayClient:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         if response.status >= 500 or response.status in _BUSY_STATUSES or not isinstance(answer, dict):
             raise _Gone(f"{response.status}: {message}", answered=True)
-        raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
+        raise RequestRefused(f"{server.url}{PATH}: {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
         """Until it is back, for a while."""
         waited_s = 0.0
         while not gateway.up and waited_s < self._patience.restart_s:
-            await self._clock.sleep(self._patience.probe_first_s)
+            await asyncio.sleep(self._patience.probe_first_s)
             waited_s += self._patience.probe_first_s
 
     def _lose(self, server: _Server, because: str) -> None:
@@ -216,7 +197,7 @@ class GatewayClient:
         while True:
             if not gateway.up:
                 await self._until_back(gateway)
-            await self._clock.sleep(self._patience.watch_s)
+            await asyncio.sleep(self._patience.watch_s)
             silent = 0 if await self._health(gateway) is not None else silent + 1
             if silent >= self._patience.silent_probes:
                 silent = 0
@@ -226,7 +207,7 @@ class GatewayClient:
     async def _until_back(self, server: _Server) -> None:
         delay_s = self._patience.probe_first_s
         while await self._health(server) != 200:
-            await self._clock.sleep(delay_s)
+            await asyncio.sleep(delay_s)
             delay_s = min(self._patience.probe_cap_s, delay_s * 2)
         logger.info("%s is back", server.url)
         server.lost = asyncio.Event()

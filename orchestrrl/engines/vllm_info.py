@@ -108,8 +108,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def began_at(metrics_page: str) -> str:
     """When the server's process was started, as its metrics tell it: two that have one URL in turn differ in it. Empty
     where it is not told, as by several processes that answer as one server."""
-    told = (line for line in metrics_page.splitlines() if line.startswith(BEGAN_AT))
-    return next(told, "").removeprefix(BEGAN_AT)
+    return min(_after(metrics_page, BEGAN_AT), default="")
 
 
 def server_identity(metrics_page: str) -> str:
@@ -119,15 +118,14 @@ def server_identity(metrics_page: str) -> str:
     Empty where either is missing, as where several processes answer as one server, or where its environment
     switches such series off: the first alone does not tell apart servers that were started together.
     """
-    began = created = ""
-    for line in metrics_page.splitlines():
-        if line.startswith(BEGAN_AT):
-            began = line.removeprefix(BEGAN_AT)
-        elif line.startswith(COUNTED_SINCE):
-            since = line.rpartition(" ")[2]
-            created = min(created, since) if created else since  # of the replicas in the process
+    began = began_at(metrics_page)
+    created = min(_after(metrics_page, COUNTED_SINCE), default="")  # of the replicas in the process
     identity = f"{began}/{created}"
     return identity if began and created and len(identity) <= MOST_IDENTITY and identity.isprintable() else ""
+
+
+def _after(metrics_page: str, series: str) -> list[str]:
+    return [line.rpartition(" ")[2] for line in metrics_page.splitlines() if line.startswith(series)]
 
 
 def parse_metrics(text: str) -> EngineSample:

@@ -30,8 +30,7 @@ def score(
     Example: `orchestrrl profile score silicon.csv --source measured`
     """
     # Imported here so that every other command starts without numpy.
-    from orchestrrl.engines.profiles.score import report, score_measured
-    from orchestrrl.engines.profiles.score import score as scored_rows
+    from orchestrrl.engines.profiles.score import report, roofline, score_measured
     from orchestrrl.engines.profiles.silicon import read_silicon
 
     faults = choice_faults("--source", source, SOURCES)
@@ -40,7 +39,8 @@ def score(
     except ProblemFaults as error:
         faults += error.faults
     raise_faults(faults)
-    result = report(*score_measured(silicon)) if source == "measured" else report(silicon, scored_rows(silicon))
+    by_roofline = roofline(silicon.deployments), silicon.unpredicted
+    result = report(*(score_measured(silicon) if source == "measured" else by_roofline))
     return Output(result, _view(result))
 
 

@@ -93,15 +93,14 @@ def import_profile(
 ) -> tuple[Profile, list[str]]:
     """A profile of all layouts that fit, and the others with their reasons. Raises Permanent where none fits."""
     engines, left_out, moves = [], [], None
+    provenance = Provenance(ProfileSource.IMPORTED, date, vendor.detail)
     for layout in layouts:
         on_layout(layout_id(layout))
         try:
             handle = vendor.compile(layout)
             room = vendor.room(layout, given.max_sequences)
-            engines.append(
-                engine_profile(handle, layout, room, given, Provenance(ProfileSource.IMPORTED, date, vendor.detail))
-            )
-            moves = moves or _moves(vendor, handle, Provenance(ProfileSource.IMPORTED, date, vendor.detail))
+            engines.append(engine_profile(handle, layout, room, given, provenance))
+            moves = moves or _moves(vendor, handle, provenance)
         except ValueError as error:
             left_out.append(f"{layout_id(layout)}: {error}")
     if not engines:

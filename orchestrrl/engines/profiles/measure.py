@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import linear_regression, median
 from typing import NamedTuple
 
-from orchestrrl.core.clock import Clock
+from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities, GenerationRequest, RequestRefused
 from orchestrrl.engines.profiles.spill import Spill, overfills, spill_of
@@ -105,11 +105,7 @@ async def measure(
     Permanent where it is busy or the budget was too short for a fit."""
     capabilities = await engine.capabilities()
     limits = await _limits(engine, capabilities, wanted)
-    run = _Run(engine, limits, clock, wanted)
-    try:
-        return await run.measure(capabilities, on_step)
-    finally:
-        await run.close()
+    return await _Run(engine, limits, clock, wanted).measure(capabilities, on_step)
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
@@ -178,6 +174,7 @@ class _Stream:
     """One request: when how many of its tokens had arrived."""
 
     id: str
+    task: asyncio.Task[None] | None = None  # reads it
     arrived: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens so far)
     ended: bool = False
     failed: str = ""  # why
@@ -197,7 +194,6 @@ class _Run:
         self._wanted = wanted
         self._random = random.Random(wanted.seed)
         self._numbers = itertools.count()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._decode_s = 0.0  # of a point, prefill apart, as the longest so far took
         self._vocabulary = 0  # token ids below this are known to the model
         self._started_s = clock.now_s()
@@ -244,9 +240,6 @@ class _Run:
         return MeasuredProfile(
             engine, self._limits.model, capabilities.engine, tuple(samples), tuple(prefill), tuple(skipped)
         )
-
-    async def close(self) -> None:
-        await self._stop(list(self._tasks))
 
     def _profile(
         self,
@@ -356,7 +349,7 @@ class _Run:
             await self._until(enough, streams, self._end_s)
             after = await self._engine.metrics()
         finally:
-            await self._stop([stream.id for stream in streams])
+            await self._stop(streams)
         if after.preemptions_total != before.preemptions_total:
             return "sequences were preempted"
         return sample_of(point, [stream.arrived for stream in streams]) or self._why_not(streams)
@@ -387,7 +380,7 @@ class _Run:
             finally:
                 stream.ended = True
 
-        self._tasks[stream.id] = asyncio.create_task(follow())
+        stream.task = asyncio.create_task(follow())
         return stream
 
     async def _read(self, stream: _Stream, prompt: list[int], most_tokens: int) -> None:
@@ -404,17 +397,12 @@ class _Run:
         if not stream.arrived:
             raise Permanent(f"{self._engine.url}: a request ended without a token")
 
-    async def _stop(self, ids: Sequence[str]) -> None:
+    async def _stop(self, streams: Sequence[_Stream]) -> None:
         """End these requests, on our side and on the engine, and see it idle."""
-        tasks = [self._tasks.pop(name) for name in ids if name in self._tasks]
-        for task in tasks:
-            task.cancel()
-        if not tasks:
-            return
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(*(stream.task for stream in streams if stream.task is not None))
         # Their connections are closed, which ends them too, if later; an engine that has gone has nothing to end.
         with suppress(OrchestrRLError):
-            await self._engine.abort(ids)
+            await self._engine.abort([stream.id for stream in streams])
         give_up_s = self._clock.now_s() + QUIET_WITHIN_S
         while self._clock.now_s() < give_up_s:
             with suppress(Retryable):

@@ -3,13 +3,14 @@
 A planner chooses between configurations, so it lives on ratios: over rows that are equal but for TP, the error of
 `predicted(tp a) / predicted(tp b)` against the measured one counts, beside the error of each prediction.
 
-Predictions are the roofline's (`score`), or those of a profile that was measured on the engine (`score_measured`): each
-row is then predicted by a profile fitted to the rows of the same engine that have other prompt and output lengths, a
-curve over sequences, a time for each KV token and one for each prompt token, as `profile measure` finds them.
+Predictions are the roofline's (`roofline`), or those of a profile that was measured on the engine
+(`score_measured`): each row is then predicted by a profile fitted to the rows of the same engine that have other prompt
+and output lengths, a curve over sequences, a time for each KV token and one for each prompt token, as `profile measure`
+finds them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, median
@@ -24,42 +25,34 @@ from planner.cost.roofline import attended_tokens, kv_capacity_tokens, running_s
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    tpot_s: float
+class ScoredPrediction:
+    deployment: MeasuredDeployment
+    tpot_s: float  # predicted
     source: ProfileSource
     detail: str  # which figures stood behind it
 
+    @property
+    def error(self) -> float:
+        """Relative to what was measured; above 0 where the prediction is too slow."""
+        return self.tpot_s / self.deployment.tpot_s - 1
 
-# One prediction for each deployment, in order.
-Predictor = Callable[[Sequence[MeasuredDeployment]], list[Prediction]]
 
-
-def roofline(deployments: Sequence[MeasuredDeployment]) -> list[Prediction]:
-    """With the constants that were fitted without the model at hand; a model that was in no fit takes those of all."""
+def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
+    """One prediction for each deployment, in order, with the constants that were fitted without the model at hand; a
+    model that was in no fit takes those of all."""
     if not deployments:
         return []
     rows = rows_of(deployments)
     sets = {model: model if model in FITTED else ALL_MODELS for model in set(rows.models)}
     by_set = {left_out: predicted_s(rows, FITTED[left_out]) for left_out in set(sets.values())}
     return [
-        Prediction(float(by_set[sets[model]][index]), ProfileSource.ROOFLINE, _detail(sets[model]))
-        for index, model in enumerate(rows.models)
+        ScoredPrediction(deployment, float(by_set[sets[model]][index]), ProfileSource.ROOFLINE, _detail(sets[model]))
+        for index, (deployment, model) in enumerate(zip(deployments, rows.models, strict=True))
     ]
 
 
 def _detail(left_out: str) -> str:
     return f"constants fitted to {FITTED_TO}, {f'without {left_out}' if left_out else 'none of them of this model'}"
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPrediction:
-    deployment: MeasuredDeployment
-    prediction: Prediction
-
-    @property
-    def error(self) -> float:
-        """Relative to what was measured; above 0 where the prediction is too slow."""
-        return self.prediction.tpot_s / self.deployment.tpot_s - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +71,6 @@ class RatioError:
         return (1 + self.narrow.error) / (1 + self.wide.error) - 1
 
 
-def score(silicon: SiliconData, predict: Predictor = roofline) -> list[ScoredPrediction]:
-    predictions = predict(silicon.deployments)
-    return [ScoredPrediction(row, prediction) for row, prediction in zip(silicon.deployments, predictions, strict=True)]
-
-
 def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[RatioError]:
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
     for row in scored:
@@ -95,7 +83,7 @@ def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[RatioError]:
     ]
 
 
-def report(silicon: SiliconData, scored: Sequence[ScoredPrediction]) -> dict[str, Any]:
+def report(scored: Sequence[ScoredPrediction], unpredicted: Sequence[UnpredictedRow]) -> dict[str, Any]:
     """What `orchestrrl profile score --json` prints. Errors are fractions; null where nothing was compared."""
     kinds = {
         "dense": [row for row in scored if not row.deployment.model.moe],
@@ -105,9 +93,9 @@ def report(silicon: SiliconData, scored: Sequence[ScoredPrediction]) -> dict[str
     groups: dict[tuple[str, str, str, str], list[ScoredPrediction]] = defaultdict(list)
     for row in scored:
         texts = row.deployment.texts
-        groups[texts["system"], texts["backend"], texts["model_path"], row.prediction.source.value].append(row)
+        groups[texts["system"], texts["backend"], texts["model_path"], row.source.value].append(row)
     return {
-        "rows": len(silicon.deployments) + len(silicon.unpredicted),
+        "rows": len(scored) + len(unpredicted),
         "predicted": len(scored),
         "overall": {kind: _errors(rows) for kind, rows in kinds.items()},
         "groups": [
@@ -115,9 +103,7 @@ def report(silicon: SiliconData, scored: Sequence[ScoredPrediction]) -> dict[str
             for (system, backend, model, source), rows in sorted(groups.items())
         ],
         "tp_ratios": {kind: _by_pair(rows) for kind, rows in kinds.items()},
-        "not_predicted": [
-            {"row": row.row, "model": row.model_path, "reason": row.reason} for row in silicon.unpredicted
-        ],
+        "not_predicted": [{"row": row.row, "model": row.model_path, "reason": row.reason} for row in unpredicted],
         "predictions": [_prediction(row) for row in scored],
     }
 
@@ -156,10 +142,10 @@ def _prediction(row: ScoredPrediction) -> dict[str, Any]:
         "isl": deployment.load.prompt_tokens,
         "osl": deployment.load.output_tokens,
         "measured_ms": deployment.tpot_s * 1e3,
-        "predicted_ms": row.prediction.tpot_s * 1e3,
+        "predicted_ms": row.tpot_s * 1e3,
         "error": row.error,
-        "source": row.prediction.source.value,
-        "detail": row.prediction.detail,
+        "source": row.source.value,
+        "detail": row.detail,
     }
 
 
@@ -168,10 +154,9 @@ LEAST_ROWS = 8  # that a profile is fitted to
 LINE_IS_ENOUGH = 0.03
 
 
-def score_measured(silicon: SiliconData) -> tuple[SiliconData, list[ScoredPrediction]]:
-    """What can be scored so, and its scores in the same order. Rows whose engine was measured on too few other loads
-    are among the unpredicted."""
-    found: dict[int, ScoredPrediction] = {}
+def score_measured(silicon: SiliconData) -> tuple[list[ScoredPrediction], list[UnpredictedRow]]:
+    """What can be scored so, and the rest: rows whose engine was measured on too few other loads are among it."""
+    scored: list[ScoredPrediction] = []
     missing: list[UnpredictedRow] = list(silicon.unpredicted)
     for engine in _engines(silicon.deployments):
         for held_out, others in _folds(engine):
@@ -182,11 +167,8 @@ def score_measured(silicon: SiliconData) -> tuple[SiliconData, list[ScoredPredic
                 missing += [UnpredictedRow(row.row, row.texts["model_path"], reason) for row in held_out]
                 continue
             detail = f"fitted to {len(others)} rows of the engine at other prompt and output lengths"
-            for row in held_out:
-                found[row.row] = ScoredPrediction(row, Prediction(_tpot_s(fit, row), ProfileSource.MEASURED, detail))
-    scored = [found[row] for row in sorted(found)]
-    unpredicted = sorted(missing, key=lambda each: each.row)
-    return SiliconData(tuple(each.deployment for each in scored), tuple(unpredicted)), scored
+            scored += [ScoredPrediction(row, _tpot_s(fit, row), ProfileSource.MEASURED, detail) for row in held_out]
+    return sorted(scored, key=lambda each: each.deployment.row), sorted(missing, key=lambda each: each.row)
 
 
 def _engines(deployments: Sequence[MeasuredDeployment]) -> list[list[MeasuredDeployment]]:

@@ -9,7 +9,7 @@ import pytest
 from silicon_rows import csv_of
 
 from orchestrrl.engines.profiles.roofline_fit import fit_one, left_out_errors, predicted_s, rows_of
-from orchestrrl.engines.profiles.score import Prediction, ratio_errors, report, roofline, score
+from orchestrrl.engines.profiles.score import ScoredPrediction, ratio_errors, report, roofline
 from orchestrrl.engines.profiles.silicon import MeasuredDeployment, parse_silicon, read_silicon
 from planner.cost.fitted import FITTED
 from planner.cost.profile import ProfileSource
@@ -17,8 +17,8 @@ from planner.cost.profile import ProfileSource
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"
 
 
-def always_10_ms(deployments: Sequence[MeasuredDeployment]) -> list[Prediction]:
-    return [Prediction(0.010, ProfileSource.IMPORTED, "by hand") for _ in deployments]
+def always_10_ms(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction]:
+    return [ScoredPrediction(each, 0.010, ProfileSource.IMPORTED, "by hand") for each in deployments]
 
 
 def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:
@@ -34,7 +34,7 @@ def test_errors_and_ratios_are_those_worked_out_by_hand() -> None:
             experts | {"tp_size": "8", "silicon_tpot_ms": "10", "pp_size": "2"},  # not predicted
         )
     )
-    result = report(silicon, score(silicon, always_10_ms))
+    result = report(always_10_ms(silicon.deployments), silicon.unpredicted)
     assert (result["rows"], result["predicted"]) == (6, 5)
     dense = result["overall"]["dense"]
     assert dense["error_mean"] == pytest.approx((0.5 + 0.25 + 0.0 + 0.75) / 4)
@@ -80,7 +80,7 @@ def test_only_rows_equal_but_for_tp_are_compared(column: str) -> None:
         "osl": "128",
     }
     silicon = parse_silicon(csv_of({"tp_size": "1"}, {"tp_size": "2"}, {"tp_size": "4", column: others[column]}))
-    assert [pair.tps for pair in ratio_errors(score(silicon))] == [(1, 2)]
+    assert [pair.tps for pair in ratio_errors(roofline(silicon.deployments))] == [(1, 2)]
 
 
 def test_no_model_is_scored_with_constants_fitted_on_it() -> None:
@@ -120,7 +120,7 @@ def test_the_fitted_constants_meet_what_they_were_fitted_for() -> None:
     if not SILICON.exists():
         pytest.skip(f"there is no {SILICON}")
     silicon = read_silicon(SILICON)
-    overall = report(silicon, score(silicon))["overall"]
+    overall = report(roofline(silicon.deployments), silicon.unpredicted)["overall"]
     assert overall["dense"]["error_median"] < 0.10
     assert overall["dense"]["ratio"]["error_median"] < 0.07
     assert overall["all"]["error_median"] < 0.10

@@ -28,11 +28,11 @@ def measured(**others: str) -> SiliconData:
 
 
 def test_other_lengths_are_predicted_by_the_step_time_behind_them() -> None:
-    silicon, scored = score_measured(measured())
+    scored, unpredicted = score_measured(measured())
     assert [each.deployment.row for each in scored] == list(range(1, 13))
-    assert {each.prediction.source for each in scored} == {ProfileSource.MEASURED}
+    assert {each.source for each in scored} == {ProfileSource.MEASURED}
     assert max(abs(each.error) for each in scored) < 1e-3
-    assert silicon.unpredicted == ()
+    assert unpredicted == []
 
 
 def test_no_row_of_the_lengths_that_are_scored_is_fitted_to() -> None:
@@ -40,17 +40,17 @@ def test_no_row_of_the_lengths_that_are_scored_is_fitted_to() -> None:
     rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
     for each in rows[:4]:
         each["silicon_tpot_ms"] = str(2 * float(each["silicon_tpot_ms"]))
-    _, scored = score_measured(parse_silicon(csv_of(*rows)))
+    scored, _ = score_measured(parse_silicon(csv_of(*rows)))
     assert [each.error for each in scored[:4]] == pytest.approx([-0.5] * 4, abs=1e-3)
 
 
 def test_engines_are_kept_apart_and_too_few_rows_are_named() -> None:
     rows = [row(batch, *lengths) for lengths in LENGTHS for batch in BATCHES]
     rows += [row(batch, 1024, 256, backend_version="2.0") for batch in BATCHES]
-    silicon, scored = score_measured(parse_silicon(csv_of(*rows)))
+    scored, unpredicted = score_measured(parse_silicon(csv_of(*rows)))
     assert len(scored) == 12
-    assert [each.row for each in silicon.unpredicted] == [13, 14, 15, 16]
-    assert silicon.unpredicted[0].reason == "too little measured: 0 rows at other lengths, 8 are needed"
+    assert [each.row for each in unpredicted] == [13, 14, 15, 16]
+    assert unpredicted[0].reason == "too little measured: 0 rows at other lengths, 8 are needed"
 
 
 def test_a_fit_needs_kv_tokens_that_vary_apart_from_sequences() -> None:

@@ -115,14 +115,14 @@ class RequestGroup:
 
     def _answer(self, record: RequestRecord) -> Coroutine[Any, Any, None]:
         """The record is looked after from now on; what is returned is to be run."""
-        if record.done:
-            return self._give_again(record)
-        return self._gateway.relay(record, self._grown).run()
+        return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        self._gateway.given_again(record)
-        if self._listener is not None:
-            self._listener(record)
+        """The record had its answer when it came, and has been counted; its group may not know of it."""
+        self._counted.add(record.id)
+        self._gateway.groups.enter(record)
+        self._gateway.cancel_redundant(record)
+        self._grown(record)
 
     def _grown(self, record: RequestRecord) -> None:
         if record.done and record.id not in self._counted:  # the relay calls again when it is over
@@ -181,14 +181,10 @@ class Gateway:
         """The record has its answer, or none; its client may not have it yet."""
         if record.versions.oldest is not None and record.generated_tokens:
             self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
-        self._ended(record)
+        self.cancel_redundant(record)
 
-    def given_again(self, record: RequestRecord) -> None:
-        """The record had its answer when it came, and has been counted; its group may not know of it."""
-        self.groups.enter(record)
-        self._ended(record)
-
-    def _ended(self, record: RequestRecord) -> None:
+    def cancel_redundant(self, record: RequestRecord) -> None:
+        """End the answers that nobody needs now that this one has ended."""
         for other in self.groups.ended(record):
             self._cancel(other, "redundant")
 

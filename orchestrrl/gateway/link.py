@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 import grpc
-from google.protobuf.message import Message
 
 from orchestrrl import __version__
 from orchestrrl.core.addresses import host_id
@@ -49,11 +48,9 @@ MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the 
 
 async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -> OperationItemResult:
     """Have the daemon at `target` move a request that another gateway holds."""
-    asked = control_pb2.MoveRequestRequest(request_id=request, to_engine_id=to_engine)
     try:
-        async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
-            stub = control_pb2_grpc.ControlStub(channel)
-            answer = await stub.MoveRequest(asked, timeout=MOVE_ANSWER_S)
+        move = {"request_id": request, "to_engine_id": to_engine}
+        answer = await _call(target, "MoveRequest", move, MOVE_ANSWER_S)
     except grpc.aio.AioRpcError as error:
         return OperationItemResult(request, done=False, detail=f"is not here, and the daemon says: {error.details()}")
     return OperationItemResult(request, answer.done, answer.detail)
@@ -86,7 +83,7 @@ class GatewayLink:
             self._report,
             report_interval_s,
             clock=clock,
-            on_ack=self._acknowledge,
+            on_ack=lambda message: gateway.acknowledge(ACK.from_pb(message).sequence),
             on_open=self._opened,
         )
 
@@ -135,9 +132,6 @@ class GatewayLink:
         self._hello.engines.extend(map(GATEWAY_ENGINE.to_pb, engines))
         return GATEWAY_REPORT.to_pb(replace(self._gateway.report(), engines=engines))
 
-    def _acknowledge(self, message: telemetry_pb2.ReportAck) -> None:
-        self._gateway.acknowledge(ACK.from_pb(message).sequence)
-
 
 ANSWER_S = 30.0  # beyond what is waited for
 
@@ -158,35 +152,24 @@ _STATUSES = {
 }
 
 
-class DaemonPause:
-    """The pause barrier of all gateways, at the daemon `target`."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-
-    async def __call__(self, body: RequestBody | None) -> Mapping[str, Any]:
-        """The daemon's answer, as plain values. Raises HttpRefusal."""
-        name, message, patience_s = _call(body)
-        try:
-            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
-                method = getattr(control_pb2_grpc.ControlStub(channel), name)
-                return plain(await method(message, timeout=patience_s))
-        except grpc.aio.AioRpcError as error:
-            status = _STATUSES.get(error.code(), 503)
-            where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
-            raise HttpRefusal(f"{where}{error.details()}", status=status) from error
-
-
-def _call(body: RequestBody | None) -> tuple[str, Message, float]:
-    """Method, request, and how long to wait for the answer."""
-    name = _METHODS[type(body)]
+async def ask_daemon(target: str, body: RequestBody | None) -> Mapping[str, Any]:
+    """Pass a call of the pause barrier on to the daemon at `target`, which orders all gateways. Returns its answer as
+    plain values. Raises HttpRefusal."""
+    name, patience_s = _METHODS[type(body)], ANSWER_S
     fields = {} if body is None else body.model_dump(exclude_none=True)
-    patience_s = ANSWER_S
     if isinstance(body, PauseBody):
-        fields |= {
-            "mode": PAUSE_MODE.to_pb(body.mode),
-            "frozen": FROZEN.to_pb(body.frozen),
-            "deadline_s": body.within_s,
-        }
+        mode, frozen = PAUSE_MODE.to_pb(body.mode), FROZEN.to_pb(body.frozen)
+        fields |= {"mode": mode, "frozen": frozen, "deadline_s": body.within_s}
         patience_s += body.within_s
-    return name, getattr(control_pb2, f"{name}Request")(**fields), patience_s
+    try:
+        return plain(await _call(target, name, fields, patience_s))
+    except grpc.aio.AioRpcError as error:
+        status = _STATUSES.get(error.code(), 503)
+        where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "
+        raise HttpRefusal(f"{where}{error.details()}", status=status) from error
+
+
+async def _call(target: str, name: str, fields: Mapping[str, Any], timeout_s: float) -> Any:
+    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        method = getattr(control_pb2_grpc.ControlStub(channel), name)
+        return await method(getattr(control_pb2, f"{name}Request")(**fields), timeout=timeout_s)

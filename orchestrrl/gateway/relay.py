@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orchestrrl.core.clock import Clock, until_set
@@ -347,18 +348,9 @@ class RequestRelay:
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
-        over = asyncio.Event()
-
-        def see(task: asyncio.Task[bool]) -> None:
-            # Who waits for it may have been ended or cancelled in the same moment, and does not look at it then.
-            error = None if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, OrchestrRLError):
-                logger.error("attempt %s broke", attempt_id, exc_info=error)
-            over.set()
-
-        task.add_done_callback(see)
+        task.add_done_callback(partial(_log_defect, attempt_id))
         try:
-            await over.wait()  # not the task, which may be cancelled without this being so
+            await asyncio.wait({task})  # it may be cancelled without this being so
         finally:
             try:
                 if not task.done():
@@ -458,8 +450,6 @@ class RequestRelay:
 
     def _start_over(self) -> None:
         """The answer so far cannot be continued elsewhere."""
-        if self.record.done:
-            return
         if self.record.delivered:
             self._fail(
                 502,
@@ -531,3 +521,10 @@ class RequestRelay:
         before, computed = self._computed_before, metrics.generation_tokens_total + metrics.prompt_tokens_total
         self._computed_before = computed
         return before != computed
+
+
+def _log_defect(attempt_id: str, task: "asyncio.Task[bool]") -> None:
+    # Who waits for it may have been ended or cancelled in the same moment, and does not look at it then.
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, OrchestrRLError):
+        logger.error("attempt %s broke", attempt_id, exc_info=error)

@@ -19,7 +19,7 @@ from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.server import GatewayServer
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from orchestrrl.gateway.link import DaemonPause, GatewayLink, move_elsewhere
+from orchestrrl.gateway.link import GatewayLink, ask_daemon, move_elsewhere
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import RoutingPolicy
@@ -94,7 +94,7 @@ async def serve(
     if store is not None:
         store.start()
     core = Gateway(options.node, fleet, limits=options.limits, clock=clock, store=store)
-    daemon = None if options.daemon is None else DaemonPause(options.daemon)
+    daemon = None if options.daemon is None else partial(ask_daemon, options.daemon)
     elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
     barrier = PauseEndpoints(core, daemon, alone=place is None)
     server = GatewayServer(core, barrier=barrier, elsewhere=elsewhere)

@@ -260,8 +260,6 @@ class Ledger:
     """Every request in flight, and the last `keep_finished` that ended, without their tokens."""
 
     def __init__(self, *, keep_finished: int = 2048) -> None:
-        if keep_finished < 1:
-            raise ValueError(f"keep_finished must be >= 1, got {keep_finished}")
         self._in_flight: dict[RequestId, RequestRecord] = {}
         self.finished: deque[FinishedRequest] = deque(maxlen=keep_finished)
         self._unreported: deque[tuple[int, FinishedRequest]] = deque(maxlen=keep_finished)

@@ -58,14 +58,6 @@ class RetentionPolicy:
     answers_s: float = 3600.0
     answers_bytes: int = 1 << 30
 
-    def __post_init__(self) -> None:
-        if not self.from_s >= 0:
-            raise ValueError(f"from_s must be >= 0, got {self.from_s:g}")
-        if not self.answers_s > 0:
-            raise ValueError(f"answers_s must be > 0, got {self.answers_s:g}")
-        if not self.answers_bytes >= 1 << 20:
-            raise ValueError(f"answers_bytes must be >= 1 MiB, got {self.answers_bytes}")
-
 
 @dataclass(slots=True)
 class StoreCounts:

@@ -49,8 +49,6 @@ class EngineBackends:
         """`queue_depth`: so many requests at most are sent to an engine to wait for their first token, beside those for
         whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which
         the daemon names none."""
-        if queue_depth < 0:
-            raise ValueError(f"queue_depth must be >= 0, got {queue_depth}")
         self._connect = connect
         self._clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
@@ -479,10 +477,13 @@ class EngineBackends:
 
     def forget_if_empty(self, backend: EngineBackend) -> None:
         """An engine that left the routes goes once it has nothing of ours, and does not stand still for us."""
-        if not backend.routed and not backend.in_use and self._backends.get(backend.id) is backend:
+        if backend.routed or backend.in_use or not self.contains(backend):
+            return
+        if self._backends.get(backend.id) is backend:
             del self._backends[backend.id]
-            self._usable_slots = None
-            self.in_background(backend.engine.close())
+        self._retired = [other for other in self._retired if other is not backend]
+        self._usable_slots = None
+        self.in_background(backend.engine.close())
 
     async def _close_if_gone(self, backend: EngineBackend) -> None:
         """Who asks an engine that has been forgotten meanwhile has opened a connection anew."""
@@ -492,16 +493,9 @@ class EngineBackends:
     def _retire(self, backend: EngineBackend) -> None:
         """The id now names an engine elsewhere. What runs on the old one stays there until it is over."""
         del self._backends[backend.id]
-        self._usable_slots = None
         backend.routed = False
         self._retired.append(backend)
-        self.in_background(self._close_when_empty(backend))
-
-    async def _close_when_empty(self, backend: EngineBackend) -> None:
-        while backend.in_use:
-            await self._clock.sleep(1.0)
-        self._retired = [other for other in self._retired if other is not backend]
-        await backend.engine.close()
+        self.forget_if_empty(backend)
 
 
 def _leads_to(url: str, backend: EngineBackend) -> bool:

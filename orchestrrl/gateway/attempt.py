@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, GenerationRequest
 from orchestrrl.engines.handover import loading, saving
@@ -24,11 +23,10 @@ logger = logging.getLogger(__name__)
 class EngineAttempt:
     """The record's present attempt, on `slot`, which the record has entered."""
 
-    def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends, clock: Clock) -> None:
+    def __init__(self, record: RequestRecord, backend: EngineBackend, fleet: EngineBackends) -> None:
         self._record = record
         self._backend = backend
         self._fleet = fleet
-        self._clock = clock
         self._began: tuple[float, int] | None = None  # when its first token came, and how many there were then
         self._version = backend.policy_version  # of the policy that its last tokens came from
         self._continues = bool(record.generated_ids)
@@ -181,16 +179,16 @@ class EngineAttempt:
         if chunk.event and not passed_on["choices"]:  # the last one, which describes the whole answer
             record.answer_fields.update(other_answer_fields(passed_on))
         version = backend.policy_version if chunk.event else self._version
-        record.relay(chunk, _added_tokens(passed_on, record.relayed_tokens), self._clock.now_s(), version)
+        record.relay(chunk, _added_tokens(passed_on, record.relayed_tokens), self._fleet.clock.now_s(), version)
         if chunk.answer is not None and backend.policy_version != self._version:
             record.versions.add(None, 0)  # some of its tokens are of the one, and some of the other
-        backend.advance(record, context_before, was, self._clock.now_s())
+        backend.advance(record, context_before, was, self._fleet.clock.now_s())
         if was is not record.state or chunk.answer is not None:
             self._fleet.trust(backend)
 
     def _take(self, endpoint: CompletionEndpoint, chunk: Chunk, text: str) -> None:
         record, backend = self._record, self._backend
-        now_s = self._clock.now_s()
+        now_s = self._fleet.clock.now_s()
         was, context_before = record.state, record.context_tokens
         extra = _parsed_fields(chunk) if endpoint is CompletionEndpoint.CHAT else None
         version = backend.policy_version

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrrl.core.addresses import same_address, without_login
-from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import EngineRoute, OperationItemResult
@@ -141,7 +140,6 @@ class Gateway:
         fleet: EngineBackends,
         *,
         limits: RelayLimits,
-        clock: Clock,
         url: str = "",
         store: LedgerStore | None = None,
     ) -> None:
@@ -150,12 +148,12 @@ class Gateway:
         self.url = url
         self.fleet = fleet
         self.limits = limits
-        self.clock = clock
+        self.clock = fleet.clock
         self.ledger = Ledger()
         self.store = store
         self.relays: dict[RequestId, RequestRelay] = {}
         self.groups = InFlightGroups()
-        self.barrier = GatewayPause(fleet, self.relays, clock)
+        self.barrier = GatewayPause(fleet, self.relays)
         self.version_lags: Counter[int] = Counter()  # answers that ended, by how old their oldest token was
         self.cancelled_total: Counter[str] = Counter()  # by reason
         self.moves_done = 0
@@ -169,7 +167,7 @@ class Gateway:
 
     def relay(self, record: RequestRecord, grown: Callable[[RequestRecord], None]) -> RequestRelay:
         """The record begins to be relayed."""
-        relay = RequestRelay(record, self.fleet, self.limits, self.clock, grown)
+        relay = RequestRelay(record, self.fleet, self.limits, grown)
         self.relays[record.id] = relay
         self.groups.enter(record)
         self.barrier.park_to_bound(relay)  # it may have tokens from before

@@ -13,7 +13,6 @@ import grpc
 
 from orchestrrl import __version__
 from orchestrrl.core.addresses import host_id
-from orchestrrl.core.clock import Clock
 from orchestrrl.core.nodes import GatewayEngine, NodeHello, NodeKind
 from orchestrrl.core.operations import (
     CancelRequests,
@@ -59,9 +58,9 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 class GatewayLink:
     """`run` stays attached and reports each `report_interval_s`, until cancelled."""
 
-    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float, clock: Clock) -> None:
+    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway
-        self._clock = clock
+        self._clock = clock = gateway.clock
         gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
         self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
         self._hello = HELLO.to_pb(

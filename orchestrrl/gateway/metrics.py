@@ -64,9 +64,7 @@ class GatewayCollector(Collector):
         fleet = self._gateway.fleet
         help_text = "Requests that wait here for an engine with room, or for the pause barrier to open."
         yield GaugeMetricFamily(f"{PREFIX}_requests_queued", help_text, len(fleet.queue))
-        help_text = "How long requests waited here before they were sent to an engine, each time."
-        buckets = fleet.waits.buckets()
-        yield HistogramMetricFamily(f"{PREFIX}_queue_seconds", help_text, buckets, fleet.waits.sum_s)
+        yield from fleet.waits.collect()
         counts = Counter(relay.kept_for for relay in self._gateway.relays.values())
         kept = [(str(engine), counts[engine]) for engine in sorted({*fleet.expected, *counts} - {None}, key=str)]
         help_text = "Requests that are kept here for an engine that is being started, by that."

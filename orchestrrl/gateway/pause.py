@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from orchestrrl.core.clock import Clock, until_set
+from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
@@ -44,10 +44,10 @@ NAMED_MOST = 5  # requests in a message
 class GatewayPause:
     """Of one gateway. `close` and `open` carry out the orders of those names."""
 
-    def __init__(self, fleet: EngineBackends, relays: Mapping[RequestId, RequestRelay], clock: Clock) -> None:
+    def __init__(self, fleet: EngineBackends, relays: Mapping[RequestId, RequestRelay]) -> None:
         self._fleet = fleet
         self._relays = relays
-        self._clock = clock
+        self._clock = fleet.clock
         self.closed: CloseBarrier | None = None  # the order that it is closed by; None: it is open
         self._since_s = 0.0
         self._own_at_rest = asyncio.Event()  # what was to finish or to end here has

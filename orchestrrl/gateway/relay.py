@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrrl.core.clock import Clock, until_set
+from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import OperationItemResult
 from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
@@ -57,13 +57,12 @@ class RequestRelay:
         record: RequestRecord,
         fleet: EngineBackends,
         limits: RelayLimits,
-        clock: Clock,
         grown: Callable[[RequestRecord], None],
     ) -> None:
         self.record = record
         self._fleet = fleet
         self._limits = limits
-        self._clock = clock
+        self._clock = fleet.clock
         self._grown = grown
         self.backend: EngineBackend | None = None  # that runs it; None: it is on no engine
         self._attempted: EngineAttempt | None = None  # the present attempt
@@ -344,7 +343,7 @@ class RequestRelay:
         backend.enter(record, self._clock.now_s())
         attempt_id, tokens_before = record.attempt_id, len(record.generated_ids)
         self.backend = backend
-        self._attempted = attempt = EngineAttempt(record, backend, self._fleet, self._clock)
+        self._attempted = attempt = EngineAttempt(record, backend, self._fleet)
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))

@@ -93,7 +93,7 @@ async def serve(
     store = None if options.keep is None else LedgerStore(options.keep, clock)
     if store is not None:
         store.start()
-    core = Gateway(options.node, fleet, limits=options.limits, clock=clock, store=store)
+    core = Gateway(options.node, fleet, limits=options.limits, store=store)
     daemon = None if options.daemon is None else partial(ask_daemon, options.daemon)
     elsewhere = partial(move_elsewhere, options.daemon) if options.daemon is not None and place is not None else None
     barrier = PauseEndpoints(core, daemon, alone=place is None)
@@ -108,7 +108,7 @@ async def serve(
     core.set_routes(options.engines)
     tasks = [asyncio.create_task(core.watch())]
     if options.daemon is not None:
-        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s, clock=clock)
+        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s)
         tasks.append(asyncio.create_task(link.run()))
     if place is not None:
         await server.trainers.listen(options.host, place.shared_port, shared=True)

@@ -158,7 +158,7 @@ async def controlled(
         stack.push_async_callback(plane.close, 0.0)
         fleet = EngineBackends(lambda url: connect("simulated", url), clock=clock)
         stack.push_async_callback(fleet.close)
-        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(stall_s=NO_END_S), clock=clock)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(stall_s=NO_END_S))
         door = GatewayServer(gateway)
         harness.gateway_url = gateway.url = await door.start("127.0.0.1", 0)
         stack.push_async_callback(door.close)
@@ -176,7 +176,7 @@ async def controlled(
             interval_s=control.scrape_interval_s,
             limits=AgentLimits(rate_window_s=control.rate_window_s),
         )
-        link = GatewayLink(gateway, server.address, report_interval_s=control.report_interval_s, clock=clock)
+        link = GatewayLink(gateway, server.address, report_interval_s=control.report_interval_s)
         works: list[Awaitable[Any]] = [agent.run(), link.run(), gateway.watch(), run_loops(plane, clock)]
         harness.tasks = [asyncio.ensure_future(work) for work in works]
         stack.push_async_callback(_end, harness.tasks)

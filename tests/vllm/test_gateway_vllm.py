@@ -57,7 +57,7 @@ class Harness:
             lambda url: InterruptibleEngine(url, self.pause_registry, self.released), clock=WallClock()
         )
         limits = RelayLimits(coalesce_tokens=4, move_answer_s=DEADLINE_S)
-        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits, clock=WallClock())
+        self.gateway = Gateway(NodeId("gateway"), self.fleet, limits=limits)
         self.gateway.set_routes(
             [EngineRoute(EngineId(f"e{i}"), engine.url, kv_version=kv_version) for i, engine in enumerate(engines)]
         )

@@ -39,7 +39,7 @@ async def served(policy: str, urls: list[str]) -> AsyncIterator[str]:
     """A gateway before the servers."""
     clock = WallClock()
     fleet = EngineBackends(lambda url: connect("vllm", url), clock=clock, routing=RoutingPolicy(policy))
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits())
     gateway.set_routes([EngineRoute(EngineId(f"vllm-{index}"), url) for index, url in enumerate(urls)])
     server = GatewayServer(gateway)
     try:

@@ -44,7 +44,7 @@ class Detokenizer:
                 async with asyncio.timeout(ANSWER_WITHIN_S):
                     text = await self._fleet.detokenize(backend, token_ids)
             except (OrchestrRLError, TimeoutError) as error:
-                backend.detokenize_failed_s = self._fleet.now_s()
+                backend.detokenize_failed_s = self._fleet.clock.now_s()
                 faults.append(str(error) or f"{backend.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
                 continue
             backend.detokenize_failed_s = None
@@ -56,7 +56,7 @@ class Detokenizer:
         slots = [backend for backend in self._fleet if backend is self._backend or self._may_stand_in(backend)]
         at = next((index for index, backend in enumerate(slots) if backend is self._backend), None)
         ordered = [self._backend, *slots] if at is None else slots[at:] + slots[:at]
-        before_s = self._fleet.now_s() - AVOID_FOR_S
+        before_s = self._fleet.clock.now_s() - AVOID_FOR_S
         ordered.sort(
             key=lambda backend: backend.detokenize_failed_s is not None and backend.detokenize_failed_s > before_s
         )

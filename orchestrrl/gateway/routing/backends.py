@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import Histogram
+
 from orchestrrl.core.addresses import same_address, server_address
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent
@@ -15,7 +17,7 @@ from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.failovers import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
-from orchestrrl.gateway.routing.queue import QueuedRequest, QueueWaits, RequestQueue
+from orchestrrl.gateway.routing.queue import QueuedRequest, RequestQueue
 from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy, prefix_of
 from planner.model import EngineHealth, EngineId
 
@@ -26,6 +28,7 @@ Connect = Callable[[str], Engine]
 # A suspect is asked again after this long, doubling up to the cap.
 RECHECK_FIRST_S = 0.25
 RECHECK_CAP_S = 5.0
+WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 LEARN_S = 2.0  # a request waits no longer for what its engine offers
 
 
@@ -50,13 +53,18 @@ class EngineBackends:
         whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which
         the daemon names none."""
         self._connect = connect
-        self._clock = clock
+        self.clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self.routing = routing or RoutingPolicy()
         self.queue_depth = queue_depth
         self._pools = pools or {}
         self.queue = RequestQueue()
-        self.waits = QueueWaits()
+        self.waits = Histogram(
+            "orchestrrl_gateway_queue_seconds",
+            "How long requests waited here before they were sent to an engine, each time.",
+            buckets=WAIT_BOUNDS_S,
+            registry=None,
+        )
         self.failovers = FailoverCounter()
         self._giving_up = False  # those who are alone too long are looked for
         self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
@@ -95,13 +103,10 @@ class EngineBackends:
         """The daemon's id of an engine, where the gateway was started with another one."""
         return self.known_as.get(engine, engine)
 
-    def now_s(self) -> float:
-        return self._clock.now_s()
-
     @property
     def expected(self) -> frozenset[EngineId]:
         """Engines that are being started and cannot be used yet."""
-        expected = self._expected.at(self._clock.now_s())
+        expected = self._expected.at(self.clock.now_s())
         if not expected:  # the usual case
             return expected
         return expected.difference(backend.id for backend in self if backend.usable)
@@ -189,14 +194,14 @@ class EngineBackends:
             if self._unexpecting is not None:
                 self._unexpecting.cancel()
             self._unexpecting = None
-            if expected.at(self._clock.now_s()):
+            if expected.at(self.clock.now_s()):
                 self._unexpecting = self.in_background(self._unexpect(expected))
         return before.engines - expected.engines
 
     async def _unexpect(self, expected: ExpectedEngines) -> None:
         """Their time is over, and nobody came to say how it ended."""
-        while (left_s := expected.until_s - self._clock.now_s()) > 0:
-            await self._clock.sleep(left_s)
+        while (left_s := expected.until_s - self.clock.now_s()) > 0:
+            await self.clock.sleep(left_s)
         late = sorted(expected.engines.difference(backend.id for backend in self if backend.usable))
         if late:
             logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
@@ -244,7 +249,7 @@ class EngineBackends:
             found = self.choose(self._newcomer(record), without)
             if found is not None:
                 found.reserve(record)
-                self.waits.add(0.0)
+                self.waits.observe(0.0)
                 return found
         backend: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
 
@@ -272,7 +277,7 @@ class EngineBackends:
 
     def enqueue(self, waiter: QueuedRequest) -> None:
         """`place` for those who do not wait themselves: `placed` is called once, perhaps at once."""
-        waiter.newcomer, waiter.since_s = self._newcomer(waiter.record), self._clock.now_s()
+        waiter.newcomer, waiter.since_s = self._newcomer(waiter.record), self.clock.now_s()
         self.queue.join(waiter)
         self.dispatch()
         if waiter in self.queue:
@@ -292,7 +297,7 @@ class EngineBackends:
         while self._barrier_open and (found := self.queue.next(self._place_for)) is not None:
             waiter, backend = found
             backend.reserve(waiter.record)
-            self.waits.add(self._clock.now_s() - waiter.since_s)
+            self.waits.observe(self.clock.now_s() - waiter.since_s)
             waiter.placed(backend)
 
     def _place_for(self, waiter: QueuedRequest) -> EngineBackend | None:
@@ -333,7 +338,7 @@ class EngineBackends:
     def _usability_changed(self) -> None:
         """An engine may have become usable, or is no longer: who has one to wait for, and who has none?"""
         self._usable_slots = None
-        now_s, expected = self._clock.now_s(), self.expected
+        now_s, expected = self.clock.now_s(), self.expected
         for waiter in self.queue:
             self._note_if_alone(waiter, now_s, expected)
 
@@ -349,7 +354,7 @@ class EngineBackends:
         Nobody waits longer than their patience and a hundredth."""
         try:
             while waiters := [waiter for waiter in self.queue if waiter.patience_s < float("inf")]:
-                now_s = self._clock.now_s()
+                now_s = self.clock.now_s()
                 next_s = float("inf")
                 for waiter in waiters:
                     since_s = now_s if waiter.alone_since_s is None else waiter.alone_since_s
@@ -360,7 +365,7 @@ class EngineBackends:
                     self.queue.leave(waiter)
                     waiter.placed(NoBackend(f"no engine was there for {waiter.patience_s:g} s"))
                 if next_s < float("inf"):
-                    await self._clock.sleep(next_s)
+                    await self.clock.sleep(next_s)
         finally:
             self._giving_up = False
 
@@ -465,7 +470,7 @@ class EngineBackends:
         delay_s = RECHECK_FIRST_S
         try:
             while backend.suspect_because and self._backends.get(backend.id) is backend:
-                await self._clock.sleep(delay_s)
+                await self.clock.sleep(delay_s)
                 delay_s = min(RECHECK_CAP_S, delay_s * 2)
                 if await backend.engine.healthy():
                     backend.forget_offers()  # it may have been started again, with other options

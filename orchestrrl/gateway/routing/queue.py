@@ -1,14 +1,13 @@
-"""Requests that wait in the gateway for an engine with room: who is next, and how long they waited. Pure.
+"""Requests that wait in the gateway for an engine with room: who is next. Pure.
 
 Two lines: who has been on an engine before (cut, moved, or left by one that failed) goes before who is new; within a
 line it is first come, first served. Somebody whom every engine with room refuses is passed by.
 """
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, TypeVar
 
 from orchestrrl.gateway.ledger.ledger import RequestRecord
@@ -16,8 +15,6 @@ from orchestrrl.gateway.routing.strategies import RoutedRequest
 from planner.model import EngineId
 
 T = TypeVar("T")
-
-WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -33,23 +30,6 @@ class QueuedRequest:
     newcomer: RoutedRequest = field(init=False)
     since_s: float = 0.0
     alone_since_s: float | None = None  # since when there has been no such engine; None: there is one
-
-
-@dataclass(slots=True)
-class QueueWaits:
-    """How long requests waited: one more than `bounds_s` counts, the last of what is beyond all of them."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, waited_s: float) -> None:
-        self.counts[bisect_left(WAIT_BOUNDS_S, waited_s)] += 1
-        self.sum_s += waited_s
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: upper bound and how many waited no longer."""
-        names = [*(str(bound_s) for bound_s in WAIT_BOUNDS_S), "+Inf"]
-        return [(name, float(total)) for name, total in zip(names, accumulate(self.counts), strict=True)]
 
 
 class RequestQueue:

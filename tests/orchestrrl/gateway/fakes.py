@@ -357,7 +357,7 @@ def beside(w: World) -> World:
     by_url = {fake.url: fake for fake in w.engines.values()}
     fleet = EngineBackends(lambda url: by_url[url], clock=w.clock)
     fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in w.engines.items()])
-    return World(GatewayUnderTest(NodeId("other"), fleet, limits=RelayLimits(), clock=w.clock), w.engines, w.clock)
+    return World(GatewayUnderTest(NodeId("other"), fleet, limits=RelayLimits()), w.engines, w.clock)
 
 
 def world(engines: int = 2, **limits: Any) -> World:
@@ -366,5 +366,5 @@ def world(engines: int = 2, **limits: Any) -> World:
     by_url = {fake.url: fake for fake in fakes.values()}
     fleet = EngineBackends(lambda url: by_url[url], clock=clock)
     fleet.set_routes([EngineRoute(EngineId(name), fake.url) for name, fake in fakes.items()])
-    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(**limits), clock=clock)
+    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(**limits))
     return World(gateway, fakes, clock)

@@ -234,7 +234,7 @@ async def http_harness(*, engines: int = 1, store: LedgerStore | None = None) ->
     logging.getLogger().addHandler(log)
     clock = WallClock()
     fleet = EngineBackends(VllmEngine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0))
     gateway.store = store
     gateway.set_routes([EngineRoute(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(upstream)])
     server = GatewayServer(gateway)

@@ -179,7 +179,7 @@ class Story:
             self.harnesses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy), queue_depth=self.depth
         )
         limits = RelayLimits(engine_wait_s=LONGER_THAN_ANY_S, stall_s=40.0, failures=10**6)
-        self.gateway = Gateway(NodeId("gateway"), fleet, limits=limits, clock=self.clock)
+        self.gateway = Gateway(NodeId("gateway"), fleet, limits=limits)
         if self.path is not None:
             self.gateway.store = LedgerStore(RetentionPolicy(self.path, from_s=0.0), self.clock)
             self.gateway.store.start()

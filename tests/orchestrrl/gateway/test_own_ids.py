@@ -46,7 +46,7 @@ class Harness:
         self.servers: dict[str, str] = {}  # by URL
         self.lines: list[Line] = []
         self.fleet = EngineBackends(self.connect, clock=VirtualClock(1000.0))
-        self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits(), clock=VirtualClock(1000.0))
+        self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits())
         self.route(**own)
         self.fleet.own = {EngineId(name): url for name, url in own.items()}
 

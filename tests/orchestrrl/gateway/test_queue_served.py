@@ -31,7 +31,7 @@ def queued_world(depth: int, **known: int) -> World:
     clock = VirtualClock(1000.0)
     fleet = EngineBackends(lambda url: by_url[url], clock=clock, queue_depth=depth)
     fleet.set_routes([EngineRoute(EngineId(name), engine.url, **known) for name, engine in engines.items()])  # type: ignore[arg-type]
-    return World(GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
+    return World(GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits()), engines, clock)
 
 
 async def test_many_requests_through_few_places_and_an_engine_that_dies_meanwhile() -> None:

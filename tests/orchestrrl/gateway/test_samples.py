@@ -42,7 +42,7 @@ def picky_world() -> World:
     clock = VirtualClock(1000.0)
     fleet = EngineBackends(lambda url: by_url[url], clock=clock)
     fleet.set_routes([EngineRoute(EngineId(name), engine.url) for name, engine in engines.items()])
-    return World(Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock), engines, clock)
+    return World(Gateway(NodeId("gateway"), fleet, limits=RelayLimits()), engines, clock)
 
 
 @asynccontextmanager

@@ -89,7 +89,7 @@ async def harness() -> AsyncIterator[Harness]:
         pause_registry: deque[int] = deque()
         released = asyncio.Event()
         fleet = EngineBackends(lambda url: InterruptibleEngine(url, pause_registry, released), clock=clock)
-        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+        gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits())
         gateway.set_routes([EngineRoute(EngineId("e0"), first.url), EngineRoute(EngineId("e1"), second.url)])
         server = GatewayServer(gateway)
         url = await server.start("127.0.0.1", 0)

@@ -129,7 +129,7 @@ async def harness() -> AsyncIterator[Harness]:
     engine.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     clock = WallClock()
     fleet = EngineBackends(VllmEngine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(engine_wait_s=5.0))
     gateway.set_routes([EngineRoute(EngineId("e0"), engine.url)])
     server = GatewayServer(gateway)
     url = await server.start("127.0.0.1", 0)
@@ -396,7 +396,7 @@ async def test_a_slow_reader_gets_every_answer_whole(answers: int) -> None:
     clock = WallClock()
     engine = FakeEngine()
     fleet = EngineBackends(lambda url: engine, clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits())
     gateway.set_routes([EngineRoute(EngineId("e0"), "fake")])
     server = GatewayServer(gateway)
     body = {

@@ -30,7 +30,7 @@ from tests.orchestrrl.integrations.test_trl_adapter import FakeTrainer
 async def gateway_before(engines: list[FakeVllm]) -> AsyncIterator[tuple[Gateway, str]]:
     clock = WallClock()
     fleet = EngineBackends(lambda url: VllmEngine(url), clock=clock)
-    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits())
     gateway.set_routes([EngineRoute(EngineId(f"e{index}"), engine.url) for index, engine in enumerate(engines)])
     server = GatewayServer(gateway)
     url = await server.start("127.0.0.1", 0)

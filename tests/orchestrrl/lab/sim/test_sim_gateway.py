@@ -107,7 +107,7 @@ async def through_the_real_gateway() -> tuple[dict[str, str], dict[str, int], in
     clients = {engine.url: Client(engine, clock, LENGTHS) for engine in virtual_engines(3)}
     fleet = EngineBackends(lambda url: cast(Engine, clients[url]), clock=clock)
     fleet.set_routes(routes([client.engine for client in clients.values()]))
-    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits(), clock=clock)
+    gateway = GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits())
     jobs: list[RunningGroup] = []
     for name in LENGTHS:
         body = {"prompt": [1] * PROMPT_TOKENS, "max_tokens": 2000}

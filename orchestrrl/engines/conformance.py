@@ -114,6 +114,11 @@ class EngineUnderTest:
     async def run(self, prompt: Any = PROMPT, **asked: Any) -> ConformanceRequest:
         return await self.start(prompt, **asked).done()
 
+    async def abort(self, *runs: ConformanceRequest) -> list[str | None]:
+        """Return how the requests end."""
+        await self.engine.abort([run.id for run in runs])
+        return [(await run.done()).finish_reason for run in runs]
+
     async def _read(self, request: GenerationRequest, run: ConformanceRequest) -> None:
         async for chunk in self.engine.generate(request):
             run.chunks.append(chunk)
@@ -322,8 +327,7 @@ class EngineConformance:
         busy = await bench.until(lambda m: m.running == 1 and m.kv_usage_fraction > 0)
         assert busy.kv_capacity_tokens > 0
         assert 0 < busy.kv_usage_fraction <= 1
-        await engine.abort([run.id])
-        await run.done()
+        await bench.abort(run)
         short = await bench.run(max_tokens=30)
         after = await bench.until_idle()
         made = len(run.token_ids) + len(short.token_ids)
@@ -336,13 +340,10 @@ class EngineConformance:
             run = bench.start(TEXT, chat=chat, max_tokens=LONG_TOKENS)
             other = bench.start(max_tokens=LONG_TOKENS)
             await bench.until_all_answer(run, other)
-            await engine.abort([run.id])
-            await run.done()
-            assert run.finish_reason == "abort"
+            assert await bench.abort(run) == ["abort"]
             assert 0 < len(run.token_ids) < LONG_TOKENS
             assert (await bench.until(lambda m: m.running == 1)).kv_usage_fraction > 0
-            await engine.abort([other.id])
-            await other.done()
+            await bench.abort(other)
             await bench.until_idle()
             partial = run.token_ids
             again = await bench.run(TEXT, chat=chat, max_tokens=len(partial))
@@ -357,18 +358,15 @@ class EngineConformance:
 
     async def test_abort_of_a_waiting_request(self, engine: Engine, bench: EngineUnderTest) -> None:
         running, waiting = await bench.fill()
-        await engine.abort([waiting[0].id])
-        assert (await waiting[0].done()).finish_reason == "abort"
+        assert await bench.abort(waiting[0]) == ["abort"]
         assert waiting[0].token_ids == []
-        await engine.abort([run.id for run in running])
-        assert [(await run.done()).finish_reason for run in running] == ["abort"] * len(running)
+        assert await bench.abort(*running) == ["abort"] * len(running)
         assert len((await waiting[1].done()).token_ids) == 50
 
     async def test_abort_right_after_sending(self, engine: Engine, bench: EngineUnderTest) -> None:
         runs = [bench.start(max_tokens=LONG_TOKENS) for _ in range(4)]
         await asyncio.sleep(0)
-        await engine.abort([run.id for run in runs])
-        assert [(await run.done()).finish_reason for run in runs] == ["abort"] * 4
+        assert await bench.abort(*runs) == ["abort"] * 4
         await bench.until_idle()
 
     async def test_a_client_that_leaves_has_its_request_aborted(self, bench: EngineUnderTest) -> None:
@@ -401,8 +399,7 @@ class EngineConformance:
         await bench.until_all_answer(*running)
         before = await engine.metrics()
         await engine.pause(PauseMode.KEEP)
-        await engine.abort([running[0].id])  # also possible during a pause
-        assert (await running[0].done()).finish_reason == "abort"
+        assert await bench.abort(running[0]) == ["abort"]  # also possible during a pause
         frozen = await bench.until(lambda m: m.running + m.waiting == 1)
         assert frozen.running == 1
         assert frozen.kv_usage_fraction > 0
@@ -499,8 +496,8 @@ class EngineConformance:
 async def _check_undisturbed(bench: EngineUnderTest, run: ConformanceRequest, tokens: int) -> None:
     """The request goes on to so many tokens, and they are those of the same request when it is alone."""
     await bench.until_all_answer(run, tokens=tokens)
-    await bench.engine.abort([run.id])
-    partial = (await run.done()).token_ids
+    await bench.abort(run)
+    partial = run.token_ids
     assert (await bench.run(max_tokens=len(partial))).token_ids == partial
 
 

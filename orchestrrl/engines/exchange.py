@@ -38,7 +38,7 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.idle_since_s = 0.0
@@ -61,11 +61,10 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        return not self._transport.is_closing()
 
     def send(self, request: bytes) -> None:
         self._reset()
-        assert self._transport is not None
         self._transport.write(request)
 
     async def read_head(self) -> None:
@@ -84,9 +83,7 @@ class EngineConnection(asyncio.Protocol):
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._pending_bytes = 0
-        if self._paused and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
+        self._resume_reading()
         return data
 
     async def read_all(self) -> bytes:
@@ -103,14 +100,11 @@ class EngineConnection(asyncio.Protocol):
             self._left = True
             self._pieces.clear()
             self._end_timer = asyncio.get_running_loop().call_later(STREAM_END_S, self.close)
-            if self._paused and self._transport is not None:
-                self._paused = False
-                self._transport.resume_reading()
+            self._resume_reading()
 
     def close(self) -> None:
         """Break it off; whoever reads gets OutcomeUnknown."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
         self._break(OutcomeUnknown(f"{self._pool.where}: the connection was closed here"))
 
     # --- asyncio -----------------------------------------------------------------------------------------------------
@@ -135,7 +129,7 @@ class EngineConnection(asyncio.Protocol):
                 self.close()
                 return
             self._keep = False  # the answer is whole; nothing that follows can be trusted
-        if self._pending_bytes > MOST_PENDING_BYTES and not self._paused and self._transport is not None:
+        if self._pending_bytes > MOST_PENDING_BYTES and not self._paused:
             self._paused = True
             self._transport.pause_reading()
         if self.ended:
@@ -147,7 +141,6 @@ class EngineConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
         self._pool.forget(self)
         if self.status and self.headers.keys().isdisjoint(_FRAMING) and error is None:
             self._end()  # its end is the body's
@@ -203,8 +196,13 @@ class EngineConnection(asyncio.Protocol):
             self._end_timer = None
         if self._keep and self.open:
             self._pool.keep(self)
-        elif self._transport is not None:
+        else:
             self._transport.close()
+
+    def _resume_reading(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
 
     async def _wait(self) -> None:
         if self._error is not None:

@@ -50,7 +50,7 @@ from orchestrrl.engines.base import (
     WeightsEngine,
     weights_engine,
 )
-from orchestrrl.engines.conformance import LONG_TOKENS, EngineUnderTest, at
+from orchestrrl.engines.conformance import LONG_TOKENS, at
 from orchestrrl.integrations.instrument.checkpoint_files import MODEL_FILE
 
 PROMPT = tuple(range(65, 81))
@@ -323,12 +323,14 @@ class WeightsConformance:
         self, engine: EngineOfBothKinds, versions: Sequence[Path]
     ) -> None:
         async with as_it_was(engine, versions[0]) as weights, at(engine) as bench:
-            run = await _frozen(bench)
+            run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
+            await bench.until_all_answer(run)
+            await engine.pause(PauseMode.KEEP)
             with pytest.raises(Permanent):
                 await weights.continue_greedily(PROMPT, 1)
             assert await engine.is_paused()
             await engine.resume()
-            await engine.abort([run])
+            await bench.abort(run)
 
     async def test_requests_that_run_go_on_under_the_new_weights(
         self, engine: EngineOfBothKinds, versions: Sequence[Path]
@@ -338,8 +340,8 @@ class WeightsConformance:
             await bench.until_all_answer(run)
             await weights.load_weights(versions[1], 1)
             await bench.until_all_answer(run, tokens=len(run.token_ids) + TOKENS)
-            await engine.abort([run.id])
-            partial = (await run.done()).token_ids
+            await bench.abort(run)
+            partial = run.token_ids
             rest = partial[:-TOKENS], partial[-TOKENS:]
             assert await weights.continue_greedily([*PROMPT, *rest[0]], TOKENS) == tuple(rest[1])
             await weights.load_weights(versions[0], 2)
@@ -364,11 +366,3 @@ class WeightsConformance:
                 # A score reads no cached prefix: where the old weights' KV was used, it is another.
                 assert mean_nats(after, await engine.score(after)) < SAME_NATS
                 assert math.isfinite(sum(after.logprobs))
-
-
-async def _frozen(bench: EngineUnderTest) -> str:
-    """The id of a request that is in the middle."""
-    run = bench.start(PROMPT, max_tokens=LONG_TOKENS)
-    await bench.until_all_answer(run)
-    await bench.engine.pause(PauseMode.KEEP)
-    return run.id

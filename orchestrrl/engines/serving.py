@@ -50,6 +50,9 @@ def model_from_config(name: str, document: object) -> Model | None:
     config: Mapping[str, Any] = nested if isinstance(nested, dict) else document
     if any(config.get(key) for key in OTHER_ATTENTION):
         return None
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    bits = weight_bits(config.get("dtype") or config.get("torch_dtype"), method) or BF16_BITS
     try:
         experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
         heads = int(config["num_attention_heads"])
@@ -67,8 +70,8 @@ def model_from_config(name: str, document: object) -> Model | None:
             experts_per_token=_first(config, "num_experts_per_tok", "experts_per_token") or (1 if experts else 0),
             expert_ffn=int(config.get("moe_intermediate_size") or ffn) if experts else 0,
             tied_embeddings=config.get("tie_word_embeddings") is True,
-            weight_bits=weight_bits(_dtype(config), _quantization(config)) or BF16_BITS,
-            expert_bits=weight_bits(_dtype(config), _quantization(config)) or BF16_BITS,
+            weight_bits=bits,
+            expert_bits=bits,
         )
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
         return None
@@ -120,12 +123,3 @@ def listed_gpus(listing: object) -> list[str]:
 
 def _first(config: Mapping[str, Any], *names: str) -> int | None:
     return next((int(config[name]) for name in names if config.get(name) is not None), None)
-
-
-def _dtype(config: Mapping[str, Any]) -> object:
-    return config.get("dtype") or config.get("torch_dtype")
-
-
-def _quantization(config: Mapping[str, Any]) -> object:
-    section = config.get("quantization_config")
-    return section.get("quant_method") if isinstance(section, dict) else None

@@ -12,7 +12,7 @@ leaves no fleet frozen.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from orchestrrl.core.clock import until_set
@@ -233,17 +233,14 @@ class GatewayPause:
                 self.expired_total += 1
                 missed = "" if self._quiet.is_set() else f", and {self._still_running()}"
                 if order.weights_change and self._quiet.is_set():
-                    self._forget_versions()
+                    # Answers are without a version until one is reported.
+                    self._fleet.policy_version = None
+                    for backend in self._fleet.with_retired():
+                        backend.policy_version, backend.mixed = None, True
                     missed = " while weights were being changed: nobody knows which engines have which"
                 await self._open(None, (), f"the lease of {order.holder or 'somebody'} ended{missed}")
                 return
             await self._clock.sleep(min(left_s, LEASE_LOOK_S))
-
-    def _forget_versions(self) -> None:
-        """Which weights engines have. Answers are without a version until somebody tells."""
-        self._fleet.policy_version = None
-        for backend in self._fleet.with_retired():
-            backend.policy_version, backend.mixed = None, True
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
@@ -253,10 +250,7 @@ class GatewayPause:
 
         Raises Permanent where the lease is not the pause barrier's, and for engines that are unknown.
         """
-        unknown = [engine for engine in order.without if self._fleet.get(engine) is None]
-        if unknown:
-            known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"without: no engine {', '.join(map(repr, unknown))}; known: {known}")
+        self._named(order.without)
         if order.lease and order.lease in self._ended:
             raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
         if order.lease and (self.closed is None or self.closed.lease != order.lease):
@@ -393,12 +387,7 @@ class GatewayPause:
 
     async def set_version(self, engines: tuple[EngineId, ...], version: int) -> None:
         """These engines have weights of this version now. Raises Permanent for unknown ones."""
-        slots = [self._fleet.get(engine) for engine in engines]
-        unknown = [engine for engine, backend in zip(engines, slots, strict=True) if backend is None]
-        if unknown:
-            raise Permanent(f"no engine {', '.join(map(repr, unknown))}")
-        for backend in slots:
-            assert backend is not None
+        for backend in self._named(engines):
             backend.has(version)
         newest = self._fleet.policy_version
         self._fleet.policy_version = version if newest is None else newest
@@ -430,6 +419,14 @@ class GatewayPause:
             logger.debug("%s does not say whether it is paused: %s", backend.id, error)
             return False
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
+
+    def _named(self, engines: Sequence[EngineId]) -> list[EngineBackend]:
+        """Return the engines of these ids. Raises Permanent for unknown ones."""
+        found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
+        if unknown := [engine for engine in engines if engine not in found]:
+            known = ", ".join(backend.id for backend in self._fleet) or "none"
+            raise Permanent(f"no engine {', '.join(map(repr, unknown))}; known: {known}")
+        return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from orchestrrl.engines.base import Chunk, NoConnection, RequestRefused
 from orchestrrl.gateway.attempt import EngineAttempt
 from orchestrrl.gateway.http.responses import error_body
 from orchestrrl.gateway.ledger.ledger import RequestFailure, RequestRecord
-from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused, usable
+from orchestrrl.gateway.moves.move import MoveInProgress, MoveRefused
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends, NoBackend
 from planner.model import EngineId, MoveMethod, RequestMove, RequestState
@@ -147,16 +147,13 @@ class RequestRelay:
         assert self.backend is not None
         assert self._pump_task is not None
         assert self._attempted is not None
-        tokens, left = self._computed_tokens, self._attempted.left
-        load = left if tokens and usable(left, order, self.backend, target) else None
-        step_s = self._attempted.step_s()
-        move = MoveInProgress(order, self.backend, target, tokens, step_s, self._clock.now_s(), load)
+        step_s, now_s, left = self._attempted.step_s(), self._clock.now_s(), self._attempted.left
+        move = MoveInProgress(order, self.backend, target, self._computed_tokens, step_s, now_s, left)
         self._move, self._awaited = move, None
         self._pump_task.cancel()
         predicted_s = min(2 * order.predicted_s, self._limits.slow_move_answer_s)
         patience_s = max(self._limits.move_answer_s, predicted_s)
-        never = asyncio.Event()
-        await until_set(self._clock, never, patience_s, move.result)
+        await until_set(self._clock, asyncio.Event(), patience_s, move.result)
         if self._move is move:  # it has been taken, and waits there for its turn
             self._answer_move(done=True)
         return await move.result

@@ -52,7 +52,6 @@ class GatewayOptions:
     queue_depth: int
     pools: Mapping[EngineId, str]
     limits: RelayLimits
-    report_interval_s: float
     drain_s: float
     processes: int
     log_level: str
@@ -83,7 +82,9 @@ async def serve(
     """Serve until SIGTERM or SIGINT, or until the file descriptor `stop_on` can be read, then drain. `ready` is given
     the URLs of the trainers' listener and of the operator API. With a `place` they are of this process alone, which
     listens on the shared port too."""
-    _allow_many_connections()
+    # A request has two connections, and the usual limit of 1,024 is only a default.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     clock = WallClock()
 
     connect_engine = partial(connect, options.engine_kind)
@@ -108,8 +109,7 @@ async def serve(
     core.set_routes(options.engines)
     tasks = [asyncio.create_task(core.watch())]
     if options.daemon is not None:
-        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s)
-        tasks.append(asyncio.create_task(link.run()))
+        tasks.append(asyncio.create_task(GatewayLink(core, options.daemon).run()))
     if place is not None:
         await server.trainers.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()
@@ -146,12 +146,6 @@ def listening(flag: str, host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise Permanent(f"--{flag} {host}:{port}: {error.strerror or error}") from error
-
-
-def _allow_many_connections() -> None:
-    """A request has two connections, and the usual limit of 1,024 is only a default."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _node(options: GatewayOptions, url: str, place: ProcessPlace | None) -> NodeId:

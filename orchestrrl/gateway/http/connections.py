@@ -90,7 +90,7 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._parser = HttpRequestParser(self)
         self._framing_bytes = 0  # received since the last piece of a body
         self._begun = False  # a request is there in part
@@ -120,19 +120,17 @@ class HttpConnection(asyncio.Protocol):
     @property
     def peer(self) -> object:
         """The client's address."""
-        address = None if self._transport is None else self._transport.get_extra_info("peername")
+        address = self._transport.get_extra_info("peername")
         return address[0] if address else None
 
     @property
     def busy(self) -> bool:
         """A request is being answered, or the client has yet to read the answer."""
-        unread = self._transport is not None and self._transport.get_write_buffer_size() > 0
-        return self._task is not None or unread
+        return self._task is not None or self._transport.get_write_buffer_size() > 0
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def whole(self, answer: HttpAnswer) -> None:
-        assert self._transport is not None
         self.answered = True
         more = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items()) if answer.headers else ""
         head = (
@@ -149,7 +147,6 @@ class HttpConnection(asyncio.Protocol):
         self._write_piece(data, b"0\r\n\r\n")
 
     def _write_piece(self, data: bytes, end: bytes) -> None:
-        assert self._transport is not None
         chunked = self._version == "1.1"  # before that, the connection's end is the answer's
         head = b""
         if not self.answered:
@@ -176,15 +173,13 @@ class HttpConnection(asyncio.Protocol):
     async def close(self) -> None:
         """Cut whatever is under way."""
         task = self._task
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
         if task is not None:
             self._cut(task)
             await asyncio.wait({task})
 
     def refuse(self, refusal: HttpRefusal) -> None:
         """Answer with an error of the gateway's. The connection ends: what follows on it is not read."""
-        assert self._transport is not None
         self._refusing, self._keep = True, False
         self._stop_timer()
         self._requests.clear()
@@ -242,7 +237,7 @@ class HttpConnection(asyncio.Protocol):
         self._advance()
         if is_ahead and (self._task is not None or self._requests):
             self._ahead_bytes += len(data)
-            if self._ahead_bytes > MOST_AHEAD_BYTES and not self._paused and self._transport is not None:
+            if self._ahead_bytes > MOST_AHEAD_BYTES and not self._paused:
                 self._paused = True
                 self._transport.pause_reading()
 
@@ -350,7 +345,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Answer the next request, if there is one and the client has read the answers before."""
-        if self._task is not None or not self.writable or self._transport is None or self._transport.is_closing():
+        if self._task is not None or not self.writable or self._transport.is_closing():
             return
         if self._refusing and not self._requests:  # it has been refused
             return
@@ -383,8 +378,6 @@ class HttpConnection(asyncio.Protocol):
         failed = not task.cancelled() and task.exception() is not None
         if failed:
             logger.error("a request could not be served", exc_info=task.exception())
-        if self._transport is None:
-            return
         if failed and not self.answered:
             self.refuse(HttpRefusal(DEFECT, status=500))
         elif failed or task.cancelled() or not self._keep:
@@ -393,7 +386,7 @@ class HttpConnection(asyncio.Protocol):
             self._advance()
 
     def _resume_reading(self) -> None:
-        if self._paused and self._transport is not None:
+        if self._paused:
             self._paused = False
             self._transport.resume_reading()
 

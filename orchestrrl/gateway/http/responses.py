@@ -255,17 +255,17 @@ class ChunkWriter:
         self._offset = 0
         self._tokens = 0
 
-    def chunks(self, deltas: Sequence[AnswerDelta], *, last: bool) -> bytes:
-        """The deltas as events; with `last`, the finish_reason goes with the final one."""
+    def news(self) -> bytes:
+        """Return as events what the client has not been sent yet; the finish_reason goes with the last one."""
         parts = []
-        ends = self._record.finish_reason if last else None
+        deltas, ends = self._record.take_undelivered(), self._record.finish_reason
         for number, delta in enumerate(deltas, 1):
             if delta.chunk.event is not None:
                 parts.append(self._passed_on(delta.chunk.event, delta.version))
             else:
                 parts.append(self._begin())
                 parts.append(self._chunk(delta, ends if number == len(deltas) else None))
-        if last and not self._ended:
+        if ends is not None and not self._ended:
             parts.append(self._begin())
             parts.append(self._chunk(AnswerDelta(Chunk()), ends))
         return "".join(parts).encode()

@@ -338,18 +338,14 @@ async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
     """Server-sent events, written as the tokens come. What a slow client has not read waits in the records."""
     indices = {record.id: index for index, record in enumerate(job.records)}
     writers: dict[RequestId, ChunkWriter] = {}  # made once the answer's time is known
-    ended: set[RequestId] = set()
 
     def write(record: RequestRecord) -> None:
         # Nothing is written before the first token, so that an engine's refusal keeps its status.
-        if not connection.writable or record.id in ended or record.failure is not None:
+        if not connection.writable or record.failure is not None:
             return
         if record.id not in writers:
             writers[record.id] = ChunkWriter(job.request.form, indices[record.id], record)
-        data = _news(record, writers[record.id])
-        if record.finish_reason is not None:
-            ended.add(record.id)
-        if data:
+        if data := writers[record.id].news():
             connection.piece(data)
 
     def write_all() -> None:
@@ -364,20 +360,12 @@ async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
         while not connection.writable:
             await connection.drain()
         write(record)
-    connection.last_piece(_closing(job))
-
-
-def _news(record: RequestRecord, writer: ChunkWriter) -> bytes:
-    deltas = record.take_undelivered()
-    ended = record.finish_reason is not None
-    return writer.chunks(deltas, last=ended) if deltas or ended else b""
-
-
-def _closing(job: RequestGroup) -> bytes:
+    form, last = job.request.form, b""
     if job.failure is not None:
-        return event(job.failure.error) + DONE
-    form = job.request.form
-    return (usage_chunk(form, job.records, job.request.answers_per_prompt) if form.usage else b"") + DONE
+        last = event(job.failure.error)
+    elif form.usage:
+        last = usage_chunk(form, job.records, job.request.answers_per_prompt)
+    connection.last_piece(last + DONE)
 
 
 def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:

@@ -101,19 +101,17 @@ class RecordCutter:
         self._prompt_logged = True
         self._ended = record.finish_reason is not None
 
-    @property
-    def begun(self) -> bool:
-        return self._number > 0
-
     def cut(self) -> AnswerPiece | None:
         """What is new; None where nothing is."""
         record = self.record
+        if record.failure is not None and record.failure.status < 500:  # it would fail again from there
+            return self.forget() if self._number else None
         if record.relayed:  # what the engine wrote is not kept
             return self.forget() if self._tokens else None
         tokens = len(record.generated_ids)
         ends = record.finish_reason if not self._ended else None
         if record.generated_ids is not self._ids:  # the answer began anew
-            if self.begun and not tokens and ends is None:
+            if self._number and not tokens and ends is None:
                 return self.forget()
             self.restart()
         if tokens == self._tokens and ends is None:

@@ -271,7 +271,7 @@ class LedgerStore:
             entry.lost = False
             for cutter in entry.cutters:
                 cutter.restart()
-        pieces = [piece for cutter in entry.cutters if (piece := _cut(cutter)) is not None]
+        pieces = [piece for cutter in entry.cutters if (piece := cutter.cut()) is not None]
         if not pieces and not (leaves and entry.queued):
             if leaves and self._claims is not None:
                 self._claims.free(entry.key)
@@ -369,11 +369,3 @@ class LedgerStore:
             else:
                 logger.warning("%s: answers are kept again", self.keep.path)
         self.failing = failing
-
-
-def _cut(cutter: RecordCutter) -> AnswerPiece | None:
-    record = cutter.record
-    if record.failure is not None and record.failure.status < 500:
-        # It would fail again from there.
-        return cutter.forget() if cutter.begun else None
-    return cutter.cut()

@@ -10,8 +10,9 @@ where none answers, the continuing engine's own text is used.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.engines.base import Chunk
@@ -29,56 +30,48 @@ INCOMPLETE = "\ufffd"  # what decoders show for bytes that are no character, or 
 WINDOW_TOKENS = 32
 
 
-class Detokenizer:
-    """Decodes tokens on the engine of an attempt, or on another engine of its model where that one fails."""
+Decode = Callable[[Sequence[int]], Awaitable[str]]
 
-    def __init__(self, backend: EngineBackend, fleet: EngineBackends) -> None:
-        self._backend = backend
-        self._fleet = fleet
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Raises Permanent when no engine has answered."""
-        faults = []
-        for backend in self._candidates():
-            try:
-                async with asyncio.timeout(ANSWER_WITHIN_S):
-                    text = await self._fleet.detokenize(backend, token_ids)
-            except (OrchestrRLError, TimeoutError) as error:
-                backend.detokenize_failed_s = self._fleet.clock.now_s()
-                faults.append(str(error) or f"{backend.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
-                continue
-            backend.detokenize_failed_s = None
-            return text
-        raise Permanent("; ".join(faults))
+async def detokenize(fleet: EngineBackends, first: EngineBackend, token_ids: Sequence[int]) -> str:
+    """Have tokens decoded on the engine of an attempt, or on another engine of its model where that one fails: those
+    behind it in the routes, and last those that failed lately. Raises Permanent when no engine has answered."""
+    slots = [backend for backend in fleet if backend is first or _may_stand_in(backend, first)]
+    at = next((index for index, backend in enumerate(slots) if backend is first), None)
+    ordered = [first, *slots] if at is None else slots[at:] + slots[:at]
+    before_s = fleet.clock.now_s() - AVOID_FOR_S
+    ordered.sort(key=lambda backend: backend.detokenize_failed_s is not None and backend.detokenize_failed_s > before_s)
+    faults = []
+    for backend in ordered[:MOST_ASKED]:
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                text = await fleet.detokenize(backend, token_ids)
+        except (OrchestrRLError, TimeoutError) as error:
+            backend.detokenize_failed_s = fleet.clock.now_s()
+            faults.append(str(error) or f"{backend.id} did not detokenize within {ANSWER_WITHIN_S:g} s")
+            continue
+        backend.detokenize_failed_s = None
+        return text
+    raise Permanent("; ".join(faults))
 
-    def _candidates(self) -> Iterator[EngineBackend]:
-        """The attempt's engine, then those behind it in the routes; last those that failed lately."""
-        slots = [backend for backend in self._fleet if backend is self._backend or self._may_stand_in(backend)]
-        at = next((index for index, backend in enumerate(slots) if backend is self._backend), None)
-        ordered = [self._backend, *slots] if at is None else slots[at:] + slots[:at]
-        before_s = self._fleet.clock.now_s() - AVOID_FOR_S
-        ordered.sort(
-            key=lambda backend: backend.detokenize_failed_s is not None and backend.detokenize_failed_s > before_s
-        )
-        yield from ordered[:MOST_ASKED]
 
-    def _may_stand_in(self, backend: EngineBackend) -> bool:
-        """Whether the engine is alive and, as far as is known, has the same model."""
-        if not backend.usable:
-            return False
-        if backend.capabilities is None or self._backend.capabilities is None:
-            return True
-        return not set(backend.capabilities.models).isdisjoint(self._backend.capabilities.models)
+def _may_stand_in(backend: EngineBackend, first: EngineBackend) -> bool:
+    """Whether the engine is alive and, as far as is known, has the same model."""
+    if not backend.usable:
+        return False
+    if backend.capabilities is None or first.capabilities is None:
+        return True
+    return not set(backend.capabilities.models).isdisjoint(first.capabilities.models)
 
 
 class TextAfterCut:
     """Text of the tokens after a cut in the middle of a character: what an engine decodes them to, or the continuing
     engine's own text less what was sent. `open` until the text is that of the engine's chunks."""
 
-    def __init__(self, record: RequestRecord, detokenizer: Detokenizer, tokens: list[int], text: str | None) -> None:
+    def __init__(self, record: RequestRecord, decode: Decode, tokens: list[int], text: str | None) -> None:
         """`text`: of the `tokens` before the cut; None where no engine decodes them."""
         self._record = record
-        self._detokenizer = None if text is None else detokenizer
+        self._decode = None if text is None else decode
         self._tokens = tokens
         self._seen = len((text or "").rstrip(INCOMPLETE))
         self.open = True
@@ -87,17 +80,17 @@ class TextAfterCut:
         """Return what the chunk adds to the text."""
         if not self.open:
             return chunk.text
-        if self._detokenizer is None:
+        if self._decode is None:
             return self._undecoded(chunk)
         if not chunk.token_ids:
             return ""
         self._tokens.extend(chunk.token_ids)
         shows_stop = chunk.finish_reason != "stop" or self._record.body.get("include_stop_str_in_output")
         try:
-            text = await self._detokenizer.detokenize(self._tokens if shows_stop else self._tokens[:-1])
+            text = await self._decode(self._tokens if shows_stop else self._tokens[:-1])
         except Permanent as error:
             logger.warning("request %s: text after a cut is not decoded: %s", self._record.id, error)
-            self._detokenizer = None
+            self._decode = None
             return self._undecoded(chunk)
         self.open = text.endswith(INCOMPLETE)
         whole = text.rstrip(INCOMPLETE)
@@ -115,13 +108,13 @@ async def text_after_cut(record: RequestRecord, backend: EngineBackend, fleet: E
     if record.text_complete or not record.generated_ids:
         return None
     window = [*(record.prompt_ids or ())[-WINDOW_TOKENS:], *record.generated_ids[-WINDOW_TOKENS:]][-WINDOW_TOKENS:]
-    detokenizer = Detokenizer(backend, fleet)
+    decode = partial(detokenize, fleet, backend)
     text: str | None = None
     with suppress(Permanent):
-        text = await detokenizer.detokenize(window)
+        text = await decode(window)
         if not text.endswith(INCOMPLETE):
             return None
-    return TextAfterCut(record, detokenizer, window, text)
+    return TextAfterCut(record, decode, window, text)
 
 
 def unsent(chunk: Chunk, record: RequestRecord) -> str:

@@ -39,14 +39,6 @@ def left_by(record: RequestRecord, backend: EngineBackend, fleet: EngineBackends
     return LeftKv(version, entry_id(fleet.incarnation, record.id, record.attempt))
 
 
-def usable(left: LeftKv | None, order: RequestMove, source: EngineBackend, target: EngineBackend) -> bool:
-    """Whether the move can go by KV, if it was ordered to. An engine whose version has changed since the attempt began
-    has computed on with other weights."""
-    if left is None or order.method is not MoveMethod.TRANSFER:
-        return False
-    return left.version == source.kv_version == target.kv_version
-
-
 def wait_s(order: RequestMove) -> float:
     """How long the destination should wait for KV before it recomputes."""
     return min(MAX_WAIT_S, WAIT_SHARE * order.other_s) if order.other_s > 0 else DEFAULT_WAIT_S
@@ -107,10 +99,18 @@ class MoveInProgress:
     context_tokens: int  # that the source had computed
     step_s: float  # a decode step at the source
     cut_s: float
-    load: LeftKv | None  # the KV that is left at the source; None: the context is computed again
+    left: LeftKv | None  # at the source
     submitted: bool = False
 
     def __post_init__(self) -> None:
+        # An engine whose version has changed since the attempt began has computed on with other weights.
+        goes_by_kv = (
+            self.order.method is MoveMethod.TRANSFER
+            and self.context_tokens > 0
+            and self.left is not None
+            and self.left.version == self.source.kv_version == self.target.kv_version
+        )
+        self.load = self.left if goes_by_kv else None  # the KV to be loaded; None: the context is computed again
         self.result: asyncio.Future[OperationItemResult] = asyncio.get_running_loop().create_future()
         self._count = None if self.load is None else KvLoadCount(self.target)
 

@@ -17,9 +17,25 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 DEADLINE_S = 120.0
 
 
+class NoTransport(asyncio.Transport):
+    """Of a connection that tests feed by hand."""
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+
 def fed(*pieces: bytes) -> EngineConnection:
     """A connection that has received these as the answer to its request."""
     connection = EngineConnection(ConnectionPool("http://h", connect_timeout_s=1))
+    connection.connection_made(NoTransport())
     for piece in pieces:
         connection.data_received(piece)
     return connection

@@ -12,7 +12,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, RequestRefused
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.moves import detokenizer as decoding
-from orchestrrl.gateway.moves.detokenizer import Detokenizer, unsent
+from orchestrrl.gateway.moves.detokenizer import detokenize, unsent
 from planner.model import EngineId, RequestId
 from tests.orchestrrl.gateway.fakes import FakeEngine, RunningGroup, World, chat_prompt, undisturbed, world
 
@@ -184,8 +184,7 @@ async def test_an_engine_of_another_model_decodes_nothing() -> None:
     slots = {backend.id: backend for backend in w.fleet}
     for name, model in (("e0", "model"), ("e1", "other"), ("e2", "model")):
         slots[EngineId(name)].capabilities = EngineCapabilities("fake", "0", (model,), token_ids=True)
-    detokenizer = Detokenizer(slots[EngineId("e0")], w.fleet)
-    assert await detokenizer.detokenize(list("漢".encode())) == "漢"
+    assert await detokenize(w.fleet, slots[EngineId("e0")], list("漢".encode())) == "漢"
     assert not strangers
 
 
@@ -195,14 +194,14 @@ async def test_an_engine_that_failed_to_decode_is_asked_first_again_after_a_whil
     backend = next(iter(w.fleet))
     for _ in range(4):
         with pytest.raises(Permanent, match="Server disconnected"):
-            await Detokenizer(backend, w.fleet).detokenize([65])
+            await detokenize(w.fleet, backend, [65])
     assert (len(first), len(second)) == (4, 4)
     second_decodes = decode_by(w.engines["e1"], FakeEngine().detokenize)
-    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
-    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
+    assert await detokenize(w.fleet, backend, [65]) == "A"
+    assert await detokenize(w.fleet, backend, [65]) == "A"
     assert len(first) == 5  # once more before the other answered, then not
     await w.clock.advance(decoding.AVOID_FOR_S + 1.0)
-    assert await Detokenizer(backend, w.fleet).detokenize([65]) == "A"
+    assert await detokenize(w.fleet, backend, [65]) == "A"
     assert (len(first), len(second_decodes)) == (6, 3)
 
 

@@ -34,11 +34,8 @@ class EngineCapabilities:
     token_ids: bool = False
     abort_requests: bool = False
     pause: bool = False
-    collective_rpc: bool = False
-    weight_transfer: bool = False
     sleep: bool = False
     scale_elastic_ep: bool = False
-    tokens_endpoint: bool = False
     routed_experts: bool = False  # whole answers have each token's experts, and streamed ones do not
     max_model_len_tokens: int | None = None
     max_sequences: int | None = None

@@ -85,11 +85,9 @@ class RequestGroup:
     async def _enter(self) -> None:
         store = self._gateway.store
         if store is not None and self._named_body is not None:
-            form = self.request.form
-            created_s = form.created_unix_s
-            self._entry = await store.enter(form.request_id, form.endpoint, self._named_body, created_s, self.records)
-            if self._entry is not None and self._entry.created_s != created_s:
-                form = replace(form, created_unix_s=int(self._entry.created_s))
+            self._entry = await store.enter(self.request, self._named_body)
+            if self._entry is not None:  # an answer that was begun before keeps its time
+                form = replace(self.request.form, created_unix_s=int(self._entry.created_s))
                 self.request = replace(self.request, form=form)
         try:
             # What was complete has been counted and reported by whoever generated it.

@@ -29,7 +29,7 @@ async def main():
     for k in range(20):
         ids = {"request_id": f"r{k}", "group": "", "tag": ""}
         ask = read_completion_request(CompletionEndpoint.COMPLETIONS, body, default_model="m", now_s=0.0, **ids)
-        entries.append(await store.enter(f"r{k}", CompletionEndpoint.COMPLETIONS, body, 1.0, ask.records))
+        entries.append(await store.enter(ask, body))
     records = [entry.records[0] for entry in entries]
     print("started", flush=True)
     for i in range(100_000):

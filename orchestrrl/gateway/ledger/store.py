@@ -24,7 +24,8 @@ from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.engines.base import CompletionEndpoint
+from orchestrrl.gateway.http.completion_requests import CompletionRequest
+from orchestrrl.gateway.http.responses import ResponseForm
 from orchestrrl.gateway.ledger.file import AnswerFile, AnswerRow, NamedRequest, RequestClaims
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
 from orchestrrl.gateway.ledger.pieces import AnswerPiece, RecordCutter, digest_of, give_back, key_of, put_together
@@ -75,8 +76,7 @@ class LedgerEntry:
     """A named request in hand. The event loop's, but for `lost`."""
 
     key: int
-    name: str
-    endpoint: CompletionEndpoint
+    form: ResponseForm
     body: Mapping[str, Any]
     created_s: float
     records: Sequence[RequestRecord]
@@ -94,7 +94,8 @@ class LedgerEntry:
                 RecordCutter(index, record, prompt_wanted=wanted) for index, record in enumerate(self.records)
             ]
         if self.named_request is None:
-            self.named_request = NamedRequest(self.name, digest_of(self.endpoint, self.body), self.created_s)
+            digest = digest_of(self.form.endpoint, self.body)
+            self.named_request = NamedRequest(self.form.request_id, digest, self.created_s)
 
 
 @dataclass(slots=True)
@@ -157,19 +158,13 @@ class LedgerStore:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def enter(
-        self,
-        name: str,
-        endpoint: CompletionEndpoint,
-        body: Mapping[str, Any],
-        created_s: float,
-        records: Sequence[RequestRecord],
-    ) -> LedgerEntry | None:
+    async def enter(self, request: CompletionRequest, body: Mapping[str, Any]) -> LedgerEntry | None:
         """Take a request in hand, and give its records what is kept of their answers; None where nothing can be kept.
         The entry tells the time that its answer has. Raises DuplicateRequest where the name is another's, or in use."""
         claims = self._claims
         if claims is None:
             return None
+        form, name = request.form, request.form.request_id
         key = key_of(name)
         try:
             if not claims.take(key) and not await self._claimed(claims, key):
@@ -180,12 +175,12 @@ class LedgerStore:
             return None
         try:
             asked, pieces = await self._read(key, name) if self._may_have(key) else (None, [])
-            if asked is not None and asked.digest != digest_of(endpoint, body):
+            if asked is not None and asked.digest != digest_of(form.endpoint, body):
                 raise DuplicateRequest(
                     f"request {name!r} has been asked with another body or credential, and that answer is kept; "
                     "take another id"
                 )
-            entry = LedgerEntry(key, name, endpoint, body, created_s, records, self._clock.now_s())
+            entry = LedgerEntry(key, form, body, form.created_unix_s, request.records, self._clock.now_s())
             if asked is not None:
                 entry.named_request, entry.created_s = asked, asked.created_s
                 entry.begin()

@@ -254,10 +254,7 @@ class EngineBackends:
         backend: asyncio.Future[EngineBackend] = asyncio.get_running_loop().create_future()
 
         def placed(outcome: EngineBackend | NoBackend) -> None:
-            if backend.done():  # cancelled, and not awake yet to leave the queue
-                if not isinstance(outcome, NoBackend):
-                    self.give_back(outcome, record)
-            elif isinstance(outcome, NoBackend):
+            if isinstance(outcome, NoBackend):
                 backend.set_exception(outcome)
             else:
                 backend.set_result(outcome)
@@ -267,9 +264,10 @@ class EngineBackends:
         try:
             if not backend.done():
                 record.detach()
-            return await backend
+                await asyncio.wait({backend})  # a cancellation leaves it as it is
+            return backend.result()
         except asyncio.CancelledError:
-            if backend.done() and not backend.cancelled() and backend.exception() is None:
+            if backend.done() and backend.exception() is None:
                 self.give_back(backend.result(), record)
             raise
         finally:

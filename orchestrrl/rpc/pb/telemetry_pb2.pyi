@@ -134,11 +134,8 @@ class EngineCapabilities(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ABORT_REQUESTS_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
-    COLLECTIVE_RPC_FIELD_NUMBER: _builtins.int
-    WEIGHT_TRANSFER_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     SCALE_ELASTIC_EP_FIELD_NUMBER: _builtins.int
-    TOKENS_ENDPOINT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
@@ -147,11 +144,8 @@ class EngineCapabilities(_message.Message):
     token_ids: _builtins.bool
     abort_requests: _builtins.bool
     pause: _builtins.bool
-    collective_rpc: _builtins.bool
-    weight_transfer: _builtins.bool
     sleep: _builtins.bool
     scale_elastic_ep: _builtins.bool
-    tokens_endpoint: _builtins.bool
     max_model_len_tokens: _builtins.int
     max_sequences: _builtins.int
     @_builtins.property
@@ -171,18 +165,15 @@ class EngineCapabilities(_message.Message):
         token_ids: _builtins.bool = ...,
         abort_requests: _builtins.bool = ...,
         pause: _builtins.bool = ...,
-        collective_rpc: _builtins.bool = ...,
-        weight_transfer: _builtins.bool = ...,
         sleep: _builtins.bool = ...,
         scale_elastic_ep: _builtins.bool = ...,
-        tokens_endpoint: _builtins.bool = ...,
         max_model_len_tokens: _builtins.int | None = ...,
         max_sequences: _builtins.int | None = ...,
         serving: Global___ServingFacts | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "serving", b"serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "abort_requests", b"abort_requests", "collective_rpc", b"collective_rpc", "engine", b"engine", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "models", b"models", "pause", b"pause", "scale_elastic_ep", b"scale_elastic_ep", "serving", b"serving", "sleep", b"sleep", "token_ids", b"token_ids", "tokens_endpoint", b"tokens_endpoint", "version", b"version", "weight_transfer", b"weight_transfer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens", "_max_sequences", b"_max_sequences", "abort_requests", b"abort_requests", "engine", b"engine", "max_model_len_tokens", b"max_model_len_tokens", "max_sequences", b"max_sequences", "models", b"models", "pause", b"pause", "scale_elastic_ep", b"scale_elastic_ep", "serving", b"serving", "sleep", b"sleep", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_model_len_tokens: _TypeAlias = _typing.Literal["max_model_len_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_model_len_tokens: _TypeAlias = _typing.Literal["_max_model_len_tokens", b"_max_model_len_tokens"]  # noqa: Y015

@@ -40,9 +40,9 @@ async def entered(
 ) -> LedgerEntry:
     whole = {**body, "stream": stream}
     ask = read_completion_request(
-        CompletionEndpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=0.0
+        CompletionEndpoint.COMPLETIONS, whole, request_id=name, group="", tag="", default_model="m", now_s=1.0
     )
-    entry = await store.enter(name, CompletionEndpoint.COMPLETIONS, whole, 1.0, ask.records)
+    entry = await store.enter(ask, whole)
     assert entry is not None
     return entry
 
@@ -284,7 +284,10 @@ async def test_a_writer_without_work_waits(tmp_path: Path, monkeypatch: pytest.M
 async def test_no_ledger_at_all_stops_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "nowhere" / "ledger") as store:
         assert store.failing
-        assert await store.enter("r", CompletionEndpoint.COMPLETIONS, BODY, 0.0, ()) is None
+        ask = read_completion_request(
+            CompletionEndpoint.COMPLETIONS, BODY, request_id="r", group="", tag="", default_model="m", now_s=0.0
+        )
+        assert await store.enter(ask, BODY) is None
         assert store.used_bytes is None
 
 

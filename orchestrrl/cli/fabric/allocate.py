@@ -43,11 +43,11 @@ def fabric_allocate(
         orchestrrl fabric allocate - --json < demand.json
     """
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
-    from orchestrrl.cli.fabric.allocate_problem import CHECKS, AllocateProblem, problem_of
+    from orchestrrl.cli.fabric.problems import ALLOCATE_CHECKS, AllocateProblem, allocation_problem
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.allocate import allocate
 
-    problem = problem_of(read_problem(file, AllocateProblem, CHECKS))
+    problem = allocation_problem(read_problem(file, AllocateProblem, ALLOCATE_CHECKS))
     started_s = time.perf_counter()
     allocation = allocate(problem, bipartite=bipartite)
     solve_s = time.perf_counter() - started_s

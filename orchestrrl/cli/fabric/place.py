@@ -7,7 +7,7 @@ from orchestrrl.cli.command import ProblemFile, problem_command
 from orchestrrl.cli.output import Columns, Output, View, cells_table, table
 
 if TYPE_CHECKING:
-    from orchestrrl.cli.fabric.place_problem import PlaceProblem
+    from orchestrrl.cli.fabric.problems import PlaceProblem
     from planner.fabric.model import Cabling, Pair, PortPair
     from planner.fabric.place import PlacedCircuits, PlacingProblem
 
@@ -32,12 +32,12 @@ def fabric_place(file: ProblemFile) -> Output:
         orchestrrl fabric place - --json < circuits.json
     """
     # Imported here so that no other command waits for it.
-    from orchestrrl.cli.fabric.place_problem import CHECKS, PlaceProblem, problem_of
+    from orchestrrl.cli.fabric.problems import PLACE_CHECKS, PlaceProblem, placing_problem
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.place import place
 
-    read = read_problem(file, PlaceProblem, CHECKS)
-    problem = problem_of(read)
+    read = read_problem(file, PlaceProblem, PLACE_CHECKS)
+    problem = placing_problem(read)
     placed = place(problem)
     return Output(_json(read, problem.cabling, placed), _view(problem, placed))
 

@@ -44,11 +44,11 @@ def fabric_transition(file: ProblemFile) -> Output:
 
         orchestrrl fabric transition - --json < transition.json
     """
-    from orchestrrl.cli.fabric.transition_problem import CHECKS, TransitionFile, problem_of
+    from orchestrrl.cli.fabric.problems import TRANSITION_CHECKS, TransitionFile, transition_problem
     from orchestrrl.cli.problem import read_problem
     from planner.fabric.transition import transition
 
-    problem = problem_of(read_problem(file, TransitionFile, CHECKS))
+    problem = transition_problem(read_problem(file, TransitionFile, TRANSITION_CHECKS))
     started_s = time.perf_counter()
     found = transition(problem)
     solve_s = time.perf_counter() - started_s

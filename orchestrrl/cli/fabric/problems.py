@@ -1,0 +1,253 @@
+"""The problems of `orchestrrl fabric allocate`, `place` and `transition` as documents; checked in any shape."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from orchestrrl.cli.problem import Check, ProblemPart, ids_exist, unique, values_at
+from orchestrrl.core.errors import path_of, shorten
+from planner.fabric.model import Cabling, EndpointId, OcsId, PortPair, pair_of, port_pair
+
+if TYPE_CHECKING:  # heavy, and each command needs one of them
+    from planner.fabric.allocate import AllocationProblem
+    from planner.fabric.place import PlacingProblem
+    from planner.fabric.transition import TransitionProblem
+
+MOST_PORTS = 2**16  # of one endpoint; beyond any switch, and circuits are dealt out one by one
+SLOWEST_GBPS, FASTEST_GBPS, MOST_BYTES = 1e-9, 1e12, 1e30  # what goes beyond is a slip, and its seconds no number
+
+Port = Annotated[int, Field(ge=0, lt=2**31)]
+Fibres = dict[str, dict[int, str]]  # of each switch, the endpoint at each port
+
+
+class CabledSwitchPart(ProblemPart):
+    id: str
+    ports: dict[str, list[Port]]
+
+
+class CrossConnectPart(ProblemPart):
+    switch: str
+    port_a: Port
+    port_b: Port
+
+
+def cabling(switches: list[CabledSwitchPart]) -> Cabling:
+    return Cabling.of(
+        {OcsId(each.id): {EndpointId(name): ports for name, ports in each.ports.items()} for each in switches}
+    )
+
+
+def fibres(document: Any) -> Fibres:
+    """What can be read of the switches of a document that may have any shape."""
+    found: Fibres = {}
+    for _, switch in values_at(document, "switches[]"):
+        if isinstance(switch, dict) and isinstance(switch.get("id"), str):
+            owners = found.setdefault(switch["id"], {})
+            for _, endpoint, port in _ports(switch):
+                owners.setdefault(port, endpoint)
+    return found
+
+
+def _ports(switch: Any) -> Iterator[tuple[tuple[int | str, ...], str, int]]:
+    """Where it stands, its endpoint, and each port."""
+    endpoints = switch.get("ports") if isinstance(switch, dict) else None
+    for endpoint, ports in endpoints.items() if isinstance(endpoints, dict) else ():
+        for place, port in enumerate(ports) if isinstance(ports, list) else ():
+            if type(port) is int:
+                yield ("ports", endpoint, place), endpoint, port
+
+
+def _one_fibre_a_port(document: Any) -> Iterator[str]:
+    first: dict[tuple[str, int], str] = {}
+    for location, switch in values_at(document, "switches[]"):
+        for inner, _, port in _ports(switch):
+            path = path_of((*location, *inner))
+            at = shorten(switch.get("id")), port
+            if first.setdefault(at, path) != path:
+                yield f"{path}: is fibred already by {first[at]}, got {port}"
+
+
+CABLING_CHECKS: tuple[Check, ...] = (unique("switches[].id"), _one_fibre_a_port)
+
+
+def cross_connects(*names: str, ends_differ: bool = False) -> Check:
+    """Return a check that the cross-connects in each of the lists `names` join ports that have a fibre, each used once,
+    and with `ends_differ` ports of two endpoints."""
+
+    def check(document: Any) -> Iterator[str]:
+        known = fibres(document)
+        for name in names:
+            first: dict[tuple[str, int], str] = {}
+            for location, each in values_at(document, f"{name}[]"):
+                switch = each.get("switch") if isinstance(each, dict) else None
+                if not isinstance(switch, str):
+                    continue
+                if switch not in known:
+                    yield f"{path_of((*location, 'switch'))}: does not exist, got {shorten(switch)}"
+                fibred = known.get(switch, {})
+                ports = {side: each[side] for side in ("port_a", "port_b") if type(each.get(side)) is int}
+                for side, port in ports.items():
+                    path = path_of((*location, side))
+                    if switch in known and port not in fibred:
+                        yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+                    elif first.setdefault((switch, port), path) != path:
+                        yield f"{path}: is used already by {first[switch, port]}, got {port}"
+                ends = [fibred[port] for port in set(ports.values()) if port in fibred]
+                if ends_differ and len(ends) == 2 and ends[0] == ends[1]:
+                    yield f"{path_of(location)}: must join two endpoints, got two ports of {shorten(ends[0])}"
+
+    return check
+
+
+def port_pairs(parts: Iterable[CrossConnectPart]) -> frozenset[PortPair]:
+    return frozenset(port_pair(OcsId(part.switch), part.port_a, part.port_b) for part in parts)
+
+
+class AllocateEndpointPart(ProblemPart):
+    id: str
+    ports: int = Field(ge=0, le=MOST_PORTS)
+
+
+class DemandPart(ProblemPart):
+    src: str
+    dst: str
+    bytes: float = Field(ge=0, le=MOST_BYTES)
+
+
+def _ends(value: Any) -> Any:
+    """A pair written as circuits are in the answer is a pair too."""
+    return [value["a"], value["b"]] if isinstance(value, dict) and value.keys() == {"a", "b"} else value
+
+
+EligiblePart = Annotated[list[str], BeforeValidator(_ends), Field(min_length=2, max_length=2)]
+
+
+class AllocateProblem(ProblemPart):
+    link_gbps: float = Field(ge=SLOWEST_GBPS, le=FASTEST_GBPS)
+    endpoints: list[AllocateEndpointPart]
+    demand: list[DemandPart]
+    eligible: list[EligiblePart] | None
+    failed_ports: dict[str, Annotated[int, Field(ge=0)]]
+
+
+def _two_ends(document: Any) -> Iterator[str]:
+    for location, each in values_at(document, "demand[]"):
+        if isinstance(each, dict) and isinstance(each.get("src"), str) and each["src"] == each.get("dst"):
+            yield f"{path_of((*location, 'dst'))}: must differ from src, got {shorten(each['dst'])}"
+    for location, each in values_at(document, "eligible[]"):
+        ends = _ends(each)
+        if isinstance(ends, list) and len(ends) == 2 and isinstance(ends[0], str) and ends[0] == ends[1]:
+            yield f"{path_of(location)}: must be two endpoints, got {shorten(each)}"
+
+
+ALLOCATE_CHECKS = (
+    unique("endpoints[].id"),
+    ids_exist("demand[].src", "endpoints[].id"),
+    ids_exist("demand[].dst", "endpoints[].id"),
+    ids_exist("eligible[][]", "endpoints[].id"),
+    ids_exist("eligible[].a", "endpoints[].id"),
+    ids_exist("eligible[].b", "endpoints[].id"),
+    _two_ends,
+    ids_exist("failed_ports{}", "endpoints[].id"),
+)
+
+
+def allocation_problem(read: AllocateProblem) -> "AllocationProblem":
+    from planner.fabric.allocate import AllocationProblem
+
+    demand: defaultdict[tuple[EndpointId, EndpointId], float] = defaultdict(float)
+    for each in read.demand:
+        demand[EndpointId(each.src), EndpointId(each.dst)] += each.bytes
+    return AllocationProblem(
+        link_gbps=read.link_gbps,
+        ports={EndpointId(each.id): each.ports for each in read.endpoints},
+        demand=dict(demand),
+        eligible=None
+        if read.eligible is None
+        else frozenset(pair_of(EndpointId(a), EndpointId(b)) for a, b in read.eligible),
+        failed_ports={EndpointId(endpoint): count for endpoint, count in read.failed_ports.items()},
+    )
+
+
+class CircuitPart(ProblemPart):
+    a: str
+    b: str
+    count: int = Field(ge=0, lt=2**31)
+
+
+class PlaceProblem(ProblemPart):
+    switches: list[CabledSwitchPart]
+    circuits: list[CircuitPart]
+    current: list[CrossConnectPart]
+    failed_ports: dict[str, list[Port]]
+
+
+def _circuits(document: Any) -> Iterator[str]:
+    """Pairs are of two endpoints that have fibres, and stand once, whichever end comes first."""
+    known = {endpoint for _, endpoint in values_at(document, "switches[].ports{}")}
+    first: dict[tuple[str, str], str] = {}
+    for location, each in values_at(document, "circuits[]"):
+        ends = {side: each.get(side) for side in ("a", "b")} if isinstance(each, dict) else {}
+        for side, end in ends.items():
+            if isinstance(end, str) and end not in known:
+                yield f"{path_of((*location, side))}: does not exist, got {shorten(end)}"
+        a, b = ends.get("a"), ends.get("b")
+        if not isinstance(a, str) or not isinstance(b, str):
+            continue
+        path, pair = path_of(location), (min(a, b), max(a, b))
+        if a == b:
+            yield f"{path}.b: must be another endpoint than a, got {shorten(b)}"
+        elif first.setdefault(pair, path) != path:
+            yield f"{path}: is the pair of {first[pair]} already, got {shorten([a, b])}"
+
+
+def _failed(document: Any) -> Iterator[str]:
+    known = fibres(document)
+    failed = document.get("failed_ports") if isinstance(document, dict) else None
+    for switch, ports in failed.items() if isinstance(failed, dict) else ():
+        if switch not in known:
+            yield f"{path_of(('failed_ports', switch))}: does not exist, got {shorten(switch)}"
+            continue
+        first: dict[int, str] = {}
+        for place, port in enumerate(ports) if isinstance(ports, list) else ():
+            path = path_of(("failed_ports", switch, place))
+            if type(port) is not int:
+                continue
+            if port not in known[switch]:
+                yield f"{path}: has no fibre on {shorten(switch)}, got {port}"
+            elif first.setdefault(port, path) != path:
+                yield f"{path}: is used already by {first[port]}, got {port}"
+
+
+PLACE_CHECKS = (*CABLING_CHECKS, _circuits, cross_connects("current"), _failed)
+
+
+def placing_problem(read: PlaceProblem) -> "PlacingProblem":
+    from planner.fabric.place import PlacingProblem
+
+    return PlacingProblem(
+        cabling=cabling(read.switches),
+        circuits={pair_of(EndpointId(each.a), EndpointId(each.b)): each.count for each in read.circuits if each.count},
+        current=port_pairs(read.current),
+        failed_ports={OcsId(switch): frozenset(ports) for switch, ports in read.failed_ports.items()},
+    )
+
+
+class TransitionFile(ProblemPart):
+    switches: list[CabledSwitchPart]
+    current: list[CrossConnectPart]
+    target: list[CrossConnectPart]
+    max_moves_per_stage: int = Field(ge=1, lt=2**53)
+    min_fraction: float = Field(ge=0, le=1)
+
+
+TRANSITION_CHECKS = (*CABLING_CHECKS, cross_connects("current", "target", ends_differ=True))
+
+
+def transition_problem(read: TransitionFile) -> "TransitionProblem":
+    from planner.fabric.transition import TransitionProblem
+
+    current, target = port_pairs(read.current), port_pairs(read.target)
+    return TransitionProblem(cabling(read.switches), current, target, read.max_moves_per_stage, read.min_fraction)

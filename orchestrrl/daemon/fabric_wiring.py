@@ -17,7 +17,7 @@ from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
-from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.driver import make_driver
 from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.verification import FabricVerifier

@@ -112,7 +112,7 @@ def _driver_faults(path: str, entry: dict[Any, Any]) -> list[str]:
     driver, options = entry.get("driver"), entry.get("options", {})
     if not isinstance(driver, str) or not driver or not isinstance(options, dict):
         return []
-    from orchestrrl.fabric.route_drivers.registry import make_driver
+    from orchestrrl.fabric.route_drivers.driver import make_driver
 
     try:
         make_driver(driver, str(entry.get("tor")), options, WallClock())  # opens nothing

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable, few
 from orchestrrl.core.offload import Offload, inline
-from orchestrrl.fabric.route_drivers.base import AppliedRoutes, RouteDriver
+from orchestrrl.fabric.route_drivers.base import AppliedRoutes
+from orchestrrl.fabric.route_drivers.driver import RouterDriver
 from planner.fabric import route_plan as pure
 from planner.fabric.model import EndpointId
 from planner.fabric.route_plan import NextHop, RouteChange, RoutedLink, RouteTable, RoutingDomain
@@ -97,7 +98,7 @@ class Rerouting:
 
     def __init__(
         self,
-        routers: Mapping[EndpointId, RouteDriver],
+        routers: Mapping[EndpointId, RouterDriver],
         domain: RoutingDomain,
         clock: Clock,
         limits: ReroutingTimeouts | None = None,

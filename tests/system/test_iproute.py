@@ -10,9 +10,8 @@ from namespaces import laboratory
 from routers import LinuxRouter
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
-from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 
@@ -26,17 +25,17 @@ class TestIproute(RouteDriverConformance):
             self.router = LinuxRouter(lab, tmp_path)
             yield
 
-    async def make_driver(self) -> RouteDriver:
+    async def make_driver(self) -> RouterDriver:
         return make_driver("iproute", "tor1", {"prefix": self.router.prefix, **self.options})
 
-    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+    async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
         if fault.kind is RouterFaultKind.FOREIGN_ROUTE:
             where = ("via", self.peer, "dev", "swp3", "onlink", "metric", "10", "table", self.table)
             self.router.inside("ip", "route", "add", fault.prefix, *where, "proto", "static")
         else:
             self.router.inject(fault)
 
-    async def others(self, driver: RouteDriver) -> frozenset[str]:
+    async def others(self, driver: RouterDriver) -> frozenset[str]:
         rows = json.loads(self.router.inside("ip", "-N", "-json", "-4", "route", "show", "table", "all"))
         is_ours = {"160", "2"}  # and the kernel's own
         return frozenset(row["dst"] for row in rows if row.get("protocol") not in is_ours)

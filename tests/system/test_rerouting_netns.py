@@ -12,7 +12,7 @@ from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
 from orchestrrl.core.clock import WallClock
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
-from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.driver import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
 from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter
 

@@ -1,10 +1,9 @@
 """The driver contract: what the control plane asks of any router whose packets it reroutes.
 
 A plug point: one module per product, registered in the entry-point group `orchestrrl.route_drivers`, looked up
-by `registry.py`. Every driver passes `conformance.py`. A product need not implement all of `RouteDriver`: it writes a
-`RouterWire`, the few verbs that it has, and `driver.py` makes the contract of it. A driver owns the routes that bear
-its mark (a protocol number, a tag); it reads, changes and removes those alone. Errors are those of
-`orchestrrl/core/errors.py`.
+by `driver.py`. Every driver passes `conformance.py`. A product writes a `RouterWire`, the few verbs that it has, and
+`driver.RouterDriver` makes the contract of it. A driver owns the routes that bear its mark (a protocol number, a tag);
+it reads, changes and removes those alone. Errors are those of `orchestrrl/core/errors.py`.
 """
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -62,43 +61,8 @@ class RouteReading:
     idle: frozenset[str] = frozenset()
 
 
-class RouteDriver(Protocol):
-    """One router. Construction opens nothing. Calls may come concurrently: one writer is let through at a time, and
-    every command and every wait is bounded in time. Reading raises Retryable where the router cannot be reached."""
-
-    router: str  # the name it goes by in errors and journals
-
-    async def capabilities(self) -> RouterCapabilities: ...
-
-    async def read(self) -> RouteTable:
-        """The routes that are ours, as they are."""
-        ...
-
-    async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
-        """Send what of the changes is not yet so, then read back. A route is replaced in one step: at no time is there
-        none. Raises Permanent, before anything is sent, for what this router can never hold and for a prefix that
-        somebody else holds; Retryable where it cannot be reached; OutcomeUnknown where it could not be read
-        afterwards."""
-        ...
-
-    async def links(self) -> Mapping[str, bool]:
-        """Every interface: whether it is up and there is a signal."""
-        ...
-
-    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
-        """Returns once all are up, or after `limit_s`."""
-        ...
-
-    async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
-        """Forget who was at the far end of these interfaces, look who is there now, and tell those next hops whose
-        gateway answers within `limit_s`. Packets that go there afterwards do not wait for that any more."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class RouterWire(Protocol):
-    """The verbs of one product, without policy. `driver.Driver` calls them inside a time limit. A verb raises
+    """The verbs of one product, without policy. `driver.RouterDriver` calls them inside a time limit. A verb raises
 
     - Retryable: the router cannot be reached, or is busy
     - Permanent: the router refused, with its own words; of a `send`, part may have taken

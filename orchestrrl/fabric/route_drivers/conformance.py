@@ -1,12 +1,12 @@
 """The suite that every driver passes. Subclass it, say how to make a driver, and run pytest (asyncio mode auto):
 
     class TestMyRouter(RouteDriverConformance):
-        async def make_driver(self) -> RouteDriver:
+        async def make_driver(self) -> RouterDriver:
             return MyRouter("lab1", address="192.0.2.7")
 
-        async def inject(self, driver: RouteDriver, fault: Fault) -> None: ...
+        async def inject(self, driver: RouterDriver, fault: Fault) -> None: ...
 
-        async def others(self, driver: RouteDriver) -> frozenset[str]: ...
+        async def others(self, driver: RouterDriver) -> frozenset[str]: ...
 
 The router has three interfaces, `interfaces`, that are up, with a router that answers for `peer` at the far end of
 each, and no routes of ours. Each test gets a driver of its own and closes it. Faults that cannot be injected are named
@@ -20,7 +20,8 @@ from types import MappingProxyType
 from unittest import SkipTest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.route_drivers.base import RouteDriver, RouterCapabilities
+from orchestrrl.fabric.route_drivers.base import RouterCapabilities
+from orchestrrl.fabric.route_drivers.driver import RouterDriver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
@@ -44,27 +45,29 @@ class RouteDriverConformance:
     peer: str = "192.0.2.2"
     cannot_inject: Mapping[RouterFaultKind, str] = MappingProxyType({})
 
-    async def make_driver(self) -> RouteDriver:
+    async def make_driver(self) -> RouterDriver:
         """A driver for a router as the module says. Override it."""
         raise AssertionError("this harness does not say how to make a driver")
 
-    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+    async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
         """Make this go wrong. Override it, or fill `cannot_inject`."""
         raise AssertionError(f"this harness neither injects {fault.kind} nor says why it cannot")
 
-    async def others(self, driver: RouteDriver) -> frozenset[str]:
+    async def others(self, driver: RouterDriver) -> frozenset[str]:
         """The prefixes that have routes which are not ours. Override it."""
         raise AssertionError("this harness does not say which routes are not ours")
 
     @asynccontextmanager
-    async def device(self) -> AsyncIterator[RouteDriver]:
+    async def device(self) -> AsyncIterator[RouterDriver]:
         driver = await self.make_driver()
         try:
             yield driver
         finally:
             await driver.close()
 
-    async def break_it(self, driver: RouteDriver, kind: RouterFaultKind, interface: str = "", prefix: str = "") -> None:
+    async def break_it(
+        self, driver: RouterDriver, kind: RouterFaultKind, interface: str = "", prefix: str = ""
+    ) -> None:
         if kind in self.cannot_inject:
             raise SkipTest(f"{kind}: {self.cannot_inject[kind]}")
         await self.inject(driver, RouterFault(kind, interface, prefix))
@@ -129,7 +132,7 @@ class RouteDriverConformance:
             await self.refused(driver, [put(self.route(ONE, 1)), gone(ONE)], "twice")
             assert await driver.read() == RouteTable()
 
-    async def refused(self, driver: RouteDriver, changes: list[RouteChange], *words: str) -> None:
+    async def refused(self, driver: RouterDriver, changes: list[RouteChange], *words: str) -> None:
         table = await driver.read()
         refusal = ""
         try:

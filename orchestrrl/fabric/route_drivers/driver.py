@@ -1,13 +1,21 @@
-"""The contract of `base.RouteDriver` made of a product's `base.RouterWire`: one writer, time limits, reading back."""
+"""Route drivers: a product's `base.RouterWire` with one writer, time limits and reading back; made by name.
+
+An entry point of the group `orchestrrl.route_drivers`, where ours and third parties' are registered, names a factory
+`(router, *, clock, **options) -> RouterDriver`, usually the driver's class. The rest of its keyword-only parameters are
+the options that users may set.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ocs_drivers.driver import take_turn, within
+from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.options import CheckedOptions, FromOptions, is_number, must_be
+from ocs_drivers.registry import make_from_group
 from orchestrrl.core.clock import Clock, WallClock
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.base import (
     AppliedRoutes,
     LinkWait,
@@ -18,6 +26,7 @@ from orchestrrl.fabric.route_drivers.base import (
 )
 from planner.fabric.route_plan import NextHop, RouteChange, RouteTable
 
+ENTRY_POINT_GROUP = "orchestrrl.route_drivers"
 T = TypeVar("T")
 
 RETRY_S = 1.0
@@ -30,23 +39,54 @@ PROBE_S = 0.1
 POLL_WITH_EVENTS_S = 0.2
 
 
-class RouterDriver:
-    """A RouteDriver over one wire. See `base.RouteDriver` for what each call promises."""
+def are_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(word, str) and word for word in value)
 
-    def __init__(self, router: str, wire: RouterWire, *, clock: Clock | None = None, command_s: float = 5.0) -> None:
-        self.router = router
-        self._wire = wire
+
+def _is_limit(value: Any) -> bool:
+    return is_number(value) and 0 < value < 3600
+
+
+class RouterOptions(CheckedOptions):
+    """What every driver lets its users set."""
+
+    command_timeout_s: Annotated[float, must_be("a number within 0..3600", _is_limit)] = 5.0
+
+
+class CommandOptions(RouterOptions):
+    """What every driver that runs commands lets its users set. `prefix`: the words that stand before each command."""
+
+    prefix: Annotated[tuple[str, ...], must_be("a list of words, as [ssh, tor3]", are_words)] = ()
+
+
+class RouterDriver(FromOptions):
+    """One router. Construction opens nothing, and raises ProblemFaults with every fault of the options. Calls may come
+    concurrently: one writer is let through at a time, and every command and every wait is bounded in time. Reading
+    raises Retryable where the router cannot be reached."""
+
+    def __init__(self, router: str, *, clock: Clock | None = None, **given: Any) -> None:
+        try:
+            options = self._options_type.read(given)
+        except InvalidOptions as error:
+            raise ProblemFaults(error.faults) from None
+        self.router = router  # the name it goes by in errors and journals
         self._clock = clock or WallClock()
-        self._command_s = command_s  # how long one command may take
+        self._wire: RouterWire = self._make_wire(options, self._clock)
+        self._command_s: float = options.command_timeout_s  # how long one command may take
         self._writer = asyncio.Lock()
 
     async def capabilities(self) -> RouterCapabilities:
         return self._wire.capabilities
 
     async def read(self) -> RouteTable:
+        """The routes that are ours, as they are."""
         return (await self._read_routes()).table
 
     async def apply(self, changes: Sequence[RouteChange]) -> AppliedRoutes:
+        """Send what of the changes is not yet so, then read back. A route is replaced in one step: at no time is there
+        none. Raises Permanent, before anything is sent, for what this router can never hold and for a prefix that
+        somebody else holds; Retryable where it cannot be reached; OutcomeUnknown where it could not be read
+        afterwards."""
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
@@ -69,9 +109,11 @@ class RouterDriver:
             return AppliedRoutes(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
 
     async def links(self) -> Mapping[str, bool]:
+        """Every interface: whether it is up and there is a signal."""
         return await self._command("links", self._wire.read_links())
 
     async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
+        """Returns once all are up, or after `limit_s`."""
         began_s = self._clock.now_s()
         pause_s = POLL_WITH_EVENTS_S if self._wire.capabilities.link_events else POLL_S
         async with self._link_changes() as changed:
@@ -86,6 +128,8 @@ class RouterDriver:
                     await within(self._clock, min(pause_s, limit_s - elapsed_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
+        """Forget who was at the far end of these interfaces, look who is there now, and return those next hops whose
+        gateway answers within `limit_s`. Packets that go there afterwards do not wait for that any more."""
         wanted = frozenset(hops)
         if not wanted:
             return wanted
@@ -186,3 +230,18 @@ class RouterDriver:
             listening.cancel()
             # A listener that broke cost some speed: the links were looked at all the same.
             await asyncio.gather(listening, return_exceptions=True)
+
+
+def make_driver(
+    name: str, router: str, options: Mapping[str, Any] | None = None, clock: Clock | None = None
+) -> RouterDriver:
+    """A driver `name` for the router that will go by the name `router`; opens nothing.
+
+    Raises ProblemFaults with every fault: an unknown driver (listing the known ones), unknown or missing options,
+    values that the driver refuses.
+    """
+    try:
+        driver: RouterDriver = make_from_group(ENTRY_POINT_GROUP, name, router, options or {}, clock or WallClock())
+    except InvalidOptions as error:
+        raise ProblemFaults(error.faults) from error
+    return driver

@@ -20,9 +20,8 @@ from ocs_drivers.options import must_be, whole
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
-from orchestrrl.fabric.route_drivers.command import CommandOutput, RouterShell
-from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from orchestrrl.fabric.route_drivers.registry import CommandOptions, ConfiguredRouter, are_words
+from orchestrrl.fabric.route_drivers.driver import CommandOptions, RouterDriver, are_words
+from orchestrrl.fabric.route_drivers.linux import CommandOutput, LinuxHost, RouterShell
 from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable
 
 TAG = 160
@@ -130,5 +129,5 @@ def _default_vrf(configuration: str) -> list[str]:
     return lines
 
 
-class FrrRouter(ConfiguredRouter, options=FrrOptions, wire=FrrWire):
+class FrrRouter(RouterDriver, options=FrrOptions, wire=FrrWire):
     """The driver `frr`."""

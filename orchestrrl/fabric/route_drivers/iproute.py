@@ -13,9 +13,8 @@ from typing import Annotated, Any
 from ocs_drivers.options import whole
 from orchestrrl.core.clock import Clock
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
-from orchestrrl.fabric.route_drivers.command import RouterShell
-from orchestrrl.fabric.route_drivers.linux import LinuxHost
-from orchestrrl.fabric.route_drivers.registry import CommandOptions, ConfiguredRouter
+from orchestrrl.fabric.route_drivers.driver import CommandOptions, RouterDriver
+from orchestrrl.fabric.route_drivers.linux import LinuxHost, RouterShell
 from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
 
 MAIN_TABLE = 254
@@ -85,5 +84,5 @@ def _shares(row: dict[str, Any]) -> dict[tuple[str, str], int]:
     return {(hop["gateway"], hop["dev"]): int(hop.get("weight", 1)) for hop in hops}
 
 
-class IprouteRouter(ConfiguredRouter, options=IprouteOptions, wire=IprouteWire):
+class IprouteRouter(RouterDriver, options=IprouteOptions, wire=IprouteWire):
     """The driver `iproute`."""

@@ -15,7 +15,7 @@ from ocs_drivers.options import must_be, whole
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
-from orchestrrl.fabric.route_drivers.registry import ConfiguredRouter, RouterOptions, are_words
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, RouterOptions, are_words
 from planner.fabric.route_plan import INTERFACE, NextHop, PacketRoute, RouteChange, RouteTable
 
 
@@ -165,7 +165,7 @@ class VirtualRouterOptions(RouterOptions):
     link_events: bool = True
 
 
-class VirtualRouterDriver(ConfiguredRouter, options=VirtualRouterOptions):
+class VirtualRouterDriver(RouterDriver, options=VirtualRouterOptions):
     """The driver `virtual`: a router in this very process."""
 
     def _make_wire(self, options: VirtualRouterOptions, clock: Clock) -> VirtualRouterWire:

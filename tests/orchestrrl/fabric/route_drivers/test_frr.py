@@ -14,9 +14,8 @@ from namespaces import laboratory
 from routers import LinuxRouter
 
 from orchestrrl.core.errors import Retryable
-from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, TWO, RouteDriverConformance, gone, put
-from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
 
 DAEMONS = Path("/usr/lib/frr")
@@ -58,7 +57,7 @@ class TestFrr(RouteDriverConformance):
             assert time.monotonic() < deadline_s, fault
             time.sleep(0.01)
 
-    async def make_driver(self) -> RouteDriver:
+    async def make_driver(self) -> RouterDriver:
         options = {"prefix": self.router.prefix, "vtysh_arguments": self.vtysh, **self.options}
         return make_driver("frr", "tor1", options)
 
@@ -66,13 +65,13 @@ class TestFrr(RouteDriverConformance):
         words = [word for line in ("configure terminal", *lines) for word in ("-c", line)]
         return self.router.inside("vtysh", *self.vtysh, *words)
 
-    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+    async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
         if fault.kind is RouterFaultKind.FOREIGN_ROUTE:
             self.configure(f"ip route {fault.prefix} {self.peer} swp3 onlink")
         else:
             self.router.inject(fault)
 
-    async def others(self, driver: RouteDriver) -> frozenset[str]:
+    async def others(self, driver: RouterDriver) -> frozenset[str]:
         shown = self.router.inside("vtysh", *self.vtysh, "-c", "show running-config")
         lines = [line.split() for line in shown.splitlines() if line.startswith("ip route ")]
         return frozenset(words[2] for words in lines if "160" not in words)

@@ -8,9 +8,8 @@ import pytest
 
 from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
-from orchestrrl.fabric.route_drivers.base import RouteDriver
 from orchestrrl.fabric.route_drivers.conformance import ONE, RouteDriverConformance, put
-from orchestrrl.fabric.route_drivers.registry import make_driver
+from orchestrrl.fabric.route_drivers.driver import RouterDriver, make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.route_plan import RouteTable
 
@@ -36,7 +35,7 @@ class TestVirtualRouter(RouteDriverConformance):
     def _time(self, clock: VirtualClock) -> None:
         self.clock = clock
 
-    async def make_driver(self) -> RouteDriver:
+    async def make_driver(self) -> RouterDriver:
         driver = make_driver("virtual", "tor1", self.options, self.clock)
         assert isinstance(driver, VirtualRouterDriver)
         peer = VirtualRouter("192.0.2.2", self.interfaces)
@@ -44,11 +43,11 @@ class TestVirtualRouter(RouteDriverConformance):
             driver.device.join(interface, peer, interface)
         return driver
 
-    async def inject(self, driver: RouteDriver, fault: RouterFault) -> None:
+    async def inject(self, driver: RouterDriver, fault: RouterFault) -> None:
         assert isinstance(driver, VirtualRouterDriver)
         driver.device.inject(fault)
 
-    async def others(self, driver: RouteDriver) -> frozenset[str]:
+    async def others(self, driver: RouterDriver) -> frozenset[str]:
         assert isinstance(driver, VirtualRouterDriver)
         return frozenset(driver.device.foreign)
 

@@ -35,8 +35,7 @@ from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
-from planner.fabric.masks import Port
-from planner.fabric.model import OcsId, Pair, PortPair
+from planner.fabric.model import OcsId, Pair, Port, PortPair
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
 from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition

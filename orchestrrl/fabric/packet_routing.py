@@ -20,8 +20,7 @@ from orchestrrl.core.offload import Offload
 from orchestrrl.fabric.rerouting import NotDrained, Rerouting, RoutedCircuits
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
-from planner.fabric.masks import Port
-from planner.fabric.model import OcsId, PortPair
+from planner.fabric.model import OcsId, Port, PortPair
 from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site
 from planner.fabric.transition import TransitionStage

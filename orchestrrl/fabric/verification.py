@@ -21,8 +21,7 @@ from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader, site_pair
 from planner.fabric import cables
 from planner.fabric.cables import DARK, CablingFault, ObservedCables, port_text
 from planner.fabric.light import Interface, links_up
-from planner.fabric.masks import Port
-from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.model import OcsId, Port, PortPair, port_pair
 from planner.fabric.topology import Lane, Site
 
 LIGHT_WITHIN_S = 2.0

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from planner.fabric.light import Interface, Lit, links_up
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId, PortPair, port_pair
+from planner.fabric.model import EndpointId, OcsId, Port, PortPair, port_pair
 from planner.fabric.topology import Site
 
 WRONG_CABLE = "wrong_cable"

@@ -5,11 +5,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
-from planner.fabric.masks import Port, failed_ports
-from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, pair_of, port_pair
-from planner.fabric.plan import FabricState
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, Port, PortPair, pair_of, partners, port_pair
+from planner.fabric.plan import FabricFailures, FabricState
 from planner.fabric.topology import RESPONSES, Lane, Site
+
+
+def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
+    """All ports that nothing may end at, those of failed switches included. A cross-connect that failed takes both of
+    its ports, as it is not known at which end it did."""
+    of_switches = {
+        (switch.id, port)
+        for switch in site.switches
+        if switch.id in failures.switches
+        for ports in switch.ports.values()
+        for port in ports
+    }
+    of_circuits = {(each.switch, port) for each in failures.cross_connects for port in each.ports}
+    return frozenset(failures.ports | of_switches | of_circuits)
 
 
 @dataclass(frozen=True)
@@ -32,15 +44,6 @@ class PlanGround:
     def held(self) -> frozenset[Port]:
         """That nothing new may end at."""
         return self.failed | self.pinned_ports
-
-    @cached_property
-    def owner(self) -> Mapping[Port, EndpointId]:
-        """ToR or uplink of every port."""
-        return port_owners(self.site)
-
-    @cached_property
-    def lane_at(self) -> Mapping[Port, Lane]:
-        return lanes_by_core_port(self.site)
 
     @cached_property
     def up(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
@@ -68,11 +71,11 @@ class PlanGround:
         purposes = {self.site.reserved.get(end) for end in _ends(cross_connect)}
         if purposes != {None}:
             return len(purposes) == 1 and RESPONSES not in purposes
-        owners = [self.owner[end] for end in _ends(cross_connect) if end in self.owner]
+        owners = [self.site.owner[end] for end in _ends(cross_connect) if end in self.site.owner]
         return self.touched.isdisjoint(self.site.pod_of[each] for each in owners)
 
     def of_somebody(self, cross_connect: PortPair) -> bool:
-        return any(end in self.owner for end in _ends(cross_connect))
+        return any(end in self.site.owner for end in _ends(cross_connect))
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
         """Of each PoD: healthy ones that are reserved for this (None: for nothing) and that no pin is in the way of."""
@@ -93,7 +96,7 @@ class AggRoom:
     def __init__(self, ground: PlanGround, pod: EndpointId) -> None:
         switches = ground.site.agg_switches_of[pod]
         self._tors = ground.site.tor
-        self._owner = ground.owner
+        self._owner = ground.site.owner
         self._held = ground.held
         self.up = tuple(each for switch in switches for each in ground.up.get(switch.id, ()))
         self.stays = tuple(each for switch in switches for each in ground.stays.get(switch.id, ()))

@@ -1,4 +1,4 @@
-"""Which ToR each lane that the core uses is lifted to, and the slice of the core that is kept for responses. Pure.
+"""Which lanes carry the circuits of the core, which ToR each is lifted to, and the slice kept for responses. Pure.
 
 Nothing switches packets between two ToRs that a circuit of the core joins, so its two lanes are chosen together: for
 the pair of ToRs that has the most to say to each other and the least to say it over. ToRs keep to what the allocator
@@ -6,19 +6,64 @@ gave them as long as that serves a pair; what is left goes to pairs whose ports 
 The slice for responses has the same circuits in every stage, whatever is announced.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from planner.fabric.allocate import AllocationProblem, algorithm3
-from planner.fabric.core_lanes import place_in_core
 from planner.fabric.ground import AggRoom, PlanGround
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, Port, PortPair, pair_of, port_pair
+from planner.fabric.place import PlacedCircuits, PlacingProblem, place
 from planner.fabric.sizing import Tors
 from planner.fabric.topology import RESPONSES, Lane, PodRole
 
 Due = tuple[OcsId, EndpointId]  # a ToR on a switch
+
+
+def place_in_core(
+    ground: PlanGround, lanes: Mapping[EndpointId, Iterable[Lane]], circuits: Mapping[Pair, int]
+) -> PlacedCircuits:
+    """Between PoDs, on the ports at which these lanes end in the core."""
+    ports: dict[OcsId, dict[int, EndpointId]] = defaultdict(dict)
+    for pod, own in lanes.items():
+        for lane in own:
+            ports[lane.core][lane.core_port] = pod
+    cabling = Cabling(ports)
+    up = frozenset(each for each in ground.up_in_core if cabling.ends(each) is not None)
+    return place(PlacingProblem(cabling, circuits, up))
+
+
+def evened_out(
+    placed: PlacedCircuits, lanes: Mapping[EndpointId, Iterable[Lane]], rooms: Mapping[EndpointId, AggRoom]
+) -> tuple[PortPair, ...]:
+    """As many circuits on the same switches of the core. New ones take the lanes whose far ends are where ToRs have
+    most ports left: two ToRs can only be joined where both have a port, so lifts must not use up one switch of a PoD.
+    """
+    kept = frozenset(placed.kept)
+    taken = {(each.switch, port) for each in kept for port in each.ports}
+    left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
+    pod_at: dict[tuple[OcsId, int], EndpointId] = {}
+    free: dict[tuple[EndpointId, OcsId], dict[OcsId, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for pod, own in lanes.items():
+        for lane in own:
+            pod_at[lane.core, lane.core_port] = pod
+            if (lane.core, lane.core_port) in taken:
+                left[lane.agg] -= 1
+            else:
+                free[pod, lane.core][lane.agg].append(lane.core_port)
+    chosen = list(kept)
+    for each in placed.cross_connects:
+        if each not in kept:
+            ends = []
+            for port in each.ports:
+                choice = free[pod_at[each.switch, port], each.switch]
+                agg = max(
+                    (switch for switch, ports in choice.items() if ports), key=lambda switch: (left[switch], switch)
+                )
+                ends.append(choice[agg].pop(0))
+                left[agg] -= 1
+            chosen.append(port_pair(each.switch, *ends))
+    return tuple(sorted(chosen))
 
 
 @dataclass(slots=True)
@@ -166,7 +211,7 @@ def lift_any(
     turns: Counter[EndpointId] = Counter()
     core, lifts, notes = [], [], []
     for each in sorted(cross_connects):
-        ends = [ground.lane_at.get((each.switch, port)) for port in each.ports]
+        ends = [ground.site.lane_at.get((each.switch, port)) for port in each.ports]
         lanes = [lane for lane in ends if lane is not None]
         chosen: list[EndpointId | None] = []
         for lane in lanes:  # both may end in one PoD, if somebody pinned such a circuit: not at one ToR

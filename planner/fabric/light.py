@@ -8,9 +8,7 @@ it is gone as soon as one of them is.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.fabric.coupling import partners
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, PortPair, port_pair
+from planner.fabric.model import EndpointId, Port, PortPair, partners, port_pair
 from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site, Tier
 

@@ -12,13 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from planner.fabric.allocate import BITS_PER_BYTE
-from planner.fabric.core_lanes import evened_out, place_in_core
-from planner.fabric.coupling import check_coupling
 from planner.fabric.demand import GENERAL, IntentFlows, flows_of
 from planner.fabric.ground import AggRoom, PlanGround
 from planner.fabric.intent import Intent
-from planner.fabric.lifts import Due, Lifted, ReservedSlice, lift_all, lift_any, reserve
-from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.lifts import (
+    Due,
+    Lifted,
+    ReservedSlice,
+    evened_out,
+    lift_all,
+    lift_any,
+    place_in_core,
+    reserve,
+)
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of, partners
 from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
 from planner.fabric.sizing import CircuitSizes, WantedBytes, size_with, spread, wanted_of
@@ -60,7 +67,7 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
     faults += [f"port {port} of {switch} has failed" for switch, port in ends.keys() & ground.failed]
     for each in wanted - state.current:
         faults += [
-            f"{each}: port {port} has no fibre" for port in each.ports if (each.switch, port) not in ground.owner
+            f"{each}: port {port} has no fibre" for port in each.ports if (each.switch, port) not in ground.site.owner
         ]
     for each in wanted - state.pinned:
         ports = [(each.switch, port) for port in each.ports]
@@ -69,6 +76,32 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
         if len(purposes) > 1:
             faults.append(f"{each}: its ports are kept for {' and for '.join(purposes)}")
     return (*sorted(faults), *check_coupling(site, wanted))
+
+
+def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str, ...]:
+    """The PoDs that cannot carry what the core brings them, with how much is wanted and there; none: all is carried.
+
+    An uplink switches nothing. A circuit of the core ends on one lane in each PoD, and light gets on from there only if
+    the PoD's own switch joins that very lane to a ToR. Appendix D ("Agg/Core relationship") of the paper.
+    """
+    cross_connects = frozenset(cross_connects)
+    joined = partners(cross_connects)
+    wanted: Counter[str] = Counter()
+    there: Counter[str] = Counter()
+    for each in cross_connects:
+        for port in each.ports:
+            lane = site.lane_at.get((each.switch, port))
+            if lane is None:
+                continue
+            pod = site.pod_of[lane.uplink]
+            wanted[pod] += 1
+            end = joined.get((lane.agg, lane.agg_port))
+            there[pod] += end is not None and site.owner.get((lane.agg, end)) in site.tor
+    return tuple(
+        f"{pod}: {wanted[pod]} circuits of the core end there, {there[pod]} are lifted to a ToR"
+        for pod in sorted(wanted)
+        if there[pod] < wanted[pod]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +157,7 @@ class _Draft:
         inside = {pod: self._in_pod(pod, sizes, carrying) for pod in wanted.tors}
         due = Counter(end for each in inside.values() for end in each.lifts)
         lifted = lift_all(
-            carrying, ground.lane_at, self._rooms, site.pod_of, due, between=sizes.between, most=sizes.most
+            carrying, ground.site.lane_at, self._rooms, site.pod_of, due, between=sizes.between, most=sizes.most
         )
         self._note_not_carried(lifted)
         spare = {pod: self._spare(pod) for pod in wanted.tors}
@@ -171,7 +204,7 @@ class _Draft:
     def _in_pod(self, pod: EndpointId, sizes: CircuitSizes, carrying: Iterable[PortPair]) -> "_InPod":
         """Circuits from ToR to ToR and lifts of the lanes that the core uses, placed together."""
         room, ground = self._rooms[pod], self._ground
-        lanes = [ground.lane_at[each.switch, port] for each in carrying for port in each.ports]
+        lanes = [ground.site.lane_at[each.switch, port] for each in carrying for port in each.ports]
         cabling = room.cabling_with(pod, [lane for lane in lanes if self._site.pod_of[lane.uplink] == pod])
         tors = {tor.id for tor in self._site.tors_of[pod]}
         lifts = {pair_of(tor, pod): count for tor, count in sizes.lifts.items() if tor in tors}
@@ -207,7 +240,7 @@ class _Draft:
         unplaced: Mapping[Pair, int],
     ) -> TierPlan:
         """A ToR that nothing lifts, but should be, is unserved towards its PoD."""
-        owner = self._ground.owner
+        owner = self._ground.site.owner
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()
         for each in _on(self._site.agg_switches_of[pod], cross_connects):
@@ -253,7 +286,7 @@ class _Draft:
     def _between_pods(self, cross_connects: Iterable[PortPair]) -> Mapping[Pair, int]:
         circuits: Counter[Pair] = Counter()
         for each in cross_connects:
-            lanes = [self._ground.lane_at.get((each.switch, port)) for port in each.ports]
+            lanes = [self._ground.site.lane_at.get((each.switch, port)) for port in each.ports]
             pods = {self._site.pod_of[lane.uplink] for lane in lanes if lane is not None}
             if len(pods) == 2:
                 circuits[pair_of(*pods)] += 1

@@ -11,6 +11,7 @@ from typing import NewType
 EndpointId = NewType("EndpointId", str)  # a ToR, an uplink or a PoD
 OcsId = NewType("OcsId", str)  # an optical circuit switch
 Pair = tuple[EndpointId, EndpointId]  # two endpoints, the smaller id first
+Port = tuple[OcsId, int]
 
 
 def pair_of(one: EndpointId, other: EndpointId) -> Pair:
@@ -43,6 +44,15 @@ class PortPair:
 def port_pair(switch: OcsId, one: int, other: int) -> PortPair:
     """The same in whichever order the ports come."""
     return PortPair(switch, min(one, other), max(one, other))
+
+
+def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, int]:
+    """For each port that is in use, the other one."""
+    found: dict[Port, int] = {}
+    for each in cross_connects:
+        found[each.switch, each.port_a] = each.port_b
+        found[each.switch, each.port_b] = each.port_a
+    return found
 
 
 @dataclass(frozen=True, slots=True)

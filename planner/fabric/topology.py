@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NewType, Protocol, TypeVar
 
-from planner.fabric.model import Cabling, EndpointId, OcsId
+from planner.fabric.model import Cabling, EndpointId, OcsId, Port
 from planner.model import GpuId
 
 ServerId = NewType("ServerId", str)
@@ -208,9 +208,9 @@ class Site:
         )
 
     @cached_property
-    def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[tuple[OcsId, int], ...]]]:
+    def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[Port, ...]]]:
         """The switches and ports where each ToR and uplink ends, by switch and as listed there."""
-        found: dict[Tier, dict[EndpointId, list[tuple[OcsId, int]]]] = {tier: {} for tier in Tier}
+        found: dict[Tier, dict[EndpointId, list[Port]]] = {tier: {} for tier in Tier}
         for switch in sorted(self.switches, key=lambda each: each.id):
             for endpoint, numbers in switch.ports.items():
                 found[switch.tier].setdefault(endpoint, []).extend((switch.id, port) for port in numbers)
@@ -230,7 +230,22 @@ class Site:
         )
 
     @cached_property
-    def reserved(self) -> Mapping[tuple[OcsId, int], str]:
+    def lane_at(self) -> Mapping[Port, Lane]:
+        """By its port in the core."""
+        return {(lane.core, lane.core_port): lane for lane in self.lanes}
+
+    @cached_property
+    def owner(self) -> Mapping[Port, EndpointId]:
+        """The ToR or uplink that each port of each switch is fibred to."""
+        return {
+            (switch.id, port): endpoint
+            for switch in self.switches
+            for endpoint, ports in switch.ports.items()
+            for port in ports
+        }
+
+    @cached_property
+    def reserved(self) -> Mapping[Port, str]:
         """Whom a port is kept for."""
         return {(each.switch, port): each.purpose for each in self.reservations for port in each.ports}
 

@@ -8,8 +8,7 @@ network joins all ToRs, slowly, so that every host can always reach every other.
 
 from orchestrrl.lab.box.namespaces import Script
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE, TestbedPlan
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.model import EndpointId, OcsId, Port
 from planner.fabric.topology import ServerId
 
 PACKET_SIDE = "eps"

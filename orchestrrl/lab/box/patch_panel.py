@@ -19,8 +19,7 @@ from orchestrrl.fabric.switch_reader import site_pairs
 from orchestrrl.lab.box.cabling import bridge_name, port_name
 from orchestrrl.lab.box.namespaces import make_socket, within
 from orchestrrl.lab.box.plan import End, TestbedPlan, is_fibre
-from planner.fabric.masks import Port
-from planner.fabric.model import OcsId, PortPair
+from planner.fabric.model import OcsId, Port, PortPair
 
 POLL_EVERY_S = 0.5  # for what happens without a word, such as a fibre that is pulled
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.fabric.light import Interface, fibres_of
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId
+from planner.fabric.model import EndpointId, OcsId, Port
 from planner.fabric.topology import ServerId, Site
 from planner.model import GpuId
 

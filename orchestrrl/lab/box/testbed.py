@@ -22,8 +22,7 @@ from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.emulated_switch import GRPC, driver_of, make_switch
 from orchestrrl.lab.testbed.processes import until
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
-from planner.fabric.masks import Port
-from planner.fabric.model import EndpointId, OcsId, PortPair
+from planner.fabric.model import EndpointId, OcsId, Port, PortPair
 from planner.fabric.topology import Site, Switch
 
 SITE_FILE = "site.yaml"

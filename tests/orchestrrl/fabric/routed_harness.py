@@ -13,8 +13,7 @@ from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
 from orchestrrl.fabric.route_drivers.virtual import VirtualRouterDriver
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
-from planner.fabric.masks import Port
-from planner.fabric.model import OcsId, PortPair
+from planner.fabric.model import OcsId, Port, PortPair
 from planner.fabric.route_plan import RoutedLink, RoutingDomain, TorRouter
 
 STEP_S = 0.001

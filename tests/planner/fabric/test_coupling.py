@@ -2,7 +2,7 @@
 
 from fabric_sites import small_site
 
-from planner.fabric.coupling import check_coupling
+from planner.fabric.materialize import check_coupling
 from planner.fabric.model import EndpointId, PortPair, port_pair
 from planner.fabric.topology import Lane, Site
 

@@ -7,10 +7,9 @@ from fabric_sites import small_site
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, Pair, PortPair, pair_of
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of, partners
 from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.sizing import direct
 from planner.fabric.topology import Site
@@ -94,7 +93,7 @@ def test_pairs_alike_are_dealt_with_in_turn() -> None:
 
 def joined(site: Site, cross_connects: frozenset[PortPair]) -> Counter[Pair]:
     """Circuits of ToRs, over their PoD's switches or over the core."""
-    lane_at, joins, owner = lanes_by_core_port(site), partners(cross_connects), port_owners(site)
+    lane_at, joins, owner = site.lane_at, partners(cross_connects), site.owner
     found: Counter[Pair] = Counter()
     for each in cross_connects:
         ends = []

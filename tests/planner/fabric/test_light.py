@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
-from planner.fabric.masks import Port
 from planner.fabric.materialize import materialize
-from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.model import OcsId, Port, PortPair, port_pair
 from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.route_plan import RoutedLink
 from planner.fabric.topology import Site, Tier

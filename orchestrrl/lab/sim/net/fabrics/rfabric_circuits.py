@@ -22,10 +22,9 @@ from orchestrrl.lab.sim.net.fabrics.base import SimulatedFailures
 from orchestrrl.lab.sim.net.fabrics.circuits import NO_WAY, DirectedLinks, distances
 from orchestrrl.lab.sim.net.fabrics.hosts import left
 from orchestrrl.lab.sim.net.model import Bools, Floats, Ints
-from planner.fabric.coupling import lanes_by_core_port, partners, port_owners
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of
+from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of, partners
 from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import TEMPLATES, StageTemplate
@@ -139,8 +138,8 @@ class RFabricCircuits:
 
     def between_tors(self, cross_connects: frozenset[PortPair]) -> Ints:
         """[tor, tor], how many join the two: in a PoD over its own switches, else over lanes and the core."""
-        site, joins, owner = self.site, partners(cross_connects), port_owners(self.site)
-        lane_at = lanes_by_core_port(site)
+        site, joins, owner = self.site, partners(cross_connects), self.site.owner
+        lane_at = site.lane_at
         number = {tor.id: place for place, tor in enumerate(site.tors)}
         found: Counter[tuple[EndpointId | None, ...]] = Counter()
         for each in cross_connects:

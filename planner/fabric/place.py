@@ -138,8 +138,6 @@ def _chained(counting: Counting, gently: bool) -> CircuitLayout:
     chains = CircuitChains(layout, CHAIN_WORK * counting.switches * counting.most_placed())
     chains.keep()
     chains.fill(gently)
-    while chains.bring_home():
-        pass
     return layout
 
 

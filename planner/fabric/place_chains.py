@@ -67,7 +67,7 @@ class CircuitChains:
         return found
 
     def _insert_some(self, pairs: Sequence[int]) -> bool:
-        """The circuit with the cheapest chain; if that crosses itself, every one that finds another."""
+        """The circuit with the cheapest chain."""
         layout = self.layout
         if self.done:
             return False
@@ -84,37 +84,14 @@ class CircuitChains:
                             return True
                         starts.setdefault((full, switch, NOWHERE), (pair, NOWHERE, switch))
         chain = self._chain(starts)
-        if chain is None:
-            return False
-        return self._apply(chain, None) or self._insert_each(pairs)
+        return chain is not None and self._apply(chain, None)
 
     @property
     def done(self) -> bool:
         return self.layout.total >= self.most_placed or self.work_left <= 0
 
-    def _insert_each(self, pairs: Sequence[int]) -> bool:
-        found = False
-        for pair in pairs:
-            if self.layout.missing[pair] > 0 and not self.done:
-                found |= self._insert(pair)
-        return found
-
     def _insert_first_between(self, pairs: Sequence[int]) -> bool:
         return any(self.layout.missing[pair] > 0 and not self.done and self._insert_between(pair) for pair in pairs)
-
-    def bring_home(self) -> bool:
-        """Circuits that could be kept elsewhere move there where that costs no other. Whether any did."""
-        moved = False
-        layout, self._most_lost, self._swapping = self.layout, 0, True
-        for pair, up in enumerate(layout.counting.up):
-            row = layout.placed[pair]
-            for home, there in enumerate(up):
-                for away in range(len(up)):
-                    if there <= row[home] or self.work_left <= 0:
-                        break
-                    if row[away] > up[away]:
-                        moved |= self._carry(pair, away, home)
-        return moved
 
     def _narrowness(self, pair: int) -> tuple[int, int]:
         one, other = self.layout.counting.ends[pair]
@@ -133,50 +110,23 @@ class CircuitChains:
         self.layout.add(pair, best)
         return True
 
-    def _insert(self, pair: int) -> bool:
-        """One circuit of the pair, on a switch where both ends have a port, or one and the other is given one."""
-        if self._put(pair):
-            return True
-        layout = self.layout
-        one, other = layout.counting.ends[pair]
-        for full, free in ((other, one), (one, other)):
-            starts = {
-                (full, switch, NOWHERE): (pair, NOWHERE, switch)
-                for switch, ports in enumerate(layout.free[free])
-                if ports > 0 and layout.counting.ports[full][switch]
-            }
-            chain = self._chain(starts)
-            if chain is not None and self._apply(chain, None):
-                return True
-        return False
-
     def _insert_between(self, pair: int) -> bool:
         """One circuit of the pair, on a switch where neither end has a port and both are given one."""
         one, other = self.layout.counting.ends[pair]
         both = map(min, self.layout.counting.ports[one], self.layout.counting.ports[other])
-        return any(some and self._carry_open(pair, NOWHERE, switch) for switch, some in enumerate(both))
+        return any(some and self._put_between(pair, switch) for switch, some in enumerate(both))
 
-    def _carry(self, pair: int, source: int, target: int) -> bool:
-        """Move a circuit to where it is kept, if that costs no other."""
-        before = self.layout.kept
+    def _put_between(self, pair: int, switch: int) -> bool:
+        """One circuit of the pair on the switch, where both ends are given a port. Undone if they cannot be."""
         done: list[Move] = []
-        if self._carry_open(pair, source, target, done) and self.layout.kept > before:
-            return True
-        self._undo(done)
-        return False
-
-    def _carry_open(self, pair: int, source: int, target: int, done: list[Move] | None = None) -> bool:
-        """Move a circuit to `target` and find both ends a port there. Undone if it cannot be."""
-        done = [] if done is None else done
-        self._do((pair, source, target), done)
-        for endpoint in self.layout.counting.ends[pair]:
-            if self.layout.free[endpoint][target] >= 0:
-                continue
-            chain = self._chain({(endpoint, target, NOWHERE): None})
-            if chain is None or not self._apply(chain, done):
-                self._undo(done)
-                return False
-        if min(self.layout.free[endpoint][target] for endpoint in self.layout.counting.ends[pair]) < 0:
+        self._do((pair, NOWHERE, switch), done)
+        ends = self.layout.counting.ends[pair]
+        for endpoint in ends:
+            if self.layout.free[endpoint][switch] < 0:
+                chain = self._chain({(endpoint, switch, NOWHERE): None})
+                if chain is None or not self._apply(chain, done):
+                    break
+        if min(self.layout.free[endpoint][switch] for endpoint in ends) < 0:
             self._undo(done)
             return False
         return True

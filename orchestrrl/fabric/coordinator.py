@@ -214,7 +214,7 @@ class CircuitCoordinator:
 
     def ends(self, cross_connect: PortPair) -> Pair | None:
         """The endpoints that it joins; None: it is none of the site's."""
-        return self._reader.cabling.ends(cross_connect)
+        return self.site.cabling.ends(cross_connect)
 
     async def scan(self) -> SiteReading:
         self.site_reading = await self._reader.scan()
@@ -369,7 +369,7 @@ class CircuitCoordinator:
         self, period: AnnouncedPeriod, plan: FabricPlan, site_reading: SiteReading
     ) -> Sequence[TransitionStage]:
         problem = TransitionProblem(
-            self._reader.cabling,
+            self.site.cabling,
             site_reading.of_site,
             self._reader.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
             self.rules.max_moves_per_stage,

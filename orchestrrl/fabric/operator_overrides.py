@@ -116,15 +116,14 @@ class OperatorOverrides:
         match = _CROSS_CONNECT.fullmatch(text)
         if match is None or match["one"] == match["other"]:
             return [f"must be SWITCH:PORT-PORT, got {text!r}"]
-        ports = {port for numbers in self._ports(match["switch"]).values() for port in numbers}
+        ports = self._site.cabling.ports.get(OcsId(match["switch"]))
         if not ports:
             return [f"is on no switch of the site, got {text!r}"]
-        unknown = sorted({int(match["one"]), int(match["other"])} - ports)
+        unknown = sorted({int(match["one"]), int(match["other"])} - ports.keys())
         if unknown:
             return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"]
-        pod = self._site.switch[OcsId(match["switch"])].pod
-        cabling = self._site.core_cabling if pod is None else self._site.agg_cabling(pod)
-        return [] if cabling.ends(_cross_connect(text)) else [f"joins one endpoint with itself, got {text!r}"]
+        ends = self._site.cabling.ends(_cross_connect(text))
+        return [] if ends is not None else [f"joins one endpoint with itself, got {text!r}"]
 
     def _failure(self, text: str) -> FabricFailures | str:
         """What a mask names, or what is wrong with it."""
@@ -148,10 +147,6 @@ class OperatorOverrides:
             case "switch" | "port" | "server" | "nic":
                 return f"names nothing of the site, got {text!r}"
         return f"must be {MASKS}, got {text!r}"
-
-    def _ports(self, switch: str) -> dict[str, tuple[int, ...]]:
-        found = self._site.switch.get(OcsId(switch))
-        return {} if found is None else {str(endpoint): ports for endpoint, ports in found.ports.items()}
 
 
 def _constraints_in(body: Mapping[str, Any]) -> tuple[FabricControl, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from ocs_drivers.model import CircuitChange, CircuitState, Connectivity, CrossCo
 from orchestrrl.core.clock import Clock, WallClock, within
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.circuit_owners import CircuitOwners
-from planner.fabric.model import Cabling, OcsId, PortPair, port_pair
+from planner.fabric.model import OcsId, PortPair, port_pair
 from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import Site
 
@@ -87,15 +87,9 @@ class SwitchReader:
         self._clock = clock or WallClock()
         self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
         self._facts: dict[OcsId, SwitchFacts] = {}
-        self.cabling = Cabling(
-            {
-                **site.core_cabling.ports,
-                **{id: ports for pod in site.pods for id, ports in site.agg_cabling(pod.id).ports.items()},
-            }
-        )
 
     def of_site(self, cross_connects: Iterable[PortPair]) -> frozenset[PortPair]:
-        return frozenset(pair for pair in cross_connects if self.cabling.ends(pair) is not None)
+        return frozenset(pair for pair in cross_connects if self._site.cabling.ends(pair) is not None)
 
     def device_pairs(self, wanted: PortPair) -> tuple[CrossConnect, ...]:
         """Once the switch has been seen."""

@@ -4,13 +4,16 @@ Each switch of a PoD is fibred to each of its ToRs and uplinks, and each of the 
 endpoints share every switch. Where a switch's ports do not suffice, more switches share the fibres.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import Annotated, Any, get_type_hints
 
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.shape import ImpossibleSite, ShapeFault, SiteShape
 from planner.fabric.topology import (
+    DEVICES,
     RESPONSES,
     Pod,
     PodRole,
@@ -25,6 +28,159 @@ from planner.fabric.topology import (
     Uplink,
 )
 from planner.model import GpuId
+
+MOST_GPUS = 2**20  # beyond any site; what is more is a slip, and would take all memory
+MOST_FIBRES = 2**22
+MOST_GBPS = 10_000.0
+_TOR_NICS = 32  # of a ToR with 64 ports, one half goes down
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeFault:
+    """What is wrong with a parameter, or what to change. `value`: what it is."""
+
+    parameter: str
+    message: str
+    value: object
+
+
+class ImpossibleSite(ValueError):
+    """No site has these parameters. With all faults."""
+
+    def __init__(self, faults: Iterable[ShapeFault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(f"{each.parameter}: {each.message}, got {each.value}" for each in self.faults))
+
+
+@dataclass(frozen=True, slots=True)
+class SiteNumber:
+    """What a number of a site's shape is, what it usually is where none is given, and the least that it may be."""
+
+    text: str
+    usual: str = ""
+    least: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """What a regular site is made of; None: as it usually is. Raises ImpossibleSite.
+
+    By default NICs, links and switches are those of the paper's simulations (section 7), ToRs have as much capacity up
+    as down, and half of that fits through a PoD's uplinks.
+    """
+
+    train_pods: Annotated[int, SiteNumber("PoDs that train.", least=0)] = 1
+    gen_pods: Annotated[int, SiteNumber("PoDs that generate.", least=0)] = 1
+    servers_per_pod: Annotated[int, SiteNumber("Servers of each PoD.")] = 8
+    gpus_per_server: Annotated[int, SiteNumber("GPUs of each server.")] = 8
+    nics_per_server: Annotated[int, SiteNumber("NICs of each server.")] = 8
+    # With fewer than NICs, several NICs of a server are on one ToR.
+    rails: Annotated[int | None, SiteNumber("ToRs that the NICs of one server are on.", usual="one for each NIC")] = (
+        None
+    )
+    servers_per_tor: Annotated[
+        int | None, SiteNumber("Servers on one ToR, at most.", usual="as many as 32 ports take")
+    ] = None
+    tor_uplinks: Annotated[int | None, SiteNumber("Fibres of each ToR.", usual="for as much capacity up as down")] = (
+        None
+    )
+    uplinks_per_pod: Annotated[int, SiteNumber("Bundles that a PoD's lanes to the core are in.")] = 1
+    core_lanes: Annotated[
+        int | None, SiteNumber("Lanes of each PoD to the core.", usual="half of its ToRs' fibres")
+    ] = None
+    response_lanes: Annotated[
+        int | None,
+        SiteNumber(
+            "Lanes of each Gen PoD that are kept for responses.", "1 if Train PoDs keep half of theirs", least=0
+        ),
+    ] = None
+    link_gbps: Annotated[float, SiteNumber("Of a circuit, each way.")] = 200.0
+    nic_gbps: Annotated[float, SiteNumber("Of a NIC, each way.")] = 200.0
+    agg_device: SwitchModel = DEVICES["piezo_polatis"]
+    core_device: SwitchModel = DEVICES["piezo_polatis"]
+    agg_switches: Annotated[int | None, SiteNumber("Switches of each PoD.", usual="as few as have the ports")] = None
+    core_switches: Annotated[int | None, SiteNumber("Switches of the core.", usual="as few as have the ports")] = None
+
+    def __post_init__(self) -> None:
+        faults = list(_out_of_bounds(self)) or list(_at_odds(self))
+        if faults:
+            raise ImpossibleSite(faults)
+
+    @property
+    def pods(self) -> int:
+        return self.train_pods + self.gen_pods
+
+    @property
+    def rail_count(self) -> int:
+        return self.nics_per_server if self.rails is None else self.rails
+
+    @property
+    def nics_per_rail(self) -> int:
+        """Of one server."""
+        return self.nics_per_server // self.rail_count
+
+    @property
+    def blocks(self) -> int:
+        """Groups of a PoD's servers that share ToRs."""
+        most = self.servers_per_tor or max(1, _TOR_NICS // self.nics_per_rail)
+        return -(-self.servers_per_pod // most)
+
+    @property
+    def tor_fibres(self) -> int:
+        most_servers = -(-self.servers_per_pod // self.blocks)
+        return self.tor_uplinks or math.ceil(most_servers * self.nics_per_rail * self.nic_gbps / self.link_gbps)
+
+    @property
+    def uplinks(self) -> int:
+        """Of each PoD. One PoD alone has no core."""
+        return self.uplinks_per_pod if self.pods > 1 else 0
+
+    @property
+    def uplink_lanes(self) -> int:
+        """Fibres of one uplink."""
+        lanes = self.core_lanes or self.blocks * self.rail_count * self.tor_fibres // 2
+        return max(1, lanes // self.uplinks_per_pod)
+
+
+def site_numbers() -> Mapping[str, tuple[Any, SiteNumber]]:
+    """The type of each number of a shape, and what it is."""
+    hints = get_type_hints(SiteShape, include_extras=True)
+    return {
+        name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
+    }
+
+
+def _out_of_bounds(shape: SiteShape) -> Iterator[ShapeFault]:
+    for name, (kind, number) in site_numbers().items():
+        value = getattr(shape, name)
+        if kind is float and not 0 < value <= MOST_GBPS:
+            yield ShapeFault(name, f"must be > 0 and <= {MOST_GBPS:g}", value)
+        elif kind is not float and value is not None and not number.least <= value <= MOST_GPUS:
+            yield ShapeFault(name, f"must be >= {number.least} and <= {MOST_GPUS}", value)
+
+
+def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
+    gpus, nics = shape.gpus_per_server, shape.nics_per_server
+    if not shape.pods:
+        yield ShapeFault("gen_pods", "there must be PoDs, of train_pods or gen_pods", shape.gen_pods)
+    if gpus % nics and nics % gpus:
+        yield ShapeFault("nics_per_server", f"must share {gpus} GPUs of a server evenly", nics)
+    if nics % shape.rail_count:
+        yield ShapeFault("rails", f"must divide the {nics} NICs of a server", shape.rail_count)
+        return
+    if shape.core_lanes is not None and shape.core_lanes % shape.uplinks_per_pod:
+        message = f"must be a multiple of the {shape.uplinks_per_pod} uplinks of a PoD"
+        yield ShapeFault("core_lanes", message, shape.core_lanes)
+    total = shape.pods * shape.servers_per_pod * max(gpus, nics)
+    if total > MOST_GPUS:
+        yield ShapeFault(
+            "servers_per_pod", f"all servers together have {total} GPUs or NICs, more than {MOST_GPUS}", total
+        )
+    fibres = shape.blocks * shape.rail_count * shape.tor_fibres + 2 * shape.uplinks * shape.uplink_lanes
+    if shape.pods * fibres > MOST_FIBRES:
+        worst = "tor_uplinks" if shape.tor_uplinks else "core_lanes" if shape.core_lanes else "servers_per_pod"
+        message = f"all PoDs together have {shape.pods * fibres} fibres on switches, more than {MOST_FIBRES}"
+        yield ShapeFault(worst, message, getattr(shape, worst))
 
 
 def regular_site(shape: SiteShape) -> Site:

@@ -120,9 +120,9 @@ def _strangers(site: Site) -> Iterator[str]:
         if apart:
             yield f"{pod.id}: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
     on = defaultdict(set)
-    for switch_id, ports in site.core_cabling.ports.items():
-        for endpoint in set(ports.values()):
-            on[endpoint].add(switch_id)
+    for switch in site.core_switches:
+        for endpoint in set(site.cabling.ports[switch.id].values()):
+            on[endpoint].add(switch.id)
     apart = _apart(on, set())
     if apart:
         yield f"core: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
@@ -146,9 +146,7 @@ def _without_responses(site: Site) -> Iterator[str]:
     if roles != set(PodRole):
         return
     kept = {
-        site.core_cabling.endpoint(switch, port)
-        for (switch, port), purpose in site.reserved.items()
-        if purpose == RESPONSES
+        site.cabling.endpoint(switch, port) for (switch, port), purpose in site.reserved.items() if purpose == RESPONSES
     }
     without = [pod.id for pod in site.pods if pod.role is PodRole.GEN and pod.id not in kept]
     if without:

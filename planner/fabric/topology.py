@@ -187,25 +187,13 @@ class Site:
         return tuple(switch for switch in self.switches if switch.tier is Tier.CORE)
 
     @cached_property
-    def _agg_cablings(self) -> Mapping[EndpointId, Cabling]:
-        return {
-            pod: Cabling.of({switch.id: switch.ports for switch in switches})
-            for pod, switches in self.agg_switches_of.items()
-        }
-
-    def agg_cabling(self, pod: EndpointId) -> Cabling:
-        """ToRs and uplinks of the PoD on its own switches."""
-        return self._agg_cablings[pod]
-
-    @cached_property
-    def core_cabling(self) -> Cabling:
-        """PoDs on the switches of the core: the ports of all their uplinks."""
-        return Cabling(
-            {
-                switch.id: {port: self.pod_of[uplink] for uplink, numbers in switch.ports.items() for port in numbers}
-                for switch in self.core_switches
-            }
-        )
+    def cabling(self) -> Cabling:
+        """ToRs and uplinks on switches of their PoD; on those of the core PoDs, with the ports of all their uplinks."""
+        ports: dict[OcsId, dict[int, EndpointId]] = {switch.id: {} for switch in self.switches}
+        for (switch, port), endpoint in self.owner.items():
+            in_core = self.switch[switch].tier is Tier.CORE
+            ports[switch][port] = self.pod_of[endpoint] if in_core else endpoint
+        return Cabling(ports)
 
     @cached_property
     def fibres(self) -> Mapping[Tier, Mapping[EndpointId, tuple[Port, ...]]]:

@@ -14,9 +14,8 @@ from redeploying_fleet import WIDE, Harness
 from orchestrrl.fabric.site import site_text
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, fabric_pb2
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.model import EndpointId, port_pair
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import SwitchModel
 
 FOUR = (("tp1", 4),)
@@ -49,7 +48,7 @@ class LitHarness(Harness):
     async def circuits(self) -> dict[tuple[str, str], int]:
         """Between ToRs of the PoD that generates, as its switches have them."""
         found: Counter[tuple[str, str]] = Counter()
-        cabling = SITE.agg_cabling(GEN_POD)
+        cabling = SITE.cabling
         async with ControlClient(self.daemon_address) as client:
             for switch in (each for each in SITE.switches if each.pod == GEN_POD):
                 wanted = control_pb2.ShowSwitchRequest(switch_id=switch.id)

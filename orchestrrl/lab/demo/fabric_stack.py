@@ -24,8 +24,7 @@ from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, until
 from orchestrrl.lab.testbed.stack import JOURNAL_FILE, Stack
 from orchestrrl.rpc.pb import fabric_pb2
-from planner.fabric.generate import regular_site
-from planner.fabric.shape import SiteShape
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.topology import Site, SwitchModel
 from planner.fabric.windows import Interval
 

@@ -11,9 +11,8 @@ from orchestrrl.lab.demo.scenario import DeploymentSection
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, fabric_pb2
 from orchestrrl.rpc.plain_values import plain
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.model import port_pair
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import Site, SwitchModel
 
 SITE_FILE = "site.yaml"
@@ -91,9 +90,8 @@ async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabri
     counts: Counter[tuple[str, str, str]] = Counter()
     for switch in site.switches:  # as they are at this moment, whatever the daemon believes
         shown = await control.call(control.switches.ShowSwitch, control_pb2.ShowSwitchRequest(switch_id=switch.id))
-        cabling = site.core_cabling if switch.pod is None else site.agg_cabling(switch.pod)
         for each in shown.cross_connects:
-            ends = cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
+            ends = site.cabling.ends(port_pair(switch.id, each.ingress_port, each.egress_port))
             if ends is not None:
                 counts[switch.pod or "", ends[0], ends[1]] += 1
     return ObservedFabric(counts, plain(message)["periods"])

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.main import application
 from orchestrrl.fabric.pictures import site_figure
 from orchestrrl.fabric.site import read_site
-from planner.fabric.generate import regular_site
-from planner.fabric.shape import SiteShape
+from planner.fabric.generate import SiteShape, regular_site
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"
 

@@ -23,10 +23,9 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from planner.cost.models import model_named
 from planner.fabric.commit_times import CommitTimes
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.materialize import materialize
 from planner.fabric.model import port_pair
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import SwitchModel
 
 FIRST_GPU = 4  # those before are of the PoD that trains
@@ -98,12 +97,11 @@ class FabricHarness:
 
     def circuits(self) -> dict[tuple[str, str], int]:
         """Between ToRs of the PoD that generates, as the glass has them."""
-        cabling = self.site.agg_cabling(self.site.tors[-1].pod)
         found: Counter[tuple[str, str]] = Counter()
         for id, switch in self.switches.items():
             for each in switch.model.circuits():
                 pair = each.cross_connect
-                ends = cabling.ends(port_pair(id, pair.ingress_port, pair.egress_port))
+                ends = self.site.cabling.ends(port_pair(id, pair.ingress_port, pair.egress_port))
                 if ends is not None and all(end in TORS for end in ends):
                     found[ends] += 1
         return dict(found)

@@ -32,7 +32,7 @@ def test_what_is_up_and_what_became_of_periods() -> None:
         site=site,
         site_reading=site_reading,
         counts=Counter({("committed", "committed"): 3, ("kept", "no_window"): 2}),
-        ends=site.core_cabling.ends,
+        ends=site.cabling.ends,
         times_of_switches=lambda: [(switch.id, 0.05, 3) for switch in site.switches],
     )
     seen = samples(fabric_metrics(fabric))

@@ -14,8 +14,7 @@ from orchestrrl.core.documents import parse_yaml
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.fabric.site import parse_site, read_site, site_document, site_from, site_text
 from orchestrrl.fabric.site_parts import numbers_in, numbers_text
-from planner.fabric.generate import regular_site
-from planner.fabric.shape import ImpossibleSite, SiteShape
+from planner.fabric.generate import ImpossibleSite, SiteShape, regular_site
 from planner.fabric.topology import DEVICES, SwitchModel
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "site.yaml"

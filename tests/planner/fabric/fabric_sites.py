@@ -4,10 +4,9 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.plan import FabricFailures
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import PodRole, Site
 
 GB = 1e9

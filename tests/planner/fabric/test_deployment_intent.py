@@ -8,11 +8,10 @@ from fabric_sites import gpus_of, small_site
 from planner.cost.models import MODELS
 from planner.fabric.demand import GENERAL, flows_of
 from planner.fabric.deployment_intent import DeployedEngine, deployment_intent
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.intent import Primitive, Stage, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import RESPONSES, PodRole
 from planner.model import EngineId, GpuId, Parallelism
 

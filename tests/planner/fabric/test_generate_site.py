@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.fabric.generate import regular_site
-from planner.fabric.shape import ImpossibleSite, SiteShape
+from planner.fabric.generate import ImpossibleSite, SiteShape, regular_site
 from planner.fabric.survey import survey
 from planner.fabric.topology import RESPONSES, PodRole, Site, Switch, SwitchModel, Tier
 
@@ -128,7 +127,7 @@ def test_responses_have_lanes_in_pairs_and_leave_some(shape: SiteShape | Impossi
     kept = Counter[str]()
     for each in site.reservations:
         assert each.purpose == RESPONSES
-        pods = [site.core_cabling.ports[each.switch][port] for port in each.ports]
+        pods = [site.cabling.ports[each.switch][port] for port in each.ports]
         assert Counter(role[pod] for pod in pods) == dict.fromkeys(PodRole, len(pods) // 2)
         kept.update(pods)
     assert all(kept[pod] < lanes[pod] for pod in kept)

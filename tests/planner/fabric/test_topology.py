@@ -2,9 +2,8 @@
 
 import pytest
 
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.model import EndpointId, OcsId
-from planner.fabric.shape import SiteShape
 from planner.fabric.topology import (
     DEVICES,
     RESPONSES,
@@ -96,10 +95,14 @@ def test_what_belongs_to_a_pod() -> None:
 
 def test_cabling_of_a_pod_and_of_the_core() -> None:
     site = small()
-    inside = site.agg_cabling(TRAIN)
+    inside = site.cabling
     assert inside.endpoint(OcsId("a"), 6) == "train0/up"
-    assert inside.endpoint(OcsId("c"), 1) is None
-    assert site.core_cabling.ports == {"core0": {7: TRAIN, 8: TRAIN, 9: GEN}, "core1": {1: TRAIN, 2: GEN}}
+    assert inside.endpoint(OcsId("nowhere"), 1) is None
+    core = {each.id: inside.ports[each.id] for each in site.core_switches}
+    assert core == {
+        "core0": {7: TRAIN, 8: TRAIN, 9: GEN},
+        "core1": {1: TRAIN, 2: GEN},
+    }
     assert site.reserved == {("core1", 1): RESPONSES, ("core1", 2): RESPONSES}
 
 
@@ -125,5 +128,5 @@ def test_questions_about_a_large_site_look_at_each_part_once() -> None:
     assert len(site.server_of) == 16_384
     assert len(site.lanes) == 64 * 128
     assert site.lanes is site.lanes
-    assert site.agg_cabling(EndpointId("gen07")) is site.agg_cabling(EndpointId("gen07"))
+    assert site.cabling is site.cabling
     assert site.tor_of(GpuId(16_383)) == "gen39/r7"

@@ -42,7 +42,7 @@ from planner.cost.hardware import GPUS, GpuModel, gpu_named
 from planner.cost.models import MODELS, Model, model_named
 from planner.cost.paper import paper_engine
 from planner.cost.profile import Parallelism
-from planner.fabric.shape import ImpossibleSite
+from planner.fabric.generate import ImpossibleSite
 from planner.solver.layouts import layouts
 
 PAPER_ENGINE = "paper"

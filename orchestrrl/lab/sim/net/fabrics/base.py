@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from orchestrrl.lab.sim.net.model import GpuFlows, Ints, LinkNetwork, Servers
-from planner.fabric.shape import ImpossibleSite, ShapeFault
+from planner.fabric.generate import ImpossibleSite, ShapeFault
 
 Shares = Mapping[int, float]
 Count = Annotated[int, Field(ge=1)]

@@ -34,7 +34,7 @@ from orchestrrl.lab.sim.net.fabrics.base import (
 )
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, left
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, LinkTier, Servers
-from planner.fabric.shape import ShapeFault
+from planner.fabric.generate import ShapeFault
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wi
 from orchestrrl.lab.sim.net.fabrics.topoopt import server_demand
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, Ints, LinkNetwork, Servers
 from planner.fabric.allocate import AllocationProblem, allocate
+from planner.fabric.generate import ShapeFault
 from planner.fabric.model import EndpointId
-from planner.fabric.shape import ShapeFault
 from planner.fabric.topology import DEVICES
 
 SERVERS_PER_REGION = SERVERS_PER_POD

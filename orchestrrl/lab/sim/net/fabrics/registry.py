@@ -11,7 +11,7 @@ from orchestrrl.lab.sim.net.fabrics.mixnet import mixnet
 from orchestrrl.lab.sim.net.fabrics.rfabric import rfabric
 from orchestrrl.lab.sim.net.fabrics.topoopt import topoopt
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import ImpossibleSite, ShapeFault
+from planner.fabric.generate import ImpossibleSite, ShapeFault
 
 _checked = validate_call(config=ConfigDict(strict=True))
 KINDS: Mapping[str, Callable[..., SimulatedFabric]] = {

@@ -20,10 +20,9 @@ from orchestrrl.lab.sim.net.fabrics.clos import SERVERS_PER_POD
 from orchestrrl.lab.sim.net.fabrics.hosts import NO_NIC, HostNetwork, Legs, LinkRows, Wiring, sums_between
 from orchestrrl.lab.sim.net.fabrics.rfabric_circuits import RFabricCircuits, evenly, fitted
 from orchestrrl.lab.sim.net.model import Bools, Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, LinkTier, Servers
-from planner.fabric.generate import regular_site
+from planner.fabric.generate import ShapeFault, SiteShape, regular_site
 from planner.fabric.intent import Stage
 from planner.fabric.model import PortPair
-from planner.fabric.shape import ShapeFault, SiteShape
 from planner.fabric.topology import DEVICES, Site
 from planner.fabric.topology import Tier as SiteTier
 

@@ -23,7 +23,7 @@ from orchestrrl.lab.sim.net.fabrics.circuits import CircuitLinks, DirectedLinks
 from orchestrrl.lab.sim.net.fabrics.circuits import ways as shortest_ways
 from orchestrrl.lab.sim.net.fabrics.hosts import HostNetwork, Legs, LinkRows, Wiring, sums_between
 from orchestrrl.lab.sim.net.model import Floats, FlowRoutes, GpuFlows, Ints, LinkNetwork, Servers
-from planner.fabric.shape import ShapeFault
+from planner.fabric.generate import ShapeFault
 
 WAYS = 4  # shortest paths that traffic between two servers is spread over
 FORWARD_S = 0.8e-6  # of a host that forwards: what a switch takes

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
-from planner.fabric.shape import ImpossibleSite
+from planner.fabric.generate import ImpossibleSite
 
 
 def faults(kind: str, servers: Servers | None = None, **options: object) -> dict[str, object]:

@@ -12,20 +12,19 @@ keeps a port from being used), and whether counts are by module or in all: with 
 module. The proposal was not merged: devices may differ from it.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Elem, Path, entries, mapping, member, path
-from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiWire
+from ocs_drivers.gnmi_session import GnmiWire
 from ocs_drivers.model import (
     Action,
     CircuitState,
     Connectivity,
     CrossConnect,
     DeviceCircuit,
-    EventKind,
     PortState,
     PortStatus,
     SwitchFacts,
@@ -114,42 +113,6 @@ def port_states(topology: OpenConfigTopology, data: Any) -> list[PortState]:
     return [PortState(port, told.get(port, PortStatus.ENABLED)) for port in ports]
 
 
-def port_news(topology: OpenConfigTopology, notice: GnmiNotice) -> list[GnmiNews]:
-    """What a notification means: servers send an entry, a leaf of one, or the list."""
-    keyed = next((elem for elem in notice.path if elem.keys), None)
-    if keyed is None:
-        name, listed = _list_of(notice)
-        return [news for entry in listed for news in _configured_entry(topology, name, entry, entry.get("state"))]
-    return _configured_entry(topology, keyed.name, dict(keyed.keys), notice.value)
-
-
-def _configured_entry(topology: OpenConfigTopology, name: str, entry: Mapping[str, Any], value: Any) -> list[GnmiNews]:
-    if str(entry.get("slot")) != topology.slot:
-        return []
-    port = _port(topology, entry.get("port"))
-    if name != "port-connection":
-        return [GnmiNews(EventKind.PORT, f"port {port} {_change_text(value, 'port-status')}", port=port)]
-    told = mapping(value) if isinstance(value, Mapping) else {}
-    told = {**entry, **told, **mapping(told.get("state"))}
-    peer = _peer(topology, told)
-    pair = None if peer is None else topology.normal(port, peer)
-    return [GnmiNews(EventKind.CIRCUIT, f"port {port} {_change_text(value, 'peer-port')}", cross_connect=pair)]
-
-
-def _list_of(notice: GnmiNotice) -> tuple[str, list[Mapping[str, Any]]]:
-    for name in ("port-connection", "port-status"):
-        if isinstance(notice.value, Mapping) and name in notice.value:
-            return name, entries(notice.value[name])
-    return "", []
-
-
-def _change_text(value: Any, leaf: str) -> str:
-    if value is None:
-        return "is no longer listed" if leaf == "peer-port" else "has changed"
-    state = {**value, **mapping(value.get("state"))} if isinstance(value, Mapping) else {leaf: value}
-    return f"{leaf} {state[leaf]}" if state.get(leaf) else "has changed"
-
-
 def _peer(topology: OpenConfigTopology, told: Mapping[str, Any]) -> int | None:
     if not told.get("peer-port"):
         return None
@@ -215,11 +178,8 @@ class OpenConfigWire(GnmiWire):
             update.append((where, {"slot": self._options.slot, **ends}))
         await self._session.set(self._origin, update=update)
 
-    async def news(self) -> AsyncGenerator[GnmiNews, None]:
-        known = await self._topology()
-        async for notice in self._session.subscribe([CONNECTIONS, STATUSES], self._origin):
-            for news in port_news(known, notice) if notice.is_change else ():
-                yield news
+    def watched(self) -> Sequence[Path]:
+        return [CONNECTIONS, STATUSES]
 
     async def _topology(self) -> OpenConfigTopology:
         if self._known_topology is None:

@@ -10,7 +10,6 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path as File
 from typing import Any, TypeVar
@@ -97,26 +96,6 @@ class GnmiOptions(DriverOptions):
         return wrong
 
 
-@dataclass(frozen=True, slots=True)
-class GnmiNotice:
-    """One thing that a subscription tells: an update, or where `value` is None a deletion. First comes how things are,
-    then what changes."""
-
-    path: Path
-    value: Any
-    is_change: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class GnmiNews:
-    """What such a thing means: an event, but for its time."""
-
-    kind: EventKind
-    text: str
-    port: int | None = None
-    cross_connect: CrossConnect | None = None
-
-
 class NotThere(DriverPermanent):
     """The server knows no data at this path."""
 
@@ -173,21 +152,35 @@ class GnmiSession:
         call = self._live().Set(request, metadata=self._metadata)
         await _translated(f"Set {' '.join(told)}", call, is_setter=True)
 
-    async def subscribe(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[GnmiNotice, None]:
-        """How things are at and below the paths, and from then on what changes."""
+    async def changes(self, paths: Sequence[Path], origin: str = "") -> AsyncGenerator[None, None]:
+        """Yield once the subscription is in force, and from then on after changes at and below the paths: once for all
+        that came while the caller was busy."""
         command = f"Subscribe {' '.join(shown(elems) for elems in paths)}"
         call = self._live().Subscribe(metadata=self._metadata)
-        try:
-            await _translated(command, call.write(_subscription(paths, origin)))
+        has_changed = asyncio.Event()
+
+        async def listen() -> None:
             is_synced = False
-            while (response := await _translated(command, call.read())) is not grpc.aio.EOF:
-                is_synced = is_synced or response.sync_response
-                if response.HasField("update"):
-                    for notice in _notices(response.update, is_synced):
-                        yield notice
-            raise DriverRetryable("the server ended the subscription", command=command)
+            try:
+                await _translated(command, call.write(_subscription(paths, origin)))
+                while (response := await _translated(command, call.read())) is not grpc.aio.EOF:
+                    if is_synced := is_synced or response.sync_response:
+                        has_changed.set()
+                raise DriverRetryable("the server ended the subscription", command=command)
+            finally:
+                has_changed.set()
+
+        listening = asyncio.create_task(listen())
+        try:
+            while await has_changed.wait():
+                has_changed.clear()
+                if listening.done():
+                    await listening
+                yield
         finally:
             call.cancel()
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
 
     async def close(self) -> None:
         channel, self._channel, self._stub = self._channel, None, None
@@ -228,19 +221,6 @@ def _subscription(paths: Sequence[Path], origin: str) -> Any:
     return gnmi_pb2.SubscribeRequest(subscribe=listed)
 
 
-def _notices(notification: Any, is_change: bool) -> list[GnmiNotice]:
-    prefix = notification.prefix
-    try:
-        gone = [GnmiNotice(path_from_pb(elems, prefix), None, is_change) for elems in notification.delete]
-        new = [
-            GnmiNotice(path_from_pb(update.path, prefix), value_from_pb(update.val), is_change)
-            for update in notification.update
-        ]
-    except ValueError as error:
-        raise DriverPermanent(f"the notification makes no sense: {error}") from None
-    return gone + new
-
-
 async def _translated(command: str, call: Awaitable[T], *, is_setter: bool = False) -> T:
     """The result of a call, or its error as one of ours."""
     try:
@@ -277,8 +257,8 @@ class GnmiWire(SwitchWire):
     async def set(self, action: Action, pairs: Sequence[CrossConnect]) -> None: ...
 
     @abstractmethod
-    def news(self) -> AsyncGenerator[GnmiNews, None]:
-        """What changes from now on."""
+    def watched(self) -> Sequence[Path]:
+        """Return the paths below which ports and circuits are, once they have been read."""
 
     async def open(self) -> None:
         self._session = GnmiSession(self._options)
@@ -302,10 +282,29 @@ class GnmiWire(SwitchWire):
         watcher = type(self)(self._options, self._clock)
         try:
             await watcher.open()
-            async with aclosing(watcher.news()) as watched:
-                async for news in watched:
-                    yield SwitchEvent(self._clock.now_s(), news.kind, news.text, news.port, news.cross_connect)
+            known = await watcher._states()
+            async with aclosing(watcher._session.changes(watcher.watched(), watcher._origin)) as changes:
+                # Servers report a list, an entry or a leaf of one: whichever it is, the device is read again.
+                async for _ in changes:
+                    now = await watcher._states()
+                    for each in {**known, **now}:
+                        if (state := now.get(each, "is gone")) == known.get(each):
+                            continue
+                        at_s = self._clock.now_s()
+                        if isinstance(each, int):
+                            yield SwitchEvent(at_s, EventKind.PORT, f"port {each} {state}", port=each)
+                        else:
+                            yield SwitchEvent(at_s, EventKind.CIRCUIT, f"{each} {state}", cross_connect=each)
+                    known = now
         except ValueError as error:
-            raise DriverPermanent(f"a notification makes no sense: {error}") from None
+            raise DriverPermanent(f"the answer makes no sense: {error}") from None
         finally:
             await watcher.close()
+
+    async def _states(self) -> dict[int | CrossConnect, str]:
+        """The status of every port, by its number, and the state of every circuit."""
+        ports, circuits = await self.read_ports(), await self.read_circuits()
+        return {
+            **{port.port: port.status for port in ports},
+            **{circuit.cross_connect: circuit.state for circuit in circuits},
+        }

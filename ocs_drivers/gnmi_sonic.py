@@ -14,20 +14,19 @@ free nor tuned here. Unknown: whether what is ordered survives a restart (only o
 """
 
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.gnmi_data import Path, mapping, member, path
-from ocs_drivers.gnmi_session import GnmiNews, GnmiNotice, GnmiWire
+from ocs_drivers.gnmi_session import GnmiWire
 from ocs_drivers.model import (
     Action,
     CircuitState,
     Connectivity,
     CrossConnect,
     DeviceCircuit,
-    EventKind,
     PortState,
     PortStatus,
     SwitchFacts,
@@ -129,44 +128,6 @@ def _port_status(ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> PortSt
     return PortStatus.ENABLED if override == "normal" else PortStatus.DISABLED
 
 
-class SonicPortWatch:
-    """What notifications mean, given how ports were when it began. A port whose mirror moves has not changed its
-    status: that is told of its circuit."""
-
-    def __init__(self, sides: SonicPorts, ordered: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
-        self._sides = sides
-        self._rows = {CONFIG: dict(ordered), STATE: dict(shown)}
-        self._known = {state.port: state.status for state in port_states(sides, ordered, shown)}
-
-    def port_news(self, notice: GnmiNotice) -> list[GnmiNews]:
-        """Servers send a row, a table of rows, or a field of one."""
-        if len(notice.path) < 3:
-            return []
-        database, _, table, *row = (elem.name for elem in notice.path)
-        value = {row[1]: notice.value} if row[1:] and notice.value is not None else notice.value
-        rows: Mapping[str, Any] = {row[0]: value} if row else mapping(value)
-        tell = self._circuit if table.startswith(CROSS_CONNECTS) else self._port
-        told = [tell(database, name, value) for name, value in sorted(rows.items())]
-        return [news for news in told if news is not None and notice.is_change]
-
-    def _circuit(self, database: str, name: str, value: Any) -> GnmiNews | None:
-        if database != STATE:
-            return None
-        words = " ".join(str(each) for field, each in sorted(mapping(value).items()) if field.endswith("status"))
-        text = "is gone" if value is None else words or "has changed"
-        return GnmiNews(EventKind.CIRCUIT, f"{name} {text}", cross_connect=self._sides.cross_connect(name))
-
-    def _port(self, database: str, name: str, value: Any) -> GnmiNews | None:
-        rows = self._rows.setdefault(database, {})
-        rows[name] = {**mapping(rows.get(name)), **mapping(value)} if value is not None else {}
-        port = self._sides.port(name)
-        status = _port_status(mapping(self._rows[CONFIG].get(name)), mapping(self._rows[STATE].get(name)))
-        if self._known.get(port) is status:
-            return None
-        self._known[port] = status
-        return GnmiNews(EventKind.PORT, f"port {name} {status}", port=port)
-
-
 class SonicWire(GnmiWire):
     """The model `sonic`."""
 
@@ -213,15 +174,10 @@ class SonicWire(GnmiWire):
             update.append((cross_connect_path(sides.key(pair)), entry))
         await self._session.set(self._origin, update=update)
 
-    async def news(self) -> AsyncGenerator[GnmiNews, None]:
-        sides = await self._sides()
-        ordered = await self._table(CONFIG, PORTS)
-        watch = SonicPortWatch(sides, ordered, await self._shown(PORTS))
+    def watched(self) -> Sequence[Path]:
         suffix = self._suffix or ""  # known by now, if the tables are there
         tables = [path(STATE, HOST, table + suffix) for table in (CROSS_CONNECTS, PORTS)]
-        async for notice in self._session.subscribe([*tables, path(CONFIG, HOST, PORTS)], self._origin):
-            for news in watch.port_news(notice):
-                yield news
+        return [*tables, path(CONFIG, HOST, PORTS)]
 
     async def _sides(self) -> SonicPorts:
         if self._known_sides is None:

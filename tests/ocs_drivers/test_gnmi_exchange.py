@@ -29,7 +29,7 @@ from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverPerm
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.gnmi_data import Elem, path, path_from_pb, path_to_pb, shown, tree
 from ocs_drivers.gnmi_openconfig import OpenConfigTopology
-from ocs_drivers.gnmi_session import GnmiNotice, _translated
+from ocs_drivers.gnmi_session import _translated
 from ocs_drivers.gnmi_sonic import SonicPorts
 from ocs_drivers.model import (
     CircuitChange,
@@ -39,6 +39,7 @@ from ocs_drivers.model import (
     DeviceCircuit,
     EventKind,
     PortStatus,
+    SwitchEvent,
 )
 from ocs_drivers.registry import make_driver
 
@@ -331,7 +332,7 @@ async def test_events_end_when_the_connection_breaks() -> None:
             assert event.kind is EventKind.CIRCUIT
             assert event.cross_connect in {CrossConnect(port, port + 8) for port in range(1, 9)}
             emulator.device.inject(DeviceFault(DeviceFaultKind.RESTART))
-            async with refusal(DriverRetryable, "Subscribe"):
+            async with refusal(DriverRetryable, "ocs1", "UNAVAILABLE"):
                 while True:
                     await asyncio.wait_for(anext(events), 60)
         assert await connected(driver) == frozenset()  # over a new connection, to a device that forgot
@@ -340,23 +341,40 @@ async def test_events_end_when_the_connection_breaks() -> None:
     await at(emulator, use)
 
 
-def test_a_port_is_told_of_when_its_status_changes() -> None:
-    watch = gnmi_sonic.SonicPortWatch(
-        SonicPorts(4, 4), {f"{port}{side}": {} for port in range(1, 5) for side in "AB"}, {}
-    )
-    ports = path("STATE_DB", "localhost", "OCS_PORT")
-    assert watch.port_news(GnmiNotice((*ports, Elem("1A")), {"status": "tuning"})) == []
-    (news,) = watch.port_news(GnmiNotice((*ports, Elem("2B")), {"status": "failed"}))
-    assert (news.kind, news.port, news.text) == (EventKind.PORT, 6, "port 2B failed")
-    assert watch.port_news(GnmiNotice((*ports, Elem("2B"), Elem("status")), "failed")) == []
-    assert watch.port_news(GnmiNotice(ports, {"2B": {"status": "tuned"}}))[0].text == "port 2B enabled"
-    blocked = GnmiNotice(path("CONFIG_DB", "localhost", "OCS_PORT", "3A"), {"state": "force_blocked"})
-    assert watch.port_news(blocked)[0].text == "port 3A disabled"
-    gone = GnmiNotice(path("STATE_DB", "localhost", "OCS_CROSS_CONNECT", "1A-2B"), None)
-    assert (watch.port_news(gone)[0].text, watch.port_news(gone)[0].cross_connect) == (
-        "1A-2B is gone",
-        CrossConnect(1, 6),
-    )
+@pytest.mark.parametrize("make", [sonic, openconfig])
+async def test_a_port_is_told_of_when_its_status_changes(make: Callable[..., GnmiEmulator]) -> None:
+    """A port whose mirror moves has not changed its status: that is told of its circuit."""
+    emulator = make(FAST)
+    pair = CrossConnect(2, 12)
+
+    async def use(address: str) -> None:
+        driver = driver_for(address, model="sonic" if make is sonic else "openconfig")
+        told: list[SwitchEvent] = []
+
+        async def hear(*last: object) -> None:
+            while not told or (told[-1].port, told[-1].cross_connect, told[-1].text) != last:
+                told.append(await asyncio.wait_for(anext(events), 60))
+
+        async with aclosing(driver.watch()) as events:
+            first = asyncio.ensure_future(anext(events))
+            while not first.done():  # listening begins at some moment
+                await carry_out(driver, (CrossConnect(1, 9),))
+                await carry_out(driver, disconnect=(CrossConnect(1, 9),))
+            await first
+            assert (await carry_out(driver, (pair,))).done
+            await hear(None, pair, "2:12 tuned")
+            emulator.device.inject(DeviceFault(DeviceFaultKind.FAIL_PORT, 6))
+            await hear(6, None, "port 6 failed")
+            emulator.device.inject(DeviceFault(DeviceFaultKind.MEND_PORT, 6))
+            await hear(6, None, "port 6 enabled")
+            emulator.device.inject(DeviceFault(DeviceFaultKind.DISABLE_PORT, 3))
+            await hear(3, None, "port 3 disabled")
+            assert (await carry_out(driver, disconnect=(pair,))).done
+            await hear(None, pair, "2:12 is gone")
+        assert {event.port for event in told if event.kind is EventKind.PORT} == {3, 6}
+        await driver.close()
+
+    await at(emulator, use)
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))

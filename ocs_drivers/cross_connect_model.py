@@ -52,6 +52,7 @@ class CrossConnectModel:
         self._jitter_s = jitter_s
         self._switched_on_s = clock.now_s()
         self._due = list((schedule or FaultSchedule()).due)
+        self._commanded_at_s: dict[CrossConnect, float] = {}
         self._tuned_at_s: dict[CrossConnect, float] = {}
         self._status = dict.fromkeys(sorted({*facts.ingress_ports, *facts.egress_ports}), PortStatus.ENABLED)
         self._stuck: set[int] = set()
@@ -78,6 +79,19 @@ class CrossConnectModel:
 
     def circuits(self) -> list[DeviceCircuit]:
         return [DeviceCircuit(pair, self._state(pair), self._lit(pair)) for pair in sorted(self._tuned_at_s)]
+
+    def listed(self, *, late: bool = False) -> list[DeviceCircuit]:
+        """The circuits as a switch lists them that has no word for moving mirrors: at once when commanded, and no more
+        when they are not in place after the stated time, jitter included, until they are. With `late`, only once they
+        are in place."""
+        self.advance()
+        since_s = self._clock.now_s() - self.facts.reconfiguration_s - self._jitter_s
+        return [
+            circuit
+            for circuit in self.circuits()
+            if circuit.state is not CircuitState.TUNING
+            or (not late and self._commanded_at_s[circuit.cross_connect] > since_s)
+        ]
 
     def ports(self) -> list[PortState]:
         lit = {port for pair in self._tuned_at_s if self._lit(pair) for port in (pair.ingress_port, pair.egress_port)}
@@ -177,11 +191,12 @@ class CrossConnectModel:
                 self._forget(holders[end])
         moving_s = self.facts.reconfiguration_s + self._rng.uniform(0.0, self._jitter_s)
         is_stuck = self._stuck & pair.ports
+        self._commanded_at_s[pair] = self._clock.now_s()
         self._tuned_at_s[pair] = math.inf if is_stuck else self._clock.now_s() + moving_s
         self._publish(EventKind.CIRCUIT, f"{pair} commanded", cross_connect=pair)
 
     def _forget(self, pair: CrossConnect) -> None:
-        del self._tuned_at_s[pair]
+        del self._tuned_at_s[pair], self._commanded_at_s[pair]
         self._publish(EventKind.CIRCUIT, f"{pair} disconnected", cross_connect=pair)
 
     def _taken_part(self, pairs: Sequence[CrossConnect]) -> Sequence[CrossConnect]:

@@ -3,7 +3,6 @@
 `VirtualSwitchWire` is a session with a `CrossConnectModel`, which outlives every session and every driver.
 """
 
-import random
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.cross_connect_model import ConnectionBroken, CrossConnectModel
 from ocs_drivers.driver import within
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
 from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.faults import parse_schedule
 from ocs_drivers.model import (
@@ -121,21 +121,12 @@ class VirtualSwitch(ConfiguredSwitch, options=VirtualOptions):
     the first half on the ingress side and the second half on the egress side."""
 
     def _make_wire(self, options: VirtualOptions, clock: DeviceClock) -> VirtualSwitchWire:
-        is_any_to_any, half = options.connectivity is Connectivity.ANY_TO_ANY, options.ports // 2
-        numbers = range(1, options.ports + 1)
-        facts = SwitchFacts(
-            vendor="OrchestrRL",
-            model=f"virtual-{options.ports}",
-            serial=f"virtual-{self.device}",
-            software="1",
-            connectivity=options.connectivity,
-            ingress_ports=numbers if is_any_to_any else numbers[:half],
-            egress_ports=numbers if is_any_to_any else numbers[half:],
-            reconfiguration_s=options.reconfiguration_s,
-            boot=options.boot,
-        )
-        schedule, _ = parse_schedule(options.faults)
-        rng = random.Random(options.seed)
-        self.model = CrossConnectModel(facts, clock, rng, jitter_s=options.jitter_s, schedule=schedule)
+        any_to_any = options.connectivity is Connectivity.ANY_TO_ANY
+        side = options.ports if any_to_any else options.ports // 2
+        times, schedule = (options.reconfiguration_s, options.jitter_s), parse_schedule(options.faults)[0]
+        panel = DevicePanel(side, side, *times, options.boot, options.seed, schedule)
+        name = f"virtual-{options.ports}"
+        facts = panel.facts("OrchestrRL", name, f"virtual-{self.device}", "1", any_to_any=any_to_any)
+        self.model = EmulatedDevice(facts, panel, clock).model
         self.wire = VirtualSwitchWire(self.model, clock, bulk=options.bulk)
         return self.wire

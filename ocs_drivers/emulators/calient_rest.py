@@ -15,7 +15,7 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import Action, CrossConnect, PortState, PortStatus, SwitchFacts
@@ -54,7 +54,6 @@ class CalientRestEmulator(EmulatedHttpServer):
         self._quirks = CalientQuirks.read(quirks, prefix="")
         super().__init__("application/json", chunked=self._quirks.chunked)
         self.device = EmulatedDevice(_facts(panel), panel, clock)
-        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s)
         self._names = PortNames(_name(number) for number in self.device.facts.ingress_ports)
         self._cookies: dict[str, tuple[int, int]] = {}  # by value: the device's session, and requests so far
         self._given = 0
@@ -126,7 +125,6 @@ class CalientRestEmulator(EmulatedHttpServer):
         taken = occupants(self.device.facts, self.device.model.present)
         in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
         await self.device.clock.sleep(self._quirks.conflict_s if in_the_way - set(pairs) else self._quirks.bulk_s)
-        self._listing.commanded(pairs)
         self._count_whole(wanted)
         words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {_shown(pairs)}"))
         answers = []
@@ -167,7 +165,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         return ""
 
     def _rows(self) -> list[dict[str, object]]:
-        listed = {circuit.cross_connect: circuit.state for circuit in self._listing.circuits()}
+        listed = {circuit.cross_connect: circuit.state for circuit in self.device.model.listed()}
         rows: list[dict[str, object]] = []
         for pair in listed:
             back = pair.turned
@@ -190,7 +188,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         return rows
 
     def _ports(self, is_detail: bool) -> list[dict[str, object]]:
-        listed = [circuit.cross_connect for circuit in self._listing.circuits()]
+        listed = [circuit.cross_connect for circuit in self.device.model.listed()]
         circuit_in = {pair.ingress_port: self._conn([pair]) for pair in listed}
         circuit_out = {pair.egress_port: self._conn([pair]) for pair in listed}
         rows: list[dict[str, object]] = []

@@ -1,16 +1,13 @@
-"""What the HTTP emulators share: a server that can break connections, Basic authentication, and what is listed when."""
+"""What the HTTP emulators share: a server that can break connections, and Basic authentication."""
 
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import EmulatedDevice
-from ocs_drivers.model import CircuitState, CrossConnect, DeviceCircuit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +64,6 @@ class EmulatedHttpServer(ABC):
             await response.write(body[at : at + 7])
         await response.write_eof()
         return response
-
-
-class HttpListing:
-    """Cross-connects as a switch lists them that knows no state between: at once when commanded, and no more when the
-    mirrors are not in place after the stated time, until they are. With `late`, only once they are in place."""
-
-    def __init__(self, device: EmulatedDevice, stated_s: float, *, late: bool = False) -> None:
-        self._device = device
-        self._stated_s = stated_s  # in which the mirrors are in place, jitter included
-        self._late = late
-        self._commanded_s: dict[CrossConnect, float] = {}
-
-    def commanded(self, pairs: Sequence[CrossConnect]) -> None:
-        """Call it before the glass is told."""
-        present = self._device.model.present
-        now_s = self._device.clock.now_s()
-        self._commanded_s.update({pair: now_s for pair in pairs if pair not in present})
-
-    def circuits(self) -> list[DeviceCircuit]:
-        self._device.model.advance()
-        return [circuit for circuit in self._device.model.circuits() if self._is_listed(circuit)]
-
-    def _is_listed(self, circuit: DeviceCircuit) -> bool:
-        if circuit.state is not CircuitState.TUNING:
-            return True
-        age_s = self._device.clock.now_s() - self._commanded_s.get(circuit.cross_connect, 0.0)
-        return not self._late and age_s < self._stated_s
 
 
 def is_let_in(request: web.Request, user: str, password: str) -> bool:

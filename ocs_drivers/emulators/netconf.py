@@ -23,7 +23,6 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_store as text
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import HttpListing
 from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, RpcError, child, local
 from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
@@ -89,13 +88,12 @@ class NetconfEmulator:
         self.quirks = NetconfQuirks.read(quirks, prefix="")
         self.device = EmulatedDevice(polatis_facts(panel, self.quirks.any_to_any), panel, clock)
         self.host_key = ""  # base64, as in a known_hosts line; once started
-        listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=self.quirks.lists_late)
         self._store = NetconfDatastores(
             self.device,
-            listing,
             self.quirks.revision or yang.PAIR_REVISION,
             has_candidate=self.quirks.candidate,
             has_monitors=self.quirks.power,
+            lists_late=self.quirks.lists_late,
         )
         self._sessions: dict[int, NetconfServerSession] = {}
         self._last_id = 0

@@ -5,16 +5,15 @@ Its YANG tree as XML is made from the glass whenever a client asks.
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.emulators.base import EmulatedDevice
-from ocs_drivers.emulators.http import HttpListing
 from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, state_containers
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import Action, CrossConnect
+from ocs_drivers.model import Action, CrossConnect, DeviceCircuit
 
 BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
 BASE_1_0 = "urn:ietf:params:netconf:base:1.0"
@@ -160,10 +159,10 @@ class NetconfDatastores:
     """`candidate` is None where there is none, and follows `running` until somebody edits it."""
 
     def __init__(
-        self, device: EmulatedDevice, listing: HttpListing, revision: str, *, has_candidate: bool, has_monitors: bool
+        self, device: EmulatedDevice, revision: str, *, has_candidate: bool, has_monitors: bool, lists_late: bool
     ) -> None:
         self._device = device
-        self._listing = listing
+        self._lists_late = lists_late
         self._revision = revision
         self._has_candidate = has_candidate
         self._has_monitors = has_monitors
@@ -171,20 +170,14 @@ class NetconfDatastores:
         self.locks: dict[str, int] = {}  # datastore: session that holds it
 
     def running(self) -> dict[int, int]:
-        return {
-            circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port
-            for circuit in self._device.model.circuits()
-        }
+        return _by_ingress(self._device.model.circuits())
 
     def config(self, source: str) -> list[Element]:
         """The tree of a datastore."""
         self._check_datastore(source)
         if source == "candidate" and self._candidate is not None:
             return [*self._cross_connects(self._candidate), self._system()]
-        listed = {
-            circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port
-            for circuit in self._listing.circuits()
-        }
+        listed = _by_ingress(self._device.model.listed(late=self._lists_late))
         return [*self._cross_connects(listed), self._system()]
 
     def state(self) -> list[Element]:
@@ -298,7 +291,6 @@ class NetconfDatastores:
             if gone:
                 await self._device.set(Action.REMOVE, gone, command)
             if new:
-                self._listing.commanded(new)
                 await self._device.set(Action.ADD, new, command)
         except DriverPermanent as error:
             raise RpcError("operation-failed", error.answer) from None
@@ -314,3 +306,7 @@ class NetconfDatastores:
             leaf.text = mode
             tree.append(leaf)
         return tree
+
+
+def _by_ingress(circuits: Iterable[DeviceCircuit]) -> dict[int, int]:
+    return {circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port for circuit in circuits}

@@ -15,7 +15,7 @@ from aiohttp import web
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, HttpListing, is_let_in
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
 from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, polatis_facts, state_containers
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
@@ -62,8 +62,6 @@ class RestconfEmulator(EmulatedHttpServer):
         self._quirks = RestconfQuirks.read(quirks, prefix="")
         super().__init__(MEDIA_TYPE, chunked=self._quirks.chunked)
         self.device = EmulatedDevice(polatis_facts(panel, self._quirks.any_to_any), panel, clock)
-        late = self._quirks.lists_late
-        self._listing = HttpListing(self.device, panel.reconfiguration_s + panel.jitter_s, late=late)
         self._under_way = 0
         self._pairs = yang.pair_list(self._quirks.revision)
 
@@ -96,7 +94,7 @@ class RestconfEmulator(EmulatedHttpServer):
     async def _of_collection(self, method: str, body: bytes) -> EmulatedReply:
         match method:
             case "GET":
-                pairs = [circuit.cross_connect for circuit in self._listing.circuits()]
+                pairs = [circuit.cross_connect for circuit in self.device.model.listed(late=self._quirks.lists_late)]
                 container = cross_connects_container(pairs, self._quirks.revision)
                 content = {f"{yang.MODULE}:{name}": entries for name, entries in container.items()}
                 return EmulatedReply(200, content) if pairs else EmulatedReply(204)
@@ -114,7 +112,6 @@ class RestconfEmulator(EmulatedHttpServer):
                 return EmulatedReply(204)
             case "PUT":
                 pairs = self._parsed(body, "cross-connects")
-                self._listing.commanded(pairs)
                 await self._carry_out(self.device.replace(pairs, f"PUT {_shown(pairs)}"))
                 return EmulatedReply(204)
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
@@ -210,7 +207,6 @@ class RestconfEmulator(EmulatedHttpServer):
         return {*self.device.facts.ingress_ports, *self.device.facts.egress_ports}
 
     async def _set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
-        self._listing.commanded(pairs)
         await self._carry_out(self.device.set(action, pairs, command))
 
     async def _carry_out(self, setter: Awaitable[None]) -> None:

@@ -1,24 +1,44 @@
 """The Control service: what operators and trainers ask. It translates and nothing more; the control plane answers."""
 
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
 
 from orchestrrl import __version__
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.operation import OperationState
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.core.ttl import lifetime_faults
+from orchestrrl.daemon.wiring import Daemon
+from orchestrrl.fleet.redeployment.book import read_history
+from orchestrrl.fleet.redeployment.controller import RedeploymentController
+from orchestrrl.fleet.redeployment.steps import RedeploymentReport
 from orchestrrl.fleet.state import EngineFacts
+from orchestrrl.rpc.codec import optional
 from orchestrrl.rpc.codecs import control as control_codec
 from orchestrrl.rpc.codecs import telemetry as telemetry_codec
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.redeployment_service import RedeploymentService
+from orchestrrl.rpc.pb import control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
 from planner.model import ConfigurationId, EngineId, GpuId, PlanId, RequestId
 
+logger = logging.getLogger(__name__)
 
-class ControlService(RedeploymentService):
-    """The whole service: what is not about pauses or redeployments is here."""
+# Reports of a redeployment follow each other no faster: that of a large fleet has thousands of steps, and all change.
+TOLD_EVERY_S = 0.1
+NO_DEPLOYER = (
+    "nothing can start engines here: name what shall in fleet.deployer of the daemon's configuration, and how they are "
+    "started in fleet.launch"
+)
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.control_plane, self.fleet = daemon.control_plane, daemon.fleet
+        self.plans, self.journal, self.clock = daemon.fleet.plans, daemon.fleet.journal, daemon.fleet.clock
+        self.now_s = self.clock.now_s
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
         return control_codec.status_to_pb(self.daemon, __version__)
@@ -142,3 +162,129 @@ class ControlService(RedeploymentService):
         if request.follow:
             async for entry in journal.follow(last, kinds):
                 yield control_codec.ENTRY.to_pb(entry)
+
+    # The pause barrier, policy versions and cancelling: what trainers ask.
+
+    async def PauseFleet(self, request: pb.PauseFleetRequest, context: Context) -> pb.PauseBarrier:
+        await self.fleet.barrier.pause(control_codec.PAUSE_REQUEST.from_pb(request))
+        return self._barrier()
+
+    async def RenewPause(self, request: pb.RenewPauseRequest, context: Context) -> pb.PauseBarrier:
+        await self.fleet.barrier.renew(request.lease_id, request.lease_s)
+        return self._barrier()
+
+    async def ResumeFleet(self, request: pb.ResumeFleetRequest, context: Context) -> pb.PauseBarrier:
+        version = optional(request, "policy_version")
+        without = [EngineId(engine) for engine in request.without_engine_ids]
+        version, left_out = await self._waiting_weights(request.lease_id, version)
+        await self._prepare(request.lease_id)
+        there = {view.id for view in self.fleet.state.engines(self.now_s())}
+        lacking = {*left_out, *self._restarted(version)} & there  # some may have been removed meanwhile
+        without += sorted(lacking.difference(without))
+        await self.fleet.barrier.resume(request.lease_id, version, without, request.reason, request.weights_source)
+        return self._barrier()
+
+    async def _waiting_weights(self, lease_id: str, told: int | None) -> tuple[int | None, tuple[EngineId, ...]]:
+        """Those that wait for a closed barrier are installed before it opens: their version, and who has not got it.
+        Where another is told it is that one. Without a lease: of whoever holds the pause barrier."""
+        lease, weights = self.fleet.barrier.state.lease, self.daemon.weights.syncs
+        if lease is None or lease_id not in ("", lease.id):
+            return told, ()
+        return await weights.before_resume(lease.until_s, told)
+
+    def _restarted(self, version: int | None) -> list[EngineId]:
+        """Of a version that we brought: who has lost it since."""
+        weights = self.daemon.weights.syncs
+        if version is None or weights.book.fleet.version != version:
+            return []
+        return weights.restarted()
+
+    async def _prepare(self, lease_id: str) -> None:
+        """Whoever resumes again, or too late, finds requests going on."""
+        lease, prepare = self.fleet.barrier.state.lease, self.daemon.before_resume
+        if (
+            prepare is not None
+            and lease is not None
+            and lease_id in ("", lease.id)
+            and (words := await prepare(lease.until_s))
+        ):
+            logger.info("before the pause barrier opens: %s", words)
+
+    async def SetPolicyVersion(
+        self, request: pb.SetPolicyVersionRequest, context: Context
+    ) -> pb.SetPolicyVersionResponse:
+        engines = [EngineId(engine) for engine in request.engine_ids]
+        newest = self.fleet.barrier.set_version(engines, request.policy_version, request.reason, request.weights_source)
+        return pb.SetPolicyVersionResponse(policy_version=newest)
+
+    async def CancelRequests(self, request: pb.CancelRequestsRequest, context: Context) -> pb.CancelRequestsResponse:
+        cancelled = await self.fleet.canceller.cancel(
+            [RequestId(id) for id in request.request_ids], request.group_ids, request.reason
+        )
+        return pb.CancelRequestsResponse(cancelled_ids=cancelled.requests, silent_node_ids=cancelled.silent)
+
+    async def GetPauseBarrier(self, request: pb.GetPauseBarrierRequest, context: Context) -> pb.PauseBarrier:
+        return self._barrier()
+
+    def _barrier(self) -> pb.PauseBarrier:
+        return control_codec.barrier_to_pb(self.fleet.barrier)
+
+    # Redeployments: which engines there are, changed in steps, watched, taken back.
+
+    async def Redeploy(self, request: pb.RedeployRequest, context: Context) -> AsyncIterator[pb.RedeploymentReport]:
+        redeployer, wish = self._redeploying(), control_codec.redeploy_from_pb(request)
+        if request.dry_run:
+            draft = redeployer.draft(wish)
+            yield control_codec.draft_to_pb(*draft)
+            return
+        redeployment = redeployer.begin(wish)
+        seen = redeployer.report(redeployment)
+        yield control_codec.redeployment_to_pb(seen)
+        async for report in redeployer.watch(redeployment):
+            if report != seen:
+                seen = report
+                yield control_codec.redeployment_to_pb(report)
+            if seen.state is OperationState.RUNNING:
+                await self.clock.sleep(TOLD_EVERY_S)
+
+    async def GetRedeployment(self, request: pb.GetRedeploymentRequest, context: Context) -> pb.RedeploymentReport:
+        if self.daemon.redeployer is not None:
+            try:
+                return control_codec.redeployment_to_pb(self.daemon.redeployer.report(request.redeployment_id))
+            except Permanent as error:
+                await context.abort(grpc.StatusCode.NOT_FOUND, status_text(error))
+        found = next((report for report in self._recorded() if request.redeployment_id in ("", report.id)), None)
+        if found is None:
+            wanted = (
+                f"no redeployment {request.redeployment_id!r}"
+                if request.redeployment_id
+                else "no redeployment has been made yet"
+            )
+            await context.abort(grpc.StatusCode.NOT_FOUND, status_text(wanted))
+        return control_codec.redeployment_to_pb(found)
+
+    async def ListRedeployments(
+        self, request: pb.ListRedeploymentsRequest, context: Context
+    ) -> pb.ListRedeploymentsResponse:
+        if self.daemon.redeployer is not None:
+            reports = self.daemon.redeployer.history(request.limit)
+        else:
+            reports = self._recorded()[: request.limit or None]
+        return pb.ListRedeploymentsResponse(
+            redeployments=(control_codec.redeployment_to_pb(report, steps=False) for report in reports)
+        )
+
+    async def CancelRedeployment(
+        self, request: pb.CancelRedeploymentRequest, context: Context
+    ) -> pb.RedeploymentReport:
+        redeployer = self._redeploying()
+        return control_codec.redeployment_to_pb(redeployer.cancel(request.redeployment_id, request.reason))
+
+    def _recorded(self) -> list[RedeploymentReport]:
+        """Of daemons that had a deployer, newest first."""
+        return list(reversed(read_history(self.journal).values()))
+
+    def _redeploying(self) -> RedeploymentController:
+        if self.daemon.redeployer is None:
+            raise Permanent(NO_DEPLOYER)
+        return self.daemon.redeployer

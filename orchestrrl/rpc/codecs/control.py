@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,18 +13,26 @@ from balancer.balance import BalanceDecision
 from orchestrrl.core.defects import Defect
 from orchestrrl.core.journal.store import JournalEntry
 from orchestrrl.core.nodes import NodeState
+from orchestrrl.core.operation import OperationState, Stage, StepDirection, StepReport, steps_in
 from orchestrrl.core.operator_pauses import OperatorPause, PauseScope
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanEvent
 from orchestrrl.daemon.wiring import Daemon
 from orchestrrl.fleet.move_orders import MovedRequest
+from orchestrrl.fleet.pause_barrier import EngineAtRest, PauseBarrier, PauseRequest
+from orchestrrl.fleet.redeployment.steps import (
+    Redeployment,
+    RedeploymentId,
+    RedeploymentReport,
+    RedeployRequest,
+    RedeployStep,
+)
 from orchestrrl.fleet.reports import FailoverCounts
 from orchestrrl.rpc.codec import LOCAL, Codec, EnumCodec, Flat, Via, rows_to_pb
 from orchestrrl.rpc.codecs.fabric import CONTROL as FABRIC_CONTROL
 from orchestrrl.rpc.codecs.fabric import PERIOD
-from orchestrrl.rpc.codecs.pause import barrier_to_pb
-from orchestrrl.rpc.codecs.redeployment import notable_to_pb
-from orchestrrl.rpc.codecs.telemetry import CAPABILITIES
+from orchestrrl.rpc.codecs.node import FROZEN, PAUSE_MODE
+from orchestrrl.rpc.codecs.telemetry import BARRIER, CAPABILITIES
 from orchestrrl.rpc.pb import control_pb2 as pb
 from planner.admission import OperatorControl
 from planner.calibration import Calibration
@@ -92,6 +101,20 @@ _MOVED = Codec(
     pb.EndedMove,
     move=Flat(method="ordered_method", hold_s=LOCAL, other_s=LOCAL, fixed_s=LOCAL, state=LOCAL),
     item=Flat(id=LOCAL, done=LOCAL, detail=LOCAL, duration_s="actual_s", predicted_s=LOCAL),
+)
+PAUSE_REQUEST = Codec(PauseRequest, pb.PauseFleetRequest, mode=PAUSE_MODE, frozen=FROZEN, weights_change=LOCAL)
+_AT_REST = Codec(EngineAtRest, pb.EngineAtRest)
+# How an engine is started stays in the daemon.
+_LAUNCHED = Via(
+    to_pb=lambda spec: pb.RedeployEngine(engine_id=spec.engine, configuration=spec.configuration, gpus=spec.gpus)
+)
+REDEPLOYMENT = Codec(
+    RedeploymentReport,
+    pb.RedeploymentReport,
+    id="redeployment_id",
+    old=("old_engines", _LAUNCHED),
+    new=("new_engines", _LAUNCHED),
+    steps=Codec(StepReport[RedeployStep], pb.RedeployStep, step=Flat()),
 )
 
 
@@ -203,3 +226,61 @@ def _with(message: _Message, **fields: Any) -> _Message:
     """The message, with these fields as well."""
     message.MergeFrom(type(message)(**fields))
     return message
+
+
+def barrier_to_pb(keeper: PauseBarrier) -> pb.PauseBarrier:
+    """As it stands now. A lease's own fields are there while it lasts."""
+    state, lease = keeper.state, keeper.state.lease
+    barrier = pb.PauseBarrier(
+        phase=state.phase,
+        policy_version=state.newest,
+        weights_source=state.newest_source,
+        gateways=[
+            pb.GatewayAtBarrier(node_id=node, report=BARRIER.to_pb(report) if report else None)
+            for node, report in keeper.gateways().items()
+        ],
+        engines=map(_AT_REST.to_pb, keeper.rests()),
+        detail=state.opened.detail if state.opened else "",
+    )
+    if lease is not None:
+        barrier.lease_id = lease.id
+        barrier.holder = lease.holder
+        barrier.mode = PAUSE_MODE.to_pb(lease.mode)
+        barrier.frozen = FROZEN.to_pb(lease.frozen)
+        barrier.lease_until_unix_s = lease.until_s
+    return barrier
+
+
+def redeploy_from_pb(message: pb.RedeployRequest) -> RedeployRequest:
+    targets = tuple((target.configuration, target.engines) for target in message.targets)
+    return RedeployRequest(targets, message.plan_id, message.reason)
+
+
+def draft_to_pb(redeployment: Redeployment, stages: Sequence[Stage[RedeployStep]]) -> pb.RedeploymentReport:
+    """What would be done. It has no id, and nothing can be asked of it later."""
+    report = RedeploymentReport(
+        RedeploymentId(""),
+        redeployment.plan,
+        redeployment.reason,
+        redeployment.created_s,
+        OperationState.RUNNING,
+        redeployment.old,
+        redeployment.new,
+        engines=tuple(spec.engine for spec in redeployment.old),
+        steps=tuple(StepReport(step, StepDirection.FORWARD) for step in steps_in(stages)),
+    )
+    message = REDEPLOYMENT.to_pb(report)
+    message.state = "planned"
+    return message
+
+
+def redeployment_to_pb(report: RedeploymentReport, *, steps: bool = True) -> pb.RedeploymentReport:
+    """`steps` False: without them, where many are listed: a large fleet's are thousands."""
+    return REDEPLOYMENT.to_pb(report if steps else replace(report, steps=()))
+
+
+def notable_to_pb(report: RedeploymentReport | None) -> pb.RedeploymentReport | None:
+    """The report where the fleet's status has to tell of it: it is under way, or has left engines missing."""
+    if report is None or report.state not in (OperationState.RUNNING, OperationState.DEGRADED):
+        return None
+    return redeployment_to_pb(report)

@@ -26,7 +26,7 @@ from orchestrrl.daemon.weight_syncs import WeightSyncParts
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase
-from orchestrrl.rpc.pause_service import PauseService
+from orchestrrl.rpc.control_service import ControlService
 from orchestrrl.rpc.pb import control_pb2 as pb
 from orchestrrl.weights.controller.controller import WeightSync
 from orchestrrl.weights.controller.reports import SyncReport, SyncState
@@ -316,7 +316,7 @@ class Harness(barrier_harness.Harness):
         request = pb.ResumeFleetRequest(lease_id=lease)
         if version is not None:
             request.policy_version = version
-        await PauseService(self.parts).ResumeFleet(request, None)  # type: ignore[arg-type]
+        await ControlService(self.parts).ResumeFleet(request, None)  # type: ignore[arg-type]
 
 
 def played(

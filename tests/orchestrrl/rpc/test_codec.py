@@ -15,7 +15,7 @@ from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.engines.serving import MOST_SIZE
 from orchestrrl.rpc import switches_service
 from orchestrrl.rpc.codec import LOCAL, Codec, EnumCodec, FieldMapping
-from orchestrrl.rpc.codecs import control, fabric, node, ocs, pause, redeployment, telemetry, weights
+from orchestrrl.rpc.codecs import control, fabric, node, ocs, telemetry, weights
 from orchestrrl.rpc.pb import agent_pb2, fabric_pb2, ocs_pb2, telemetry_pb2
 from orchestrrl.rpc.ranges import needed_fields
 from planner.admission import ControlState, OperatorControl
@@ -23,7 +23,7 @@ from planner.cost.models import Model
 from planner.model import ConfigurationId, RequestState, RequestView
 
 MODULES: tuple[ModuleType, ...] = (
-    control, fabric, node, ocs, pause, redeployment, switches_service, telemetry, weights,
+    control, fabric, node, ocs, switches_service, telemetry, weights,
 )  # fmt: skip
 CODECS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": codec
@@ -34,7 +34,7 @@ CODECS = {
 # Views for operators: the message has less than the value, or not in the same shape.
 WRITTEN_ONLY = {
     "control.PLAN", "control.PLAN_EVENT", "control._BALANCE", "control._MOVED", "control._ENGINE",
-    "redeployment.REPORT", "switches_service._OUTCOME",
+    "control.REDEPLOYMENT", "switches_service._OUTCOME",
 }  # fmt: skip
 READABLE = sorted(CODECS.keys() - WRITTEN_ONLY)
 

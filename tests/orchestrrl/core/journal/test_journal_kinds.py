@@ -65,9 +65,8 @@ from orchestrrl.fleet.redeployment.steps import (
 )
 from orchestrrl.fleet.reports import EngineFailovers, EngineReport
 from orchestrrl.fleet.state import EngineFacts
-from orchestrrl.rpc.codecs.control import ENTRY, PLAN, status_to_pb
+from orchestrrl.rpc.codecs.control import ENTRY, PLAN, redeployment_to_pb, status_to_pb
 from orchestrrl.rpc.codecs.fabric import CONTROL, PERIOD
-from orchestrrl.rpc.codecs.redeployment import report_to_pb as redeployment_to_pb
 from orchestrrl.rpc.codecs.weights import report_to_pb as sync_to_pb
 from orchestrrl.rpc.pb import control_pb2
 from orchestrrl.rpc.plain_values import plain

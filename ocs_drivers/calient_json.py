@@ -48,14 +48,6 @@ class CalientPort:
     power_dbm: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CalientItemResult:
-    """What became of one item."""
-
-    is_done: bool
-    message: str
-
-
 class PortNames:
     """Numbers from 1 for the names of a switch's ports, by the numbers in the names."""
 
@@ -99,11 +91,12 @@ def connections(body: object) -> list[CalientConnection]:
     return found
 
 
-def results(body: object, count: int) -> list[CalientItemResult]:
-    """What became of each of `count` items, in order. A single answer may stand for a single item, or for all."""
+def failures(body: object, count: int) -> list[str]:
+    """Why each of `count` items failed, in order; "" for one that is done. A single answer may stand for a single item,
+    or for all."""
     items = body if isinstance(body, list) else [body]
-    found = [_result(item) for item in items]
-    if len(found) == 1 and (count == 1 or not found[0].is_done):
+    found = [_failure(item) for item in items]
+    if len(found) == 1 and (count == 1 or found[0]):
         return found * count
     if len(found) != count:
         raise ValueError(f"must tell of {count} items, got {len(found)}")
@@ -123,21 +116,23 @@ def _rows(body: object, key: str) -> Iterator[Mapping[str, object]]:
         if not isinstance(row, Mapping):
             raise ValueError(f"must be a list of objects, got {_shown(row)}")
         if key not in row:
-            words = _result(row).message if "status" in row else _shown(row)
+            words = ("status" in row and _failure(row)) or _shown(row)
             raise ValueError(f"must have {key}, got {words}")
         yield row
 
 
-def _result(item: object) -> CalientItemResult:
+def _failure(item: object) -> str:
     inner = item.get("response", item) if isinstance(item, Mapping) else None
     if not isinstance(inner, Mapping) or isinstance(inner.get("status"), bool):
         raise ValueError(f"must have a status, got {_shown(item)}")
     status = inner.get("status")
     if not isinstance(status, str | int):
         raise ValueError(f"must have a status, got {_shown(item)}")
+    if str(status) == SUCCESS:
+        return ""
     told = (inner.get("msg"), inner.get("description"))
     words = ": ".join(word[:SHOWN_CHARACTERS] for word in told if isinstance(word, str) and word)
-    return CalientItemResult(str(status) == SUCCESS, words or f"status {str(status)[:SHOWN_CHARACTERS]}")
+    return words or f"status {str(status)[:SHOWN_CHARACTERS]}"
 
 
 def _half(value: object) -> CalientHalf:

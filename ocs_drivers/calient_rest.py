@@ -19,12 +19,13 @@ other than OOS-NP as disabled); how an expired cookie is answered (401 is taken 
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Annotated, TypeVar
 
 from ocs_drivers import calient_json as parse
 from ocs_drivers.base import DeviceClock, SwitchWire
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.http_session import HttpOptions, HttpSession, Scheme, check_status, nonsense, parse_json
+from ocs_drivers.http_session import HttpOptions, HttpSession, Scheme, read_answer
 from ocs_drivers.model import (
     CircuitState,
     Connectivity,
@@ -187,13 +188,8 @@ class CalientRestWire(SwitchWire):
         return self._names
 
     async def _get(self, path: str, query: dict[str, str], parse_body: Callable[[object], T]) -> T:
-        command = f"GET {ROOT}{path}?id={query['id']}"
         answer = await self._session.request("GET", ROOT + path, query=query, headers={"Accept": MEDIA_TYPE})
-        check_status(answer, command, is_setter=False)
-        try:
-            return parse_body(parse_json(answer.body) if answer.body.strip() else [])
-        except ValueError as error:
-            raise nonsense(error, answer, command, is_setter=False) from None
+        return read_answer(answer, f"GET {ROOT}{path}?id={query['id']}", parse_body)
 
     async def _set(self, verb: str, items: Sequence[dict[str, str]], shown: Sequence[str]) -> None:
         """Raises Permanent if any item failed, with the words for each that did."""
@@ -206,13 +202,8 @@ class CalientRestWire(SwitchWire):
             headers={"Accept": MEDIA_TYPE, "Content-Type": MEDIA_TYPE},
             is_setter=True,
         )
-        check_status(answer, command, is_setter=True)
-        try:
-            results = parse.results(parse_json(answer.body), len(items))
-        except ValueError as error:
-            raise nonsense(error, answer, command, is_setter=True) from None
-        failed = [f"{name}: {told.message}" for name, told in zip(shown, results, strict=True) if not told.is_done]
-        if failed:
+        results = read_answer(answer, command, partial(parse.failures, count=len(items)), is_setter=True)
+        if failed := [f"{name}: {why}" for name, why in zip(shown, results, strict=True) if why]:
             raise DriverPermanent(
                 f"{len(failed)} of {len(items)} failed", command=command, answer="; ".join(failed[:20])
             )

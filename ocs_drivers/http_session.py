@@ -8,11 +8,11 @@ knowing whether it was taken. Nothing is repeated, no redirect is followed, answ
 import base64
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -20,7 +20,7 @@ from yarl import URL
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.driver import within
-from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable
 from ocs_drivers.options import (
     Address,
     DriverOptions,
@@ -32,6 +32,8 @@ from ocs_drivers.options import (
     must_be,
     split_address,
 )
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # a list of 65,535 cross-connects is half of it
 MAX_HEADER_BYTES = 8 * 1024
@@ -259,7 +261,14 @@ def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON value")
 
 
-def nonsense(error: ValueError, answer: DeviceResponse, command: str, is_setter: bool) -> DriverError:
-    """What to raise where an answer makes no sense: after a setter nobody knows."""
-    kind = DriverOutcomeUnknown if is_setter else DriverPermanent
-    return kind(f"it answered nonsense: {error}", command=command, answer=answer.excerpt)
+def read_answer(
+    answer: DeviceResponse, command: str, parse: Callable[[object], T], *, is_setter: bool = False, text: str = ""
+) -> T:
+    """Return what `parse` makes of an answer's JSON; no body is an empty list. Raises as `check_status` does, and where
+    the answer makes no sense: after a setter its outcome is then not known."""
+    check_status(answer, command, is_setter, text)
+    try:
+        return parse(parse_json(answer.body) if answer.body.strip() else [])
+    except ValueError as error:
+        kind = DriverOutcomeUnknown if is_setter else DriverPermanent
+        raise kind(f"it answered nonsense: {error}", command=command, answer=answer.excerpt) from None

@@ -34,8 +34,8 @@ from ocs_drivers.http_session import (
     HttpSession,
     Scheme,
     check_status,
-    nonsense,
     parse_json,
+    read_answer,
 )
 from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities
 from ocs_drivers.options import ConfiguredSwitch, Flag, SecondsOr0, must_be
@@ -151,20 +151,18 @@ class RestconfWire(yang.PolatisWire):
 
     async def _get(self, path: str, parse: Callable[[object], T]) -> T | None:
         """None: the switch has no such data. An answer without the container that was asked for is nonsense."""
-        command = f"GET {self._root}{path}"
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
             return None
-        check_status(answer, command, is_setter=False, text=_errors(answer))
-        try:
-            body = parse_json(answer.body)
+
+        def read(body: object) -> T:
             name = path.rpartition("/")[2].rpartition(":")[2]
             # A leaf that facts can do without.
             if not path.endswith(yang.STARTUP_MODE) and not isinstance(yang.found(body, name), Mapping):
                 raise ValueError(f"must hold an object {name}, got {yang.shown(body)}")
             return parse(body)
-        except ValueError as error:
-            raise nonsense(error, answer, command, is_setter=False) from None
+
+        return read_answer(answer, f"GET {self._root}{path}", read, text=_errors(answer))
 
     async def _set(self, method: str, path: str, content: object = None, media_type: str = MEDIA_TYPE) -> None:
         headers = {"Accept": MEDIA_TYPE} | ({} if content is None else {"Content-Type": media_type})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ocs_drivers.model import MOST_PORTS
 
+REPLY = "M"
 COMPLETED = "COMPLD"
 # A peer that never ends its line is not speaking TL1.
 LONGEST_LINE = 1 << 20
@@ -25,83 +26,45 @@ _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)(?:"|\\?$)')
 _LINE_END = re.compile(r"[\r\n]")
 
 
-@dataclass(frozen=True, slots=True)
-class Tl1Reply:
-    """The whole reply to one command, its parts joined."""
+@dataclass(slots=True)
+class Tl1Message:
+    """A reply to one command, its parts joined; an autonomous message; or an acknowledgement, after which the reply
+    itself is still to come (IP in progress, PF printout follows, OK begun) or never will (NA it is not known whether
+    the command was carried out, NG no good, RL repeat later)."""
 
-    ctag: str
-    completion: str  # COMPLD, DENY, ...
-    lines: tuple[str, ...] = ()  # without the quotes around them
+    kind: str  # REPLY; A or an alarm (*C critical, ** major, *^ minor) of a report; the code of an acknowledgement
+    tag: str  # the CTAG of the command; of a report, its own
+    head: str = ""  # COMPLD, DENY, ... of a reply; the verb of a report, such as "REPT ALM CRS"
+    lines: list[str] = field(default_factory=list)  # without the quotes around them
     code: str = ""  # of a refusal: four letters
     text: str = ""  # what stood in comments
+    in_comment: bool = field(default=False, compare=False)  # the last line left a comment open
 
     @property
     def done(self) -> bool:
-        return self.completion == COMPLETED
+        return self.head == COMPLETED
+
+    @property
+    def is_report(self) -> bool:
+        return self.kind == "A" or self.kind.startswith("*")
 
     @property
     def summary(self) -> str:
         """What the device said, in one line."""
         comment = f"/* {self.text} */" if self.text else ""
-        return " ".join(filter(None, (self.completion, self.code, comment, *self.lines)))
-
-
-@dataclass(frozen=True, slots=True)
-class Tl1Report:
-    """An autonomous message: nobody asked."""
-
-    severity: str  # A, or an alarm: *C critical, ** major, *^ minor
-    tag: str
-    verb: str  # "REPT ALM CRS"
-    lines: tuple[str, ...] = ()
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledgement:
-    """The reply itself is still to come (IP in progress, PF printout follows, OK begun), or will never: NA nobody knows
-    whether it was carried out, NG no good, RL repeat later."""
-
-    code: str
-    ctag: str
-
-
-Message = Tl1Reply | Tl1Report | Acknowledgement
-
-
-@dataclass(slots=True)
-class _Open:
-    """A message of which the end has not come yet."""
-
-    kind: str  # M, or the severity of a report
-    tag: str
-    head: str  # completion code, or verb of a report
-    lines: list[str] = field(default_factory=list)
-    code: str = ""
-    comments: list[str] = field(default_factory=list)
-    in_comment: bool = False
+        return " ".join(filter(None, (self.head, self.code, comment, *self.lines)))
 
     def add(self, line: str) -> None:
-        if self.in_comment:
-            before, end, _ = line.partition("*/")
-            self.comments.append(before.strip())
-            self.in_comment = not end
-        elif line.lstrip().startswith("/*"):
-            inside, end, _ = line.lstrip()[2:].partition("*/")
-            self.comments.append(inside.strip())
+        if self.in_comment or line.lstrip().startswith("/*"):
+            inside, end, _ = (line if self.in_comment else line.lstrip()[2:]).partition("*/")
+            self.text = f"{self.text} {inside.strip()}".strip()
             self.in_comment = not end
         elif '"' in line:
             self.lines += (unescape(found) for found in _QUOTED.findall(line))
-        elif self.kind == "M" and self.head != COMPLETED and not self.code and (code := _CODE.match(line)):
+        elif self.kind == REPLY and not self.done and not self.code and (code := _CODE.match(line)):
             self.code = code[1]
         elif line.strip() and not _HEADER.match(line):
             self.lines.append(line.strip())
-
-    def message(self) -> Message:
-        text = " ".join(filter(None, self.comments))
-        if self.kind == "M":
-            return Tl1Reply(self.tag, self.head, tuple(self.lines), self.code, text)
-        return Tl1Report(self.kind, self.tag, self.head, tuple(self.lines), text)
 
 
 class Tl1Framer:
@@ -110,17 +73,17 @@ class Tl1Framer:
     def __init__(self) -> None:
         self._terminal = Terminal()
         self._rest = ""  # a line that has begun
-        self._open: list[_Open] = []  # innermost last: a report can come within a reply
-        self._parts: dict[tuple[str, str], _Open] = {}  # ended by a continuation mark
+        self._open: list[Tl1Message] = []  # innermost last: a report can come within a reply
+        self._parts: dict[tuple[str, str], Tl1Message] = {}  # ended by a continuation mark
 
     @property
     def line_so_far(self) -> str:
         """What stands after the last line end: a prompt, if the device waits for a command."""
         return self._rest
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> list[Tl1Message]:
         text, at = self._rest + self._terminal.feed(data), 0
-        messages: list[Message] = []
+        messages: list[Tl1Message] = []
         while at < len(text):
             start = at
             while start < len(text) and text[start] in " \t":
@@ -141,28 +104,28 @@ class Tl1Framer:
         """What to answer to the telnet options that the peer has asked for."""
         return self._terminal.refusals()
 
-    def _line(self, line: str, messages: list[Message]) -> None:
+    def _line(self, line: str, messages: list[Tl1Message]) -> None:
         if self._open and self._open[-1].in_comment:
             self._open[-1].add(line)
         elif begun := _REPLY.match(line):
-            self._begin("M", begun[1], begun[2])
+            self._begin(REPLY, begun[1], begun[2])
         elif begun := _REPORT.match(line):
             self._begin(begun[1], begun[2], begun[3])
         elif self._open:
             self._open[-1].add(line)
         elif begun := _ACKNOWLEDGEMENT.match(line):
-            messages.append(Acknowledgement(begun[1], begun[2]))
+            messages.append(Tl1Message(begun[1], begun[2]))
 
     def _begin(self, kind: str, tag: str, head: str) -> None:
         if self._open and (self._open[-1].kind, self._open[-1].tag) == (kind, tag):
             return  # a device that repeats the identification on every page
-        begun = self._parts.pop((kind, tag)) if (kind, tag) in self._parts else _Open(kind, tag, head)
+        begun = self._parts.pop((kind, tag)) if (kind, tag) in self._parts else Tl1Message(kind, tag, head)
         self._open.append(begun)
 
-    def _end(self, mark: str, messages: list[Message]) -> None:
+    def _end(self, mark: str, messages: list[Tl1Message]) -> None:
         message = self._open.pop()
         if mark == ";":
-            messages.append(message.message())
+            messages.append(message)
         else:
             self._parts[message.kind, message.tag] = message
 

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from ocs_drivers.errors import DriverError, DriverOutcomeUnknown, DriverPermanent, DriverRetryable, reason_of
-from ocs_drivers.tl1_framing import Acknowledgement, Message, Tl1Framer, Tl1Reply, Tl1Report
+from ocs_drivers.errors import DriverOutcomeUnknown, DriverPermanent, DriverRetryable, reason_of
+from ocs_drivers.tl1_framing import REPLY, Tl1Framer, Tl1Message
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ LAST_CTAG = 999_999
 class Tl1Denied(DriverPermanent):
     """The device refused. The reply is kept: dialects look at its words."""
 
-    def __init__(self, reply: Tl1Reply, command: str) -> None:
+    def __init__(self, reply: Tl1Message, command: str) -> None:
         super().__init__("the device refused", command=command, answer=reply.summary)
         self.reply = reply
 
@@ -32,12 +32,12 @@ class Tl1Session:
     """Opened once. Several commands may be under way, though the driver sends one at a time."""
 
     def __init__(
-        self, ctag: Iterator[str], on_report: Callable[[Tl1Report], None], on_loss: Callable[[], None]
+        self, ctag: Iterator[str], on_report: Callable[[Tl1Message], None], on_loss: Callable[[], None]
     ) -> None:
         self._ctag = ctag
         self._on_report = on_report
         self._on_loss = on_loss
-        self._waiting: dict[str, asyncio.Future[Tl1Reply]] = {}
+        self._waiting: dict[str, asyncio.Future[Tl1Message]] = {}
         self._prompt: tuple[str, asyncio.Future[None]] | None = None  # that is waited for
         self._framer = Tl1Framer()
         self._lost = ""  # why there is no connection any more
@@ -63,7 +63,7 @@ class Tl1Session:
             self._prompt = text, shown
             await shown
 
-    async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Reply:
+    async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
         """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
         not carried out or only asked a question, and OutcomeUnknown. `shown` replaces it in errors."""
         ctag = next(self._ctag)
@@ -71,21 +71,27 @@ class Tl1Session:
         shown = shown or line
         if self._lost:
             raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0, command=shown)
-        reply: asyncio.Future[Tl1Reply] = asyncio.get_running_loop().create_future()
+        unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
+        reply: asyncio.Future[Tl1Message] = asyncio.get_running_loop().create_future()
         self._waiting[ctag] = reply
         try:
             self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
             await self._writer.drain()
             answer = await reply
-        except (_Unanswered, OSError) as error:
-            kind = DriverOutcomeUnknown if is_setter else DriverRetryable
-            raise kind(f"the connection broke: {error}", command=shown) from error
-        except _Acknowledged as error:
-            raise error.meaning(shown, is_setter) from error
+        except OSError as error:
+            raise unclear(f"the connection broke: {error}", command=shown) from error
         finally:
             self._waiting.pop(ctag, None)
             if reply.done() and not reply.cancelled():
                 reply.exception()  # seen, even where drain failed first
+        match answer.kind:
+            case "RL":
+                raise DriverRetryable("the device is busy: repeat later", command=shown, answer=answer.kind)
+            case "NG":
+                wrong = "the device cannot carry this out in its state"
+                raise DriverPermanent(wrong, command=shown, answer=answer.kind)
+            case "NA":
+                raise unclear("the device does not know what became of it", command=shown, answer=answer.kind)
         if not answer.done:
             raise Tl1Denied(answer, shown)
         return answer
@@ -119,17 +125,15 @@ class Tl1Session:
         self._writer.close()
         self._on_loss()
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, Tl1Report):
+    def _take(self, message: Tl1Message) -> None:
+        if message.is_report:
             self._on_report(message)
             return
-        waiting = self._waiting.get(message.ctag)
+        waiting = self._waiting.get(message.tag)
         if waiting is None or waiting.done():
             return  # to a command that nobody waits for any more
-        if isinstance(message, Tl1Reply):
+        if message.kind in (REPLY, "NA", "NG", "RL"):  # after the other acknowledgements a reply comes
             waiting.set_result(message)
-        elif message.code in _Acknowledged.FINAL:
-            waiting.set_exception(_Acknowledged(message))
 
     def _match_prompt(self) -> None:
         if self._prompt is not None:
@@ -141,28 +145,6 @@ class Tl1Session:
         self._lost = self._lost or reason
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(_Unanswered(reason))
+                waiting.set_exception(ConnectionError(reason))
         if self._prompt is not None and not self._prompt[1].done():
             self._prompt[1].set_exception(DriverRetryable(f"the connection broke before the prompt: {reason}"))
-
-
-class _Unanswered(Exception):
-    """The connection is gone, and with it the reply."""
-
-
-class _Acknowledged(Exception):
-    """The device has said by an acknowledgement that no reply will come."""
-
-    FINAL = frozenset({"NA", "NG", "RL"})
-
-    def __init__(self, message: Acknowledgement) -> None:
-        super().__init__(message.code)
-        self.code = message.code
-
-    def meaning(self, command: str, is_setter: bool) -> DriverError:
-        if self.code == "RL":
-            return DriverRetryable("the device is busy: repeat later", command=command, answer=self.code)
-        if self.code == "NG":
-            return DriverPermanent("the device cannot carry this out in its state", command=command, answer=self.code)
-        kind = DriverOutcomeUnknown if is_setter else DriverRetryable
-        return kind("the device does not know what became of it", command=command, answer=self.code)

@@ -36,7 +36,7 @@ from ocs_drivers.options import (
     split_address,
     whole,
 )
-from ocs_drivers.tl1_framing import Tl1Report, quote
+from ocs_drivers.tl1_framing import Tl1Message, quote
 from ocs_drivers.tl1_session import Tl1Denied, Tl1Session, ctags
 
 AGENT_PORT = 3083  # of Calient: telnet, with a prompt
@@ -159,7 +159,7 @@ class Tl1Wire(SwitchWire):
         finally:
             self._listeners.remove(queue)
 
-    async def ask(self, command: str) -> tuple[str, ...]:
+    async def ask(self, command: str) -> list[str]:
         """Return the lines of the answer to a question."""
         return (await self._session.execute(command)).lines
 
@@ -223,12 +223,12 @@ class Tl1Wire(SwitchWire):
             raise DriverRetryable("no session is open", after_s=0.0)
         return self._open_session
 
-    def _on_report(self, report: Tl1Report) -> None:
-        for line in report.lines or (report.text,):
-            kind, port, pair = self.meaning(report.verb, line)
-            if report.severity != "A" and kind is not EventKind.PORT:
+    def _on_report(self, report: Tl1Message) -> None:
+        for line in report.lines or [report.text]:
+            kind, port, pair = self.meaning(report.head, line)
+            if report.kind != "A" and kind is not EventKind.PORT:
                 kind = EventKind.ALARM
-            self._publish(kind, " ".join(filter(None, (report.verb, line))), port, pair)
+            self._publish(kind, " ".join(filter(None, (report.head, line))), port, pair)
 
     def _on_loss(self) -> None:
         self._publish(EventKind.ALARM, "the session with the device ended: events are lost until it is used again")

@@ -43,13 +43,13 @@ def test_connections_of_one_and_of_both_directions() -> None:
 
 def test_status_0_is_failure_whatever_http_says() -> None:
     single = [{"status": "0", "msg": "Failure", "description": "port in use"}]
-    assert parse.results(single, 1) == [parse.CalientItemResult(False, "Failure: port in use")]
-    assert parse.results(single, 3) == [parse.CalientItemResult(False, "Failure: port in use")] * 3
+    assert parse.failures(single, 1) == ["Failure: port in use"]
+    assert parse.failures(single, 3) == ["Failure: port in use"] * 3
     bulk = [{"response": {"status": "1"}}, {"response": {"status": 0}}]
-    assert [told.is_done for told in parse.results(bulk, 2)] == [True, False]
+    assert parse.failures(bulk, 2) == ["", "status 0"]
     for wrong in ([], [{}], [{"response": {"status": "1"}}], [{"status": True}] * 2):
         with pytest.raises(ValueError, match="must"):
-            parse.results(wrong, 2)
+            parse.failures(wrong, 2)
 
 
 def test_a_failure_in_the_place_of_a_list_is_told() -> None:
@@ -74,5 +74,5 @@ def test_whatever_comes_is_read_or_refused(body: object, count: int) -> None:
         with suppress(ValueError):
             parser(body)
     with suppress(ValueError):
-        assert len(parse.results(body, count)) == count
+        assert len(parse.failures(body, count)) == count
     assert isinstance(parse.text(body, "version"), str)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocs_drivers.tl1_framing import Acknowledgement, Message, Tl1Framer, Tl1Reply, Tl1Report, fields, quote
+from ocs_drivers.tl1_framing import Tl1Framer, Tl1Message, fields, quote
 
 HEADER = "   Polatis 26-11-22 02:30:00"
 
@@ -34,7 +34,7 @@ class Told:
     """What a device says: its bytes, in pieces between which others may come, and what a reader must make of it."""
 
     pieces: tuple[bytes, ...]
-    message: Message
+    message: Tl1Message
 
 
 @st.composite
@@ -46,7 +46,7 @@ def replies(draw: st.DrawFn, ctag: int) -> Told:
     body = [code] if is_refusal else [quoted(line) for line in lines]
     completion = "DENY" if is_refusal else "COMPLD"
     first = f"M  {ctag} {completion}"
-    return Told(draw(rendered(first, body, comment)), Tl1Reply(str(ctag), completion, tuple(lines), code, comment))
+    return Told(draw(rendered(first, body, comment)), Tl1Message("M", str(ctag), completion, lines, code, comment))
 
 
 @st.composite
@@ -58,7 +58,7 @@ def reports(draw: st.DrawFn, tag: int) -> Told:
     body = [quoted(line) for line in lines]
     return Told(
         draw(rendered(f"{severity}  {tag} {verb}", body, comment)),
-        Tl1Report(severity, str(tag), verb, tuple(lines), comment),
+        Tl1Message(severity, str(tag), verb, lines, text=comment),
     )
 
 
@@ -81,7 +81,7 @@ def quoted(line: str) -> str:
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> tuple[bytes, list[Message]]:
+def conversations(draw: st.DrawFn) -> tuple[bytes, list[Tl1Message]]:
     """All that a device sends on a connection, and the messages in the order in which they end."""
     stream, expected = bytearray(), []
     for number in range(draw(st.integers(0, 4))):
@@ -90,7 +90,7 @@ def conversations(draw: st.DrawFn) -> tuple[bytes, list[Message]]:
         if draw(st.booleans()):
             code = draw(st.sampled_from(["IP", "PF", "OK", "NA", "NG", "RL"]))
             stream += f"\r\n\n{code} {number}\r\n<".encode()
-            expected.append(Acknowledgement(code, str(number)))
+            expected.append(Tl1Message(code, str(number)))
         told = draw(replies(number) if draw(st.booleans()) else reports(number))
         for index, piece in enumerate(told.pieces):
             if draw(st.integers(0, 5)) == 0:  # a report, before the message or within it
@@ -104,7 +104,7 @@ def conversations(draw: st.DrawFn) -> tuple[bytes, list[Message]]:
 
 @given(conversations(), st.lists(st.integers(0, 2000), max_size=12))
 def test_whatever_is_said_is_read_the_same_however_it_is_cut(
-    said: tuple[bytes, list[Message]], cuts: list[int]
+    said: tuple[bytes, list[Tl1Message]], cuts: list[int]
 ) -> None:
     stream, expected = said
     framer, read = Tl1Framer(), []
@@ -115,7 +115,7 @@ def test_whatever_is_said_is_read_the_same_however_it_is_cut(
 
 
 @given(conversations())
-def test_byte_by_byte_is_no_different(said: tuple[bytes, list[Message]]) -> None:
+def test_byte_by_byte_is_no_different(said: tuple[bytes, list[Tl1Message]]) -> None:
     stream, expected = said
     framer = Tl1Framer()
     assert [message for byte in stream for message in framer.feed(bytes((byte,)))] == expected
@@ -138,8 +138,8 @@ def test_a_report_between_two_parts_of_a_reply() -> None:
         b'\r\n\n   OXC 26-11-22 02:30:00\r\nM  7 COMPLD\r\n   "3,19"\r\n;'
     )
     assert Tl1Framer().feed(stream) == [
-        Tl1Report("*C", "12", "REPT ALM CRS", ("2,18:CR,LOS",)),
-        Tl1Reply("7", "COMPLD", ("1,17", "3,19")),
+        Tl1Message("*C", "12", "REPT ALM CRS", ["2,18:CR,LOS"]),
+        Tl1Message("M", "7", "COMPLD", ["1,17", "3,19"]),
     ]
 
 
@@ -147,7 +147,7 @@ def test_a_comment_may_go_over_lines_that_look_like_ends() -> None:
     stream = (
         b'\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   /* NOTICE private\r\n; go away\r\n> now */\r\n   "x"\r\n;'
     )
-    assert Tl1Framer().feed(stream) == [Tl1Reply("1", "COMPLD", ("x",), text="NOTICE private ; go away > now")]
+    assert Tl1Framer().feed(stream) == [Tl1Message("M", "1", "COMPLD", ["x"], text="NOTICE private ; go away > now")]
 
 
 def test_a_refusal_keeps_code_and_words() -> None:
@@ -155,7 +155,7 @@ def test_a_refusal_keeps_code_and_words() -> None:
         b"\r\n\n   OXC 26-11-22 02:30:00\r\nM  2 DENY\r\n   SROF\r\n   /* Status, Requested Operation Failed */\r\n;"
     )
     (reply,) = Tl1Framer().feed(stream)
-    assert isinstance(reply, Tl1Reply)
+    assert reply.kind == "M"
     assert not reply.done
     assert reply.summary == "DENY SROF /* Status, Requested Operation Failed */"
 
@@ -171,7 +171,7 @@ def test_telnet_options_are_refused_once() -> None:
 def test_lines_without_quotes_are_kept_and_the_prompt_is_seen() -> None:
     framer = Tl1Framer()
     assert framer.feed(b"\r\n   OXC 26-11-22 02:30:00\r\nM  1 COMPLD\r\n   16x16\r\n;\r\nagent> ") == [
-        Tl1Reply("1", "COMPLD", ("16x16",))
+        Tl1Message("M", "1", "COMPLD", ["16x16"])
     ]
     assert framer.line_so_far == "agent> "
 

@@ -427,7 +427,7 @@ async def test_a_late_reply_is_not_taken_for_another() -> None:
     await first_is_sent.wait()
     abandoned.cancel()
     await asyncio.gather(abandoned, return_exceptions=True)
-    assert (await session.execute("RTRV-PATCH:::<ctag>:;")).lines == ("2,18",)
+    assert (await session.execute("RTRV-PATCH:::<ctag>:;")).lines == ["2,18"]
     await session.close("")
     server.close()
 

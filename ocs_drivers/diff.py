@@ -14,6 +14,7 @@ from ocs_drivers.model import (
     PortState,
     PortStatus,
     SwitchFacts,
+    Unconfirmed,
     Verification,
 )
 
@@ -114,6 +115,27 @@ def remaining(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossCon
 def way_back(facts: SwitchFacts, diff: CircuitDiff, present: frozenset[CrossConnect]) -> CommandSteps:
     """The steps that undo the diff, from any point of it; what was there before and was not removed is not touched."""
     return remaining(facts, replace(diff, remove=diff.add, add=diff.remove), present)
+
+
+def revert_steps(
+    facts: SwitchFacts, trial: Unconfirmed, reading: CrossConnectReading
+) -> tuple[CommandSteps, tuple[str, ...]]:
+    """The steps that take back what is on trial as far as others let us, and what cannot come back, each with who is
+    in the way."""
+    mine = reading.cross_connects - reading.foreign
+    remove = tuple(pair for pair in trial.added if pair in mine)
+    holders = occupants(facts, reading.cross_connects - frozenset(remove))
+    add: list[CrossConnect] = []
+    lost: list[str] = []
+    for pair in trial.removed:
+        if pair in reading.cross_connects:
+            continue
+        others = {holders[end] for end in facts.ends(pair) if end in holders}
+        if others:
+            lost.append(f"{pair} is not back: its ports carry {' '.join(str(other) for other in sorted(others))}")
+        else:
+            add.append(pair)
+    return CommandSteps(remove, tuple(add)), tuple(lost)
 
 
 def compare(diff: CircuitDiff, reading: CrossConnectReading) -> Verification:

@@ -4,7 +4,7 @@ Every commit begins by reading the device and ends by reading it. So an outcome 
 nothing and a bulk command that took in part are one case: what counts is what the device shows.
 
 Circuits that are not ours are read, and never sent a command; see ownership.py. A change on trial reverts itself by a
-task of this driver, see trial.py.
+task of this driver.
 """
 
 import asyncio
@@ -40,16 +40,21 @@ from ocs_drivers.model import (
     SwitchCapabilities,
     SwitchEvent,
     SwitchFacts,
+    Unconfirmed,
     Verification,
     fingerprint,
+    utc,
 )
 from ocs_drivers.ownership import Ownership
 from ocs_drivers.progress import CommitProgress
-from ocs_drivers.trial import FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitTrial, revert_steps
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Pauses between attempts to revert a change on trial, longer each time.
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,8 @@ class SwitchDriver:
         self._is_open = False
         self._facts: SwitchFacts | None = None
         self._ownership = Ownership()
-        self._trial: CircuitTrial | None = None
+        self._trial: Unconfirmed | None = None  # what commits of its diff had to do: only that is taken back
+        self._trial_diff: CircuitDiff | None = None
         self._timer: asyncio.Task[None] | None = None  # takes back what is on trial
         self._last_trial = ""  # what became of it, for who confirms it too late
         self._confirmed: int | None = None  # the revision of the last trial, where it was confirmed
@@ -138,8 +144,7 @@ class SwitchDriver:
         circuits = await self._read("read cross-connects", self._wire.read_circuits)
         normal = (replace(circuit, cross_connect=facts.normal(circuit.cross_connect)) for circuit in circuits)
         marked = self._ownership.marked(facts, normal)
-        unconfirmed = self._trial.shown() if self._trial else None
-        return CrossConnectReading(marked, fingerprint(circuit.cross_connect for circuit in marked), unconfirmed)
+        return CrossConnectReading(marked, fingerprint(circuit.cross_connect for circuit in marked), self._trial)
 
     async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
         facts = await self.facts()
@@ -152,7 +157,7 @@ class SwitchDriver:
         if revert_in_s is not None and not 0 < revert_in_s < inf:
             raise InvalidChange([f"revert_in_s: must be > 0, got {revert_in_s}"], device=self.device)
         async with self._writing():
-            if revert_in_s is None or (self._trial and self._trial.diff != diff):
+            if revert_in_s is None or (self._trial and self._trial_diff != diff):
                 self._refuse_on_trial()
             now = await self.cross_connects()
             if now.revision != expect_revision:
@@ -173,7 +178,7 @@ class SwitchDriver:
                     return
                 raise CircuitConflict([self._last_trial or "nothing waits to be confirmed"], device=self.device)
             if not trial.failure and trial.until_s is not None and self._clock.now_s() >= trial.until_s:
-                raise CircuitConflict([f"too late, it is being reverted: {trial.shown()}"], device=self.device)
+                raise CircuitConflict([f"too late, it is being reverted: {trial}"], device=self.device)
             if trial.failure or revision != trial.revision:
                 now = await self.cross_connects()
                 if revision != now.revision:
@@ -196,7 +201,7 @@ class SwitchDriver:
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
         async with self._writing():
-            if self._trial and self._trial.diff != diff:
+            if self._trial and self._trial_diff != diff:
                 self._refuse_on_trial()
             steps = await self._steps(diffs.way_back, diff, await self.cross_connects())
             result = await self._carry_out(diffs.CommandSteps(diff.add, diff.remove), steps)
@@ -307,8 +312,10 @@ class SwitchDriver:
     ) -> CommitResult:
         """The trial stands before the first command, and its time begins when the commit is over, however it ends."""
         self._stop_timer()
-        trial = self._trial.more(steps) if self._trial else CircuitTrial(diff, steps)
-        self._trial, self._confirmed = trial, None
+        before = self._trial or Unconfirmed(None, None)  # the diff is committed again, to complete it
+        removed, added = {*before.removed, *steps.remove}, {*before.added, *steps.add}
+        trial = Unconfirmed(None, None, tuple(sorted(removed)), tuple(sorted(added)))
+        self._trial, self._trial_diff, self._confirmed = trial, diff, None
         until_s = inf
         try:
             result = await self._carry_out(diffs.CommandSteps(diff.remove, diff.add), steps)
@@ -335,12 +342,12 @@ class SwitchDriver:
         self._stop_timer()
         async with self._writing():
             if self._trial is not None and not await self._revert(self._trial):
-                raise DriverRetryable(str(self._trial.shown()), device=self.device, command="revert")
+                raise DriverRetryable(str(self._trial), device=self.device, command="revert")
 
-    async def _revert(self, trial: CircuitTrial) -> bool:
+    async def _revert(self, trial: Unconfirmed) -> bool:
         """Whether the trial is over. What fails is told once for each new reason."""
         try:
-            steps, lost = revert_steps(await self.facts(), trial.sent, await self.cross_connects())
+            steps, lost = diffs.revert_steps(await self.facts(), trial, await self.cross_connects())
             result = await self._carry_out(steps, steps)
             failure = "; ".join(f"{i.action} {i.cross_connect}: {i.detail}" for i in result.items if not i.done)
         except DriverError as error:
@@ -354,19 +361,19 @@ class SwitchDriver:
             return True
         if failure != trial.failure:
             self._trial = replace(trial, failure=failure)
-            self._alarm(str(self._trial.shown()))
+            self._alarm(str(self._trial))
         return False
 
     def _refuse_on_trial(self) -> None:
         if self._trial is not None:
             raise CircuitConflict(
-                [f"{self._trial.shown()}: confirm it or roll it back before anything else is changed"],
+                [f"{self._trial}: confirm it or roll it back before anything else is changed"],
                 device=self.device,
             )
 
     def _end_trial(self, how: str) -> None:
         assert self._trial is not None
-        self._last_trial = self._trial.ended(how, self._clock.now_s())
+        self._last_trial = f"the change was {how} at {utc(self._clock.now_s())} ({self._trial.change})"
         self._trial = None
         self._stop_timer()
 

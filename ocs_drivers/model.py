@@ -176,11 +176,14 @@ class Unconfirmed:
     failure: str = ""  # its time is over and it could not be reverted, why; that is tried again and again
 
     def __str__(self) -> str:
-        change = " ".join((*(f"-{pair}" for pair in self.removed), *(f"+{pair}" for pair in self.added)))
         if self.failure:
-            return f"a change was not confirmed and cannot be reverted ({change}): {self.failure}"
+            return f"a change was not confirmed and cannot be reverted ({self.change}): {self.failure}"
         until = "it is carried out and its time is over" if self.until_s is None else utc(self.until_s)
-        return f"a change waits to be confirmed until {until} ({change})"
+        return f"a change waits to be confirmed until {until} ({self.change})"
+
+    @property
+    def change(self) -> str:
+        return " ".join((*(f"-{pair}" for pair in self.removed), *(f"+{pair}" for pair in self.added)))
 
 
 def utc(at_s: float) -> str:

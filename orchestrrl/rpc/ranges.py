@@ -5,9 +5,9 @@ numbers fit into 64 bits with a sign, enums are known, text is bounded. `_NAMED`
 more. A text whose name ends in `_json` is bounded by its message's size alone; the code that parses it checks the rest.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # processes without a configuration file check their messages
 # Descriptors have a class per implementation of protobuf; their attributes are the same.
 _Descriptor = Any
 _Field = Any
+_Check = Callable[[Any], str]  # the fault of a value; "" where there is none
 
 MOST_NUMBER = 253402300799.0  # the last second of the year 9999, which dates can show
 MOST_TOKENS_PER_S = 1e9
@@ -131,10 +132,8 @@ class _Checks:
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most
         self._may_lack: set[str] = set()
-        self._texts: list[tuple[str, float, bool]] = []  # field, most characters, needed
-        self._urls: list[str] = []
-        self._enums: list[tuple[str, Mapping[int, str]]] = []  # field, names of the values that are taken
-        self._lists: list[tuple[str, _Field, _Rule]] = []
+        self._others: list[tuple[str, _Check]] = []  # texts and enums
+        self._lists: list[tuple[str, _Descriptor | None, _Check, _Rule]] = []
         self._messages: list[tuple[str, _Descriptor]] = []
         rules = _RULES.get(descriptor.name, {})
         for field in descriptor.fields:
@@ -142,31 +141,27 @@ class _Checks:
             if rule.by_handler:
                 continue
             if field.is_repeated:
-                self._lists.append((field.name, field, rule))
+                self._lists.append((field.name, field.message_type, _check_of(field, _Rule()), rule))
             elif field.message_type is not None:
                 self._messages.append((field.name, field.message_type))
             elif (numbers := _range_of(field, rule)) is not None:
                 self._numbers.append((field.name, *numbers))
                 if field.has_presence and rule.least > 0:
                     self._may_lack.add(field.name)
-            elif field.type == field.TYPE_STRING:
-                self._texts.append((field.name, _characters(field.name, rule), rule.needed))
-                if rule.is_url:
-                    self._urls.append(field.name)
-            elif field.enum_type is not None:
-                self._enums.append((field.name, _names(field, rule)))
+            elif field.type == field.TYPE_STRING or field.enum_type is not None:
+                self._others.append((field.name, _check_of(field, rule)))
 
     def check(self, message: Any, path: str, limits: "LimitSettings", faults: list[str]) -> Iterator[None]:
         faults += [f"{path}{fault}" for fault in self._faults(message)]
-        for name, field, rule in self._lists:
+        for name, item_type, check, rule in self._lists:
             items = getattr(message, name)
             _check_count(f"{path}{name}", len(items), rule, limits, faults)
             if len(faults) > MOST_FAULTS:
                 return
-            if field.message_type is None:
-                faults += _item_faults(f"{path}{name}", field, items)
+            if item_type is None:
+                faults += [f"{path}{name}[{i}]: {fault}" for i, item in enumerate(items) if (fault := check(item))]
                 continue
-            checks = _checks_of(field.message_type)
+            checks = _checks_of(item_type)
             for place, item in enumerate(items):
                 if checks._lists or checks._messages:
                     yield from checks.check(item, f"{path}{name}[{place}].", limits, faults)
@@ -187,24 +182,10 @@ class _Checks:
             if not least <= (value := getattr(message, name)) <= most:  # NaN is not, either
                 if name in self._may_lack and not message.HasField(name):
                     continue
-                faults.append(f"{name}: must be >= {_shown(least)} and <= {_shown(most)}, got {value}")
-        for name, most, needed in self._texts:
-            size = len(getattr(message, name))
-            if size > most:
-                faults.append(f"{name}: must be at most {most:g} characters, got {size}")
-            elif needed and not size:
-                faults.append(f"{name}: must not be empty, got ''")
-            elif size and most <= MOST_NAME_CHARACTERS and not getattr(message, name).isprintable():
-                faults.append(f"{name}: must be printable characters, got {shorten(getattr(message, name))}")
-        for name in self._urls:
-            if url := getattr(message, name):
-                try:
-                    check_url(url)
-                except ValueError as error:
-                    faults.append(f"{name}: {error}, got {shorten(url)}")
-        for name, known in self._enums:
-            if (value := getattr(message, name)) not in known:
-                faults.append(f"{name}: must be one of {', '.join(known.values())}, got {value}")
+                faults.append(f"{name}: {_beyond(value, least, most)}")
+        for name, check in self._others:
+            if fault := check(getattr(message, name)):
+                faults.append(f"{name}: {fault}")
         return faults
 
 
@@ -224,16 +205,44 @@ def _range_of(field: _Field, rule: _Rule) -> tuple[float, float] | None:
     return None
 
 
+def _beyond(value: float, least: float, most: float) -> str:
+    return f"must be >= {_shown(least)} and <= {_shown(most)}, got {value}"
+
+
+def _check_of(field: _Field, rule: _Rule) -> _Check:
+    """The check of one value of a field that is no message."""
+    if field.enum_type is not None:
+        known = {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
+        return lambda value: "" if value in known else f"must be one of {', '.join(known.values())}, got {value}"
+    if field.type == field.TYPE_STRING:
+        return partial(_text_fault, most=_characters(field.name, rule), rule=rule, is_item=field.is_repeated)
+    if (numbers := _range_of(field, rule)) is not None:
+        least, most = numbers
+        return lambda value: "" if least <= value <= most else _beyond(value, least, most)
+    return lambda value: ""
+
+
+def _text_fault(text: str, most: float, rule: _Rule, is_item: bool) -> str:
+    if len(text) > most:
+        return f"must be at most {most:g} characters, got {len(text)}"
+    if not text:
+        return "must not be empty, got ''" if rule.needed else ""
+    if (is_item or most <= MOST_NAME_CHARACTERS) and not text.isprintable():
+        return f"must be printable characters, got {shorten(text)}"
+    if rule.is_url:
+        try:
+            check_url(text)
+        except ValueError as error:
+            return f"{error}, got {shorten(text)}"
+    return ""
+
+
 def _characters(name: str, rule: _Rule) -> float:
     if rule.most is not None:
         return rule.most
     if name.endswith("_json"):
         return float("inf")
     return MOST_NAME_CHARACTERS if name.endswith(("_id", "_ids")) else MOST_TEXT_CHARACTERS
-
-
-def _names(field: _Field, rule: _Rule) -> Mapping[int, str]:
-    return {value.number: value.name for value in field.enum_type.values if value.number or not rule.needed}
 
 
 def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", faults: list[str]) -> None:
@@ -243,31 +252,6 @@ def _check_count(path: str, count: int, rule: _Rule, limits: "LimitSettings", fa
     most = MOST_ITEMS if rule.most is None else rule.most
     if not rule.key and count > most:
         faults.append(f"{path}: must have at most {most:g} items, got {count}")
-
-
-def _item_faults(path: str, field: _Field, items: Any) -> list[str]:
-    if field.type == field.TYPE_STRING:
-        most = _characters(field.name, _Rule())
-        return [
-            f"{path}[{place}]: must be at most {most:g} printable characters, got {shorten(item)}"
-            for place, item in enumerate(items)
-            if len(item) > most or not item.isprintable()
-        ]
-    if (numbers := _range_of(field, _Rule())) is not None:
-        least, most = numbers
-        return [
-            f"{path}[{place}]: must be >= {_shown(least)} and <= {_shown(most)}, got {item}"
-            for place, item in enumerate(items)
-            if not least <= item <= most
-        ]
-    if field.enum_type is not None:
-        known = _names(field, _Rule())
-        return [
-            f"{path}[{place}]: must be one of {', '.join(known.values())}, got {item}"
-            for place, item in enumerate(items)
-            if item not in known
-        ]
-    return []
 
 
 def _shown(number: float) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.conformance import carry_out, connected, next_event, refusal
-from ocs_drivers.diff import CommandSteps, occupants
+from ocs_drivers.diff import occupants, revert_steps
 from ocs_drivers.errors import CircuitConflict, DriverOutcomeUnknown, DriverRetryable
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
 from ocs_drivers.model import (
@@ -25,7 +25,6 @@ from ocs_drivers.model import (
     Unconfirmed,
     fingerprint,
 )
-from ocs_drivers.trial import revert_steps
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
 
@@ -230,16 +229,16 @@ def test_a_revert_never_touches_what_is_not_ours_and_never_shares_a_port(
     shown: frozenset[CrossConnect],
     foreign: set[CrossConnect],
 ) -> None:
-    sent = CommandSteps(tuple(sorted(before - after)), tuple(sorted(after - before)))
+    trial = Unconfirmed(None, None, tuple(sorted(before - after)), tuple(sorted(after - before)))
     reading = CrossConnectReading(
         tuple(DeviceCircuit(pair, ours=pair not in foreign) for pair in sorted(shown)), fingerprint(shown)
     )
-    steps, lost = revert_steps(FACTS, sent, reading)
+    steps, lost = revert_steps(FACTS, trial, reading)
     left = (shown - frozenset(steps.remove)) | frozenset(steps.add)
     assert not foreign & frozenset(steps.remove)
     assert len(occupants(FACTS, left)) == 2 * len(left)
-    assert frozenset(sent.add) & left <= foreign
-    for pair in sent.remove:
+    assert frozenset(trial.added) & left <= foreign
+    for pair in trial.removed:
         others = [other for other in left if set(FACTS.ends(pair)) & set(FACTS.ends(other))]
         assert (pair in left) is not any(str(pair) == line.split()[0] for line in lost)
         assert pair in left or others

@@ -7,15 +7,18 @@ part, answers held back, connections broken before or after a command.
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ocs_drivers.base import DeviceClock, SystemClock
-from ocs_drivers.cross_connect_model import CrossConnectModel
+from ocs_drivers.cross_connect_model import ConnectionBroken, CrossConnectModel
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind, FaultSchedule
 from ocs_drivers.model import Action, BootBehaviour, Connectivity, CrossConnect, PortStatus, SwitchFacts
+
+LONGEST_INPUT_BYTES = 1 << 20  # of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,41 @@ def address_of(server: asyncio.Server) -> str:
     """Return where a server listens, as `HOST:PORT`."""
     host, port, *_ = server.sockets[0].getsockname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class EmulatedTcpServer(ABC):
+    """Serves every connection in a task of its own, until its client has gone, the faults break it or it is stopped."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @abstractmethod
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection. Raises ConnectionBroken where it is to break without another byte."""
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        self._server = await asyncio.start_server(self._accept, host, port, limit=LONGEST_INPUT_BYTES)
+        return address_of(self._server)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self.serve(reader, writer)
+        except (asyncio.CancelledError, asyncio.LimitOverrunError, ConnectionBroken, OSError):
+            writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
+            writer.close()
 
 
 class Emulator(Protocol):

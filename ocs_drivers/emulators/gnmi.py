@@ -18,7 +18,7 @@ from pygnmi.spec.v080 import gnmi_pb2, gnmi_pb2_grpc
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.driver import within
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
 from ocs_drivers.emulators.gnmi_openconfig import OpenConfigTarget
 from ocs_drivers.emulators.gnmi_sonic import SonicTarget
 from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
@@ -80,7 +80,7 @@ class RelayedConnection:
             writer.transport.abort()
 
 
-class TcpRelay:
+class TcpRelay(EmulatedTcpServer):
     """TCP in front of a gRPC server, so that an emulator can break the connection of a call.
 
     grpc.aio ends calls, not connections. The relay moves bytes, TLS or not, between a client's connection and one of
@@ -89,35 +89,19 @@ class TcpRelay:
     """
 
     def __init__(self, new_session: Callable[[], int]) -> None:
+        super().__init__()
+        self.server_port = 0  # to be set before it is started
         self._new_session = new_session
         self._connections: dict[int, RelayedConnection] = {}  # by our port towards the server
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._listener: asyncio.Server | None = None
-        self._server_port = 0
-
-    async def start(self, host: str, port: int, server_port: int) -> str:
-        self._server_port = server_port
-        self._listener = await asyncio.start_server(self._relay, host, port)
-        return address_of(self._listener)
-
-    async def stop(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        for connection in self._connections.values():
-            connection.abort()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def connection(self, peer: str) -> RelayedConnection | None:
         """By the peer of a call, `ipv4:127.0.0.1:PORT`; None if it is gone already."""
         port = peer.rpartition(":")[2]
         return self._connections.get(int(port)) if port.isdecimal() else None
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = self._new_session()
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._server_port)
+        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self.server_port)
         port = upstream.get_extra_info("sockname")[1]
         connection = RelayedConnection(session, (writer, upstream))
         self._connections[port] = connection
@@ -129,7 +113,6 @@ class TcpRelay:
                 way.cancel()
             connection.abort()
             del self._connections[port]
-            self._tasks.discard(task)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -153,13 +136,13 @@ class GnmiEmulator:
         gnmi_pb2_grpc.add_gNMIServicer_to_server(GnmiService(self._target, self._login, self._relay), self._server)
         certificate, key, client_ca = await asyncio.to_thread(_contents, self._tls_files)
         if certificate is None or key is None:
-            bound = self._server.add_insecure_port("127.0.0.1:0")
+            self._relay.server_port = self._server.add_insecure_port("127.0.0.1:0")
         else:
             chain = [(key, certificate)]
             credentials = grpc.ssl_server_credentials(chain, client_ca, require_client_auth=client_ca is not None)
-            bound = self._server.add_secure_port("127.0.0.1:0", credentials)
+            self._relay.server_port = self._server.add_secure_port("127.0.0.1:0", credentials)
         await self._server.start()
-        return await self._relay.start(host, port, bound)
+        return await self._relay.start(host, port)
 
     async def stop(self) -> None:
         await self._relay.stop()

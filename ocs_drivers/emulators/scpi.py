@@ -14,13 +14,11 @@ from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
 from ocs_drivers.emulators.polatis import polatis_facts
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.model import Action, CircuitState, CrossConnect, PortStatus, SwitchFacts
 from ocs_drivers.options import CheckedOptions, Flag, must_be, whole
-
-LONGEST_INPUT_BYTES = 1 << 20
 
 NO_ERROR = '0,"No error"'
 QUEUE_OVERFLOW = '-350,"Queue overflow"'
@@ -89,29 +87,60 @@ class DiconQuirks(ScpiQuirks):
     error_queue: Annotated[int, whole(2)] = 8
 
 
-class ScpiEmulator:
+class ScpiEmulator(EmulatedTcpServer):
     """See the module; made by `polatis` and `dicon`."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None, quirks: ScpiQuirks) -> None:
+        super().__init__()
         self.device = EmulatedDevice(facts, panel, clock)
         self.quirks = quirks
         self.errors: list[str] = []
-        self.sessions: list[_Session] = []
-        self._server: asyncio.Server | None = None
+        self._clients: list[asyncio.StreamReader] = []  # in the order in which they came
         self._verbs: list[tuple[re.Pattern[str], Verb]] = [
             (_pattern(header), getattr(self, name)) for header, name in HEADERS.items() if header not in quirks.unknown
         ]
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Session(self), host, port)
-        return address_of(self._server)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Lines are taken in while one is worked on, so that a client that goes away is noticed."""
+        self._clients.append(reader)
+        lines: asyncio.Queue[bytes] = asyncio.Queue()
+        work = asyncio.create_task(self._work_off(lines, reader, writer))
+        try:
+            while line := await reader.readuntil(b"\n"):
+                lines.put_nowait(line)
+        except asyncio.IncompleteReadError:
+            lines.put_nowait(b"")  # what came before is still worked off and answered
+        except BaseException:
+            work.cancel()
+            raise
+        finally:
+            self._clients.remove(reader)
+        await work
 
-    async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        work = [session.end() for session in list(self.sessions)]
-        await asyncio.gather(*work, return_exceptions=True)
+    async def _work_off(
+        self, lines: asyncio.Queue[bytes], client: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        is_free = not self.quirks.one_session or await self._is_seat_free(client)
+        session = self.device.session()
+        line_end = "\r\n" if self.quirks.crlf else "\n"
+        try:
+            while is_free and (line := await lines.get()):
+                if not self.device.is_alive(session):
+                    raise ConnectionBroken
+                answers = await self.line(line.decode("ascii", "replace").rstrip("\r\n"))
+                writer.write("".join(answer + line_end for answer in answers).encode())
+        except ConnectionBroken:
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    async def _is_seat_free(self, client: asyncio.StreamReader) -> bool:
+        """A client that hung up just before may not have been noticed yet: the next turns of the event loop tell."""
+        for _ in range(5):
+            if self._clients[0] is client:
+                return True
+            await asyncio.sleep(0)
+        return False
 
     async def line(self, line: str) -> list[str]:
         """The answers to one line of commands."""
@@ -235,71 +264,6 @@ class ScpiEmulator:
         if wrong := [port for port in ports if port not in facts.ingress_ports and port not in facts.egress_ports]:
             raise ScpiError(-222, f"Data out of range;{wrong[0]}")
         return ports
-
-
-class _Session(asyncio.Protocol):
-    """One connection. Lines are taken in while one is worked on, so that a client that goes away is noticed."""
-
-    def __init__(self, emulator: ScpiEmulator) -> None:
-        self._emulator = emulator
-        self._lines: asyncio.Queue[str | None] = asyncio.Queue()  # None: no more will come
-        self._rest = b""
-        self.is_over = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._work = asyncio.ensure_future(self._work_off())
-        self._emulator.sessions.append(self)
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._lines.put_nowait(line.decode("ascii", "replace").rstrip("\r"))
-        if len(self._rest) > LONGEST_INPUT_BYTES:
-            self._transport.abort()
-
-    def eof_received(self) -> bool:
-        self.is_over = True
-        self._lines.put_nowait(None)
-        return True  # what came before is still worked off and answered
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_over = True
-        self._work.cancel()
-        self._emulator.sessions.remove(self)
-
-    def end(self) -> asyncio.Task[None]:
-        self._transport.abort()
-        self._work.cancel()
-        return self._work
-
-    async def _work_off(self) -> None:
-        if self._emulator.quirks.one_session and not await self._is_seat_free():
-            self._transport.close()
-            return
-        device = self._emulator.device
-        session = device.session()
-        line_end = "\r\n" if self._emulator.quirks.crlf else "\n"
-        try:
-            while (line := await self._lines.get()) is not None:
-                if not device.is_alive(session):
-                    raise ConnectionBroken
-                answers = await self._emulator.line(line)
-                self._transport.write("".join(answer + line_end for answer in answers).encode())
-        except ConnectionBroken:
-            self._transport.abort()
-        else:
-            self._transport.close()
-
-    async def _is_seat_free(self) -> bool:
-        """A client that hung up just before may not have been noticed yet: the next turns of the event loop tell."""
-        for _ in range(5):
-            earlier = self._emulator.sessions[: self._emulator.sessions.index(self)]
-            if all(session.is_over for session in earlier):
-                return True
-            await asyncio.sleep(0)
-        return False
 
 
 def polatis(panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> ScpiEmulator:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_of
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, EmulatedTcpServer
 from ocs_drivers.emulators.tl1_calient import CalientTl1Device
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
 from ocs_drivers.emulators.tl1_glimmerglass import GlimmerglassTl1Device
@@ -54,35 +54,22 @@ class Tl1Quirks(CheckedOptions):
     line_limit: Count = 0  # refuses longer commands; 0: takes any
 
 
-class Tl1Emulator:
+class Tl1Emulator(EmulatedTcpServer):
     """See `base.Emulator`."""
 
     def __init__(self, device: EmulatedDevice, box: Tl1Device, quirks: Tl1Quirks) -> None:
+        super().__init__()
         self.device = device
         self.box = box
         self.quirks = quirks
         self.commands: list[str] = []  # every command as received, questions too
         self.connections: set[_Connection] = set()
-        self._server: asyncio.Server | None = None
         self._tags = itertools.count(1)
-
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        self._server = await asyncio.start_server(self._serve, host, port)
-        return address_of(self._server)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            for connection in list(self.connections):
-                connection.end()
-            while self.connections:
-                await asyncio.sleep(0)
-            await self._server.wait_closed()
 
     def next_tag(self) -> int:
         return next(self._tags)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(self, writer)
         self.connections.add(connection)
         try:
@@ -116,15 +103,12 @@ class _Connection:
             self._show_prompt()
             while data := await reader.read(1 << 16):
                 self._receive(data.decode("latin-1"))
-        except OSError:
-            pass  # the client is gone
         finally:
             self.is_logged_in = False
             self._emulator.device.model.unlisten(events)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._writer.close()
 
     def _receive(self, text: str) -> None:
         if self._quirks.echo:

@@ -11,7 +11,16 @@ import grpc
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
-from orchestrrl.rpc.codecs.fabric import CONTROL, PERIOD, QUIET, fabric_to_pb, hosts_to_pb, jobs_from_pb, order_to_pb
+from orchestrrl.rpc.codecs.fabric import (
+    CONTROL,
+    PERIOD,
+    QUIET,
+    VERIFICATION,
+    fabric_to_pb,
+    hosts_to_pb,
+    jobs_from_pb,
+    order_to_pb,
+)
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from orchestrrl.rpc.pb import fabric_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
@@ -143,15 +152,7 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
     async def VerifyFabric(self, request: pb.VerifyFabricRequest, context: Context) -> pb.FabricVerification:
         self._coordinator()
         assert self._verifier is not None
-        found = await self._verifier.verify(request.walk)
-        return pb.FabricVerification(
-            faults=[pb.FabricFault(kind=each.kind, where=each.where, what=each.what) for each in found.faults],
-            cross_connects=found.circuits,
-            links=found.links,
-            fibres=found.fibres,
-            fibres_of_site=found.fibres_of_site,
-            not_seen=found.not_seen,
-        )
+        return VERIFICATION.to_pb(await self._verifier.verify(request.walk))
 
     def _announced(self, message: pb.Announcement) -> None:
         """By a traced process, which waits for no answer."""

@@ -8,6 +8,7 @@ imports rewritten.
 import argparse
 import filecmp
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -17,8 +18,8 @@ PROTO = ROOT / "proto"
 TARGET = ROOT / "orchestrrl" / "rpc" / "pb"
 
 
-def generate(target: Path) -> list[str]:
-    """Write the generated modules into target; names of the files written."""
+def generate(target: Path) -> None:
+    """Write the generated modules into target."""
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("orchestrrl/v1/*.proto"))
@@ -32,12 +33,9 @@ def generate(target: Path) -> list[str]:
             ]
         if protoc.main([*arguments, *sources]) != 0:
             raise SystemExit("protoc failed, see above")
-        written = []
         for path in sorted(Path(raw_dir, "orchestrrl", "v1").iterdir()):
             (target / path.name).write_text(_flatten(path.read_text()))
-            written.append(path.name)
     (target / "__init__.py").write_text('"""Generated from proto/ by `make generate`; do not edit."""\n')
-    return [*written, "__init__.py"]
 
 
 def _flatten(source: str) -> str:
@@ -52,15 +50,14 @@ def _flatten(source: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if rpc/pb is not what proto/ gives")
-    if not parser.parse_args().check:
-        TARGET.mkdir(exist_ok=True)
-        print(f"wrote {len(generate(TARGET))} files to {TARGET.relative_to(ROOT)}")  # noqa: T201
-        return
+    is_check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as fresh_dir:
-        names = generate(Path(fresh_dir))
-        present = {p.name for p in TARGET.iterdir() if p.is_file()}
-        _, differing, missing = filecmp.cmpfiles(fresh_dir, TARGET, names, shallow=False)
-        stale = sorted({*differing, *missing, *(present - set(names))})
+        generate(Path(fresh_dir))
+        if not is_check:
+            shutil.copytree(fresh_dir, TARGET, dirs_exist_ok=True)
+            return
+        found = filecmp.dircmp(fresh_dir, TARGET, ignore=["__pycache__"])
+        stale = sorted({*found.left_only, *found.right_only, *found.diff_files})
     if stale:
         raise SystemExit(f"generated code differs from proto/, run `make generate`: {', '.join(stale)}")
 

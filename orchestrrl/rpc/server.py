@@ -47,15 +47,9 @@ _Value = TypeVar("_Value")
 MOST_RECEIVED_BYTES = 2**31 - 1  # that gRPC can be told
 
 SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in (
-        (control_pb2, "Control"),
-        (control_pb2, "Switches"),
-        (fabric_pb2, "Fabric"),
-        (telemetry_pb2, "Telemetry"),
-        (agent_pb2, "Node"),
-        (weights_pb2, "Weights"),
-    )
+    service.full_name
+    for module in (control_pb2, fabric_pb2, telemetry_pb2, agent_pb2, weights_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
 )
 
 

@@ -12,7 +12,16 @@ import grpc
 
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError, DriverFaults, InvalidChange
-from ocs_drivers.model import Action, ChangeMode, CircuitChange, CircuitDiff, CrossConnect, CrossConnectResult
+from ocs_drivers.model import (
+    Action,
+    ChangeMode,
+    CircuitChange,
+    CircuitDiff,
+    CrossConnect,
+    CrossConnectResult,
+    PortState,
+    SwitchFacts,
+)
 from ocs_drivers.registry import make_driver
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.config.schema import SwitchSettings
@@ -32,6 +41,16 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 5.0
 
 _OUTCOME = Codec(CircuitOutcome, pb.SwitchChange, beside="dry_run", items=("results", convert.ITEM))
+_PORT = Codec(PortState, pb.SwitchPort, status="state")
+_FACTS = Codec(
+    SwitchFacts,
+    pb.Switch,
+    beside="switch_id driver reachable detail port_states cross_connects revision circuits unconfirmed",
+    ports="ports",
+    ingress_ports=convert.PORTS,
+    egress_ports=convert.PORTS,
+    boot="boot_behaviour",
+)
 
 
 def drivers_of(settings: Iterable[SwitchSettings], clock: Clock) -> dict[str, OcsDriver]:
@@ -161,25 +180,14 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
             logger.exception("switch %s cannot be read", switch)
             message.detail = f"{type(error).__name__}: {error}"
             return message
+        message.MergeFrom(_FACTS.to_pb(facts))
         message.MergeFrom(
             pb.Switch(
-                vendor=facts.vendor,
-                model=facts.model,
-                serial=facts.serial,
-                software=facts.software,
-                connectivity=facts.connectivity,
-                ports=facts.ports,
-                reconfiguration_s=facts.reconfiguration_s,
                 reachable=True,
-                port_states=[
-                    pb.SwitchPort(port=port.port, state=port.status, power_dbm=port.power_dbm) for port in ports
-                ],
+                port_states=map(_PORT.to_pb, ports),
                 cross_connects=convert.pairs_to_pb(circuit.cross_connect for circuit in reading.circuits),
                 revision=reading.revision,
                 circuits=map(convert.CIRCUIT.to_pb, reading.circuits),
-                ingress_ports=convert.ports_to_pb(facts.ingress_ports),
-                egress_ports=convert.ports_to_pb(facts.egress_ports),
-                boot_behaviour=facts.boot,
                 unconfirmed=convert.UNCONFIRMED.to_pb(reading.unconfirmed) if reading.unconfirmed else None,
             )
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from orchestrrl.fabric.periods import CommitReport, FabricControl, PeriodReport
 from orchestrrl.fabric.switch_reader import SiteReading
+from orchestrrl.fabric.verification import VerificationReport
 from orchestrrl.fabric.window_tracker import (
     ClockPing,
     Jobs,
@@ -18,6 +19,7 @@ from orchestrrl.fabric.window_tracker import (
 )
 from orchestrrl.rpc.codec import LOCAL, Codec, OneOf, rows_to_pb
 from orchestrrl.rpc.pb import fabric_pb2 as pb
+from planner.fabric.cables import CablingFault
 from planner.fabric.model import Pair
 from planner.fabric.slack import RemainingQuiet
 from planner.model import Hold
@@ -30,6 +32,12 @@ PAIRS_TOLD = 256  # of ToRs: on a large site all of them are more than a message
 
 PERIOD = Codec(PeriodReport, pb.PeriodReport, commits=Codec(CommitReport, pb.CommitReport, switch_times=LOCAL))
 CONTROL = Codec(FabricControl, pb.FabricControl)
+VERIFICATION = Codec(
+    VerificationReport,
+    pb.FabricVerification,
+    faults=Codec(CablingFault, pb.FabricFault, port=LOCAL),
+    circuits="cross_connects",
+)
 QUIET = Codec(RemainingQuiet, pb.Quiet, beside="rank armed told_s job", opened_s="since_s")
 _ORDERS = OneOf(
     "order",

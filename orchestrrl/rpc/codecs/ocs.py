@@ -41,22 +41,17 @@ _ERRORS: dict[str, type[DriverError]] = {
 }
 
 
-def ports_to_pb(ports: range) -> ocs_pb2.PortNumbers:
-    return ocs_pb2.PortNumbers(first=ports[0], count=len(ports))
-
-
-def _ports_from_pb(message: ocs_pb2.PortNumbers) -> range:
-    return range(message.first, message.first + message.count)
-
-
-_PORTS = Via(ports_to_pb, _ports_from_pb)
+PORTS = Via(
+    to_pb=lambda ports: ocs_pb2.PortNumbers(first=ports[0], count=len(ports)),
+    from_pb=lambda message: range(message.first, message.first + message.count),
+)
 _BOOT = EnumCodec(BootBehaviour, ocs_pb2.BootBehaviour.DESCRIPTOR, unspecified=BootBehaviour.UNKNOWN)
 _ANY_MODE = EnumCodec(ChangeMode, ocs_pb2.ChangeMode.DESCRIPTOR, unspecified=ChangeMode.SAFE)
 
 PAIR = Codec(CrossConnect, ocs_pb2.CrossConnect)
 CAPABILITIES = Codec(SwitchCapabilities, ocs_pb2.DriverCapabilities)
 FACTS = Codec(
-    SwitchFacts, ocs_pb2.DeviceFacts, beside="capabilities", ingress_ports=_PORTS, egress_ports=_PORTS, boot=_BOOT
+    SwitchFacts, ocs_pb2.DeviceFacts, beside="capabilities", ingress_ports=PORTS, egress_ports=PORTS, boot=_BOOT
 )
 PORT = Codec(PortState, ocs_pb2.PortState)
 CIRCUIT = Codec(DeviceCircuit, ocs_pb2.Circuit)

@@ -1,10 +1,13 @@
 """What can go wrong with a device, and when: `FaultSchedule().at(12.0, DeviceFault(DeviceFaultKind.FAIL_PORT, 7))`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import itemgetter
-from typing import Any
+from typing import Annotated
+
+from ocs_drivers.errors import InvalidOptions
+from ocs_drivers.options import CheckedOptions, Flag, SecondsOr0, whole
 
 
 class DeviceFaultKind(StrEnum):
@@ -59,41 +62,30 @@ class FaultSchedule:
         return FaultSchedule(tuple(sorted((*self.due, *((at_s, fault) for fault in faults)), key=itemgetter(0))))
 
 
+class ScheduledFault(CheckedOptions):
+    """A fault as users write it. `at_s` is in seconds since the device was switched on."""
+
+    at_s: SecondsOr0 = 0.0
+    kind: DeviceFaultKind
+    port: Annotated[int, whole(0)] | None = None
+    items: Annotated[int, whole(0)] = 0
+    silent: Flag = False
+    delay_s: SecondsOr0 = 0.0
+
+
 def parse_schedule(items: object) -> tuple[FaultSchedule, list[str]]:
     """A schedule from plain data, `[{"at_s": 12, "kind": "fail_port", "port": 7}]`, and every fault in that data."""
     if not isinstance(items, list | tuple):
         return FaultSchedule(), [f"faults: must be a list, got {items!r}"]
-    schedule, faults = FaultSchedule(), []
+    schedule, wrong = FaultSchedule(), []
     for index, item in enumerate(items):
-        wrong: list[str] = []
-        due = _parse(item, wrong)
-        faults += [f"faults[{index}]: {each}" for each in wrong]
-        if due is not None:
-            schedule = schedule.at(*due)
-    return schedule, faults
-
-
-def _parse(item: Any, wrong: list[str]) -> tuple[float, DeviceFault] | None:
-    if not isinstance(item, Mapping):
-        wrong.append(f"must be a mapping with at_s and kind, got {item!r}")
-        return None
-    known = {"at_s", *(field.name for field in fields(DeviceFault))}
-    if unknown := sorted(str(name) for name in item if name not in known):
-        wrong.append(f"unknown {', '.join(unknown)} (known: {', '.join(sorted(known))}), got {dict(item)!r}")
-    values = dict(item)
-    at_s = values.pop("at_s", 0.0)
-    if isinstance(at_s, bool) or not isinstance(at_s, int | float) or not at_s >= 0:
-        wrong.append(f"at_s must be a number >= 0, got {at_s!r}")
-    kind = values.pop("kind", None)
-    if kind not in list(DeviceFaultKind):
-        wrong.append(f"kind must be one of {', '.join(DeviceFaultKind)}, got {kind!r}")
-    for name, wanted in (("port", int), ("items", int), ("silent", bool), ("delay_s", int | float)):
-        if name in values and (not isinstance(values[name], wanted) or (wanted is int and values[name] is True)):
-            wrong.append(f"{name} has the wrong type, got {values[name]!r}")
-    if wrong:
-        return None
-    try:
-        return float(at_s), DeviceFault(DeviceFaultKind(kind), **values)
-    except ValueError as error:
-        wrong.append(str(error))
-        return None
+        try:
+            if not isinstance(item, Mapping):
+                raise ValueError(f"must be a mapping with at_s and kind, got {item!r}")
+            given = dict(ScheduledFault.read(item, prefix=f"faults[{index}]."))
+            schedule = schedule.at(given.pop("at_s"), DeviceFault(**given))
+        except InvalidOptions as error:
+            wrong += error.faults
+        except ValueError as error:
+            wrong.append(f"faults[{index}]: {error}")
+    return schedule, wrong

@@ -9,8 +9,6 @@ are.
 import re
 from dataclasses import dataclass, field
 
-from ocs_drivers.model import MOST_PORTS
-
 REPLY = "M"
 COMPLETED = "COMPLD"
 # A peer that never ends its line is not speaking TL1.
@@ -211,12 +209,6 @@ def quote(value: str) -> str:
 def whole_number(text: str) -> int:
     """A number of at most nine digits; 0 for anything else."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-
-
-def port_count(text: str) -> int:
-    """How many ports a side has; 0 where the text is the size of no switch."""
-    count = whole_number(text)
-    return count if count <= MOST_PORTS else 0
 
 
 def measured(text: str) -> float | None:

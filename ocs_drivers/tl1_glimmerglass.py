@@ -10,7 +10,6 @@ report at all (a line with IPORTID and OPORTID is taken for one on a connection)
 connections at a restart; whether the list of dlt-crs-fiber has a limit.
 """
 
-import re
 from collections.abc import Sequence
 
 from ocs_drivers.errors import DriverPermanent
@@ -24,7 +23,8 @@ from ocs_drivers.model import (
     SwitchCapabilities,
     SwitchFacts,
 )
-from ocs_drivers.tl1_framing import fields, measured, port_count, whole_number
+from ocs_drivers.polatis_yang import parse_size
+from ocs_drivers.tl1_framing import fields, measured, whole_number
 from ocs_drivers.tl1_wire import Tl1Wire
 
 INPUT, OUTPUT = 10000, 20000
@@ -43,13 +43,12 @@ class GlimmerglassTl1Wire(Tl1Wire):
         self._system: dict[str, str] = {}
         for line in await self.ask("rtrv-system-info:::<ctag>;"):
             self._system |= fields(line)
-        size = re.match(r"(\d+)x(\d+)", self._system.get("LICENSEDPORTMATRIX", ""))
-        inputs, outputs = (port_count(size[1]), port_count(size[2])) if size else (0, 0)
-        if not inputs or not outputs:
+        sides = parse_size(self._system.get("LICENSEDPORTMATRIX", ""))
+        if sides is None:
             raise DriverPermanent(
                 "the device does not tell its size", command="rtrv-system-info", answer=str(self._system)
             )
-        self.ingress, self.egress = range(1, inputs + 1), range(1, outputs + 1)
+        self.ingress, self.egress = sides[1], range(1, len(sides[2]) + 1)
 
     async def read_facts(self) -> SwitchFacts:
         return self.facts(

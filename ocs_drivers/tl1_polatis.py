@@ -26,7 +26,8 @@ from ocs_drivers.model import (
     SwitchCapabilities,
     SwitchFacts,
 )
-from ocs_drivers.tl1_framing import measured, port_count
+from ocs_drivers.polatis_yang import parse_size
+from ocs_drivers.tl1_framing import measured
 from ocs_drivers.tl1_session import Tl1Denied
 from ocs_drivers.tl1_wire import Tl1Options, Tl1Wire
 
@@ -42,19 +43,15 @@ class PolatisTl1Wire(Tl1Wire):
     def __init__(self, options: Tl1Options, clock: DeviceClock) -> None:
         self.capabilities = SwitchCapabilities(bulk=True, port_power=options.port_power)
         super().__init__(options, clock)
-        self._is_any_to_any = False
+        self._connectivity = Connectivity.INGRESS_EGRESS
 
     async def attach(self) -> None:
         """Its size, and whether patches survive a restart."""
         told = " ".join(await self.ask("RTRV-EQPT::SYSTEM:<ctag>:::PARAMETER=SIZE;"))
-        size = re.search(r"SIZE=(\d+)x(\d+|CC)", told, re.IGNORECASE)
-        self._is_any_to_any = size is not None and size[2].upper() == "CC"
-        ingress = port_count(size[1]) if size else 0
-        egress = port_count(size[2]) if size and not self._is_any_to_any else ingress
-        if not ingress or not egress:
+        size = re.search(r"SIZE=(\w+)", told, re.IGNORECASE)
+        if size is None or (sides := parse_size(size[1])) is None:
             raise DriverPermanent("the device does not tell its size", command="RTRV-EQPT::SYSTEM", answer=told)
-        self.ingress = range(1, ingress + 1)
-        self.egress = self.ingress if self._is_any_to_any else range(ingress + 1, ingress + egress + 1)
+        self._connectivity, self.ingress, self.egress = sides
         mode = await self._if_known("RTRV-EQPT::BOOT:<ctag>:::PARAMETER=MODE;")
         if said := re.search(r"MODE=(DARK|RESTORE)", mode, re.IGNORECASE):
             self.boot = BootBehaviour(said[1].lower())
@@ -71,7 +68,7 @@ class PolatisTl1Wire(Tl1Wire):
             model=model,
             serial=re.split(r"[=,:]", inventory)[-1].strip('"'),
             software=software,
-            connectivity=Connectivity.ANY_TO_ANY if self._is_any_to_any else Connectivity.INGRESS_EGRESS,
+            connectivity=self._connectivity,
         )
 
     async def read_ports(self) -> Sequence[PortState]:
@@ -113,7 +110,7 @@ class PolatisTl1Wire(Tl1Wire):
 
     def _in_order(self, one: int, other: int) -> CrossConnect:
         """Ingress first, however it is listed."""
-        if not self._is_any_to_any and one in self.egress and other in self.ingress:
+        if self.ingress != self.egress and one in self.egress and other in self.ingress:
             return CrossConnect(other, one)
         return CrossConnect(one, other)
 

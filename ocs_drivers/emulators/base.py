@@ -57,6 +57,11 @@ class DevicePanel:
         return replace(self.facts(vendor, model, serial, software), ingress_ports=side, egress_ports=side)
 
 
+def calient_port(port: int) -> str:
+    """The name of a port of a Calient, eight to a row, eight rows to a shelf: 1 is `1.1.1`, 9 `1.2.1`, 65 `2.1.1`."""
+    return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
+
+
 class EmulatedDevice:
     """The glass, and a record of the setters that reached it."""
 

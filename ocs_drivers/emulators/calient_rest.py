@@ -14,16 +14,14 @@ from aiohttp import web
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, calient_port
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in, shown
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import Action, CrossConnect, PortState, PortStatus, SwitchFacts
 from ocs_drivers.options import CheckedOptions, Flag, Number, YamlText, is_whole, must_be
 
 ROOT = "/rest/"
-PORTS_IN_A_MODULE = 8
-MODULES_IN_A_SHELF = 8
 COOKIE = "JSESSIONID"
 
 Item = Mapping[str, object]
@@ -54,7 +52,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         self._quirks = CalientQuirks.read(quirks, prefix="")
         super().__init__("application/json", chunked=self._quirks.chunked)
         self.device = EmulatedDevice(_facts(panel), panel, clock)
-        self._names = PortNames(_name(number) for number in self.device.facts.ingress_ports)
+        self._names = PortNames(map(calient_port, self.device.facts.ingress_ports))
         self._cookies: dict[str, tuple[int, int]] = {}  # by value: the device's session, and requests so far
         self._given = 0
         self._both_ways: set[frozenset[int]] = set()  # pairs that were made as one connection
@@ -126,7 +124,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
         await self.device.clock.sleep(self._quirks.conflict_s if in_the_way - set(pairs) else self._quirks.bulk_s)
         self._count_whole(wanted)
-        words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {_shown(pairs)}"))
+        words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {shown(pairs)}"))
         answers = []
         for item, of_item in zip(items, wanted, strict=True):
             is_done = not words or (bool(of_item) and self.device.model.present.issuperset(of_item))
@@ -144,7 +142,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         pairs = [pair for of_item in found for pair in of_item]
         await self.device.clock.sleep(self._quirks.bulk_s)
         self._count_whole(found)
-        words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {_shown(pairs)}"))
+        words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {shown(pairs)}"))
         return [
             {**_echo(item), "response": _result(bool(of_item) and is_done, words if of_item else "no such connection")}
             for item, of_item in zip(items, found, strict=True)
@@ -230,12 +228,6 @@ def _facts(panel: DevicePanel) -> SwitchFacts:
     return panel.mirrored_facts("Calient", f"S{panel.ingress_ports}", "S-0042", "8.3.1.4")
 
 
-def _name(number: int) -> str:
-    module, port = divmod(number - 1, PORTS_IN_A_MODULE)
-    shelf, module = divmod(module, MODULES_IN_A_SHELF)
-    return f"{shelf + 1}.{module + 1}.{port + 1}"
-
-
 def _states(port: PortState, comes: str, goes: str) -> dict[str, str]:
     """As a switch told them of a port with light in and nothing out: `inas` IS, `outas` OOS-NP."""
     is_shut, hardware = port.status is PortStatus.DISABLED, "FAIL" if port.status is PortStatus.FAILED else "OK"
@@ -275,7 +267,3 @@ def _json(body: bytes) -> object:
     except (ValueError, RecursionError):
         raise ItemFailed("the body is not JSON") from None
     return value
-
-
-def _shown(pairs: Sequence[CrossConnect]) -> str:
-    return " ".join(str(pair) for pair in pairs)

@@ -1,11 +1,13 @@
 """Emulators by the name of their protocol. A name is `FAMILY` or `FAMILY-DIALECT`."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ocs_drivers.base import DeviceClock
-from ocs_drivers.emulators.base import DevicePanel, Emulator
 from ocs_drivers.errors import InvalidOptions
+
+if TYPE_CHECKING:  # the help of the command line reads the names
+    from ocs_drivers.base import DeviceClock
+    from ocs_drivers.emulators.base import DevicePanel, Emulator
 
 # Each a class or function `(panel, clock=None, **quirks) -> Emulator`. Its libraries are loaded with it.
 EMULATORS = {
@@ -32,7 +34,7 @@ DRIVER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_emulator(protocol: str, panel: DevicePanel, clock: DeviceClock | None = None, **quirks: Any) -> Emulator:
+def make_emulator(protocol: str, panel: "DevicePanel", clock: "DeviceClock | None" = None, **quirks: Any) -> "Emulator":
     """Raises InvalidOptions with every fault: a protocol that is not known (listing the known ones) or whose library is
     not installed, quirks that it does not have (listing those that it has), values that it refuses."""
     factory = _factory(protocol)

@@ -15,7 +15,7 @@ from aiohttp import web
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in, shown
 from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, polatis_facts, state_containers
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
@@ -104,15 +104,15 @@ class RestconfEmulator(EmulatedHttpServer):
                     raise RestconfRefusal(400, "invalid-value", "a POST creates exactly one resource")
                 if any(circuit.cross_connect.ingress_port == pairs[0].ingress_port for circuit in self._circuits()):
                     raise RestconfRefusal(409, "data-exists", f"port {pairs[0].ingress_port} is connected")
-                await self._set(Action.ADD, pairs, f"POST {_shown(pairs)}")
+                await self._set(Action.ADD, pairs, f"POST {shown(pairs)}")
                 return EmulatedReply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0].ingress_port}"})
             case "PATCH":
                 pairs = self._parsed(body, "cross-connects")
-                await self._set(Action.ADD, pairs, f"PATCH {_shown(pairs)}")
+                await self._set(Action.ADD, pairs, f"PATCH {shown(pairs)}")
                 return EmulatedReply(204)
             case "PUT":
                 pairs = self._parsed(body, "cross-connects")
-                await self._carry_out(self.device.replace(pairs, f"PUT {_shown(pairs)}"))
+                await self._carry_out(self.device.replace(pairs, f"PUT {shown(pairs)}"))
                 return EmulatedReply(204)
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
@@ -148,7 +148,7 @@ class RestconfEmulator(EmulatedHttpServer):
                 400, "operation-not-supported", "edits that add and edits that remove are two patches here"
             )
         action, pairs = (Action.ADD, added) if added else (Action.REMOVE, removed)
-        await self._set(action, pairs, f"YANG-PATCH {action} {_shown(pairs)}")
+        await self._set(action, pairs, f"YANG-PATCH {action} {shown(pairs)}")
         status = {"patch-id": patch.get("patch-id") if isinstance(patch, dict) else "", "ok": [None]}
         return EmulatedReply(200, {"ietf-yang-patch:yang-patch-status": status})
 
@@ -160,7 +160,7 @@ class RestconfEmulator(EmulatedHttpServer):
             # One circuit cannot be taken in part: that fault waits for a command of several.
             partial = self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
-                await self._set(Action.REMOVE, present, f"DELETE {_shown(present)}")
+                await self._set(Action.REMOVE, present, f"DELETE {shown(present)}")
             finally:
                 if partial is not None:
                     self.device.inject(partial)
@@ -241,10 +241,6 @@ class RestconfEmulator(EmulatedHttpServer):
         if pair.ingress_port not in facts.ingress_ports or pair.egress_port not in facts.egress_ports:
             raise RestconfRefusal(400, "invalid-value", f"no such cross-connect on this switch: {pair}")
         return pair
-
-
-def _shown(pairs: Sequence[CrossConnect]) -> str:
-    return " ".join(str(pair) for pair in pairs)
 
 
 def _json(body: bytes) -> object:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, calient_port
 from ocs_drivers.emulators.tl1_commands import Tl1Command, Tl1Device, Tl1Refusal
 from ocs_drivers.model import Action, CircuitState, CrossConnect, EventKind, PortStatus, SwitchEvent, SwitchFacts
 
@@ -18,7 +18,7 @@ class CalientTl1Device(Tl1Device):
         super().__init__(device, panel, semicolons)
         self._groups: dict[CrossConnect, str] = {}  # provisioned, lit or not
         self._held: dict[tuple[str, int], CrossConnect] = {}  # by either end
-        self._ports = {_slot(port): port for port in device.facts.ingress_ports}
+        self._ports = {calient_port(port): port for port in device.facts.ingress_ports}
         self._session = device.session()
         self._changes = device.model.listen()
         self._alias = '\\"row B; rack 3, unit 5\\"' if semicolons else "NONE"
@@ -48,7 +48,7 @@ class CalientTl1Device(Tl1Device):
 
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT and event.port is not None:
-            return "*C", "REPT ALM PORT", f'"{_slot(event.port)}:CR,{event.text.upper()},NSA"'
+            return "*C", "REPT ALM PORT", f'"{calient_port(event.port)}:CR,{event.text.upper()},NSA"'
         if event.cross_connect is not None:
             return "A", "REPT DBCHG CRS", f'"{_name(event.cross_connect)}:{event.text}"'
         return "**", "REPT ALM EQPT", f'"NE:MJ,RESTART,NSA,,,,:\\"{event.text}\\""'
@@ -126,8 +126,9 @@ class CalientTl1Device(Tl1Device):
             CircuitState.TUNED: "AS=IS,OS=IS,OC=OK",
             CircuitState.FAILED: "AS=IS,OS=OOS,OC=FAIL",
         }[state]
-        ends = f"SRCPORT={_slot(pair.ingress_port)},DSTPORT={_slot(pair.egress_port)},GRPNAME={self._groups[pair]}"
-        return f'"{_name(pair)}:{ends},CONNNAME={_name(pair)},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
+        source, destination, name = calient_port(pair.ingress_port), calient_port(pair.egress_port), _name(pair)
+        ends = f"SRCPORT={source},DSTPORT={destination},GRPNAME={self._groups[pair]}"
+        return f'"{name}:{ends},CONNNAME={name},CONNTYPE=1WAY,{shown},PS=UPR,AL=CL"'
 
     def _summaries(self, ports: Sequence[int]) -> Sequence[str]:
         powers = {state.port: state.power_dbm for state in self.device.model.ports()}
@@ -138,7 +139,7 @@ class CalientTl1Device(Tl1Device):
             state = "ACT" if held.get(port) in lit else "NONE"
             measured = f"INPWR={powers[port]:.2f},OUTPWR={powers[port]:.2f}"
             more = f"CONNNAME1={name},CONNSTATE1={state},CONNNAME2=NONE,CONNSTATE2=NONE"
-            lines.append(f'"{_slot(port)}:ALIAS={self._alias},{measured},{more}"')
+            lines.append(f'"{calient_port(port)}:ALIAS={self._alias},{measured},{more}"')
         return lines
 
     def _states(self, ports: Sequence[int]) -> Sequence[str]:
@@ -147,14 +148,9 @@ class CalientTl1Device(Tl1Device):
             administrative = "OOS-MA" if status[port] is PortStatus.DISABLED else "IS"
             works = "FAIL" if status[port] is PortStatus.FAILED else "OK"
             sides = (f"{side}AS={administrative},{side}OS=IS,{side}OC={works},{side}RS=NPR" for side in ("IN", "OUT"))
-            lines.append(f'"{_slot(port)}:WX,NONE,NONE:{",".join(sides)}"')
+            lines.append(f'"{calient_port(port)}:WX,NONE,NONE:{",".join(sides)}"')
         return lines
 
 
-def _slot(port: int) -> str:
-    """Eight ports to a row, eight rows to a shelf: 1 is `1.1.1`, 9 is `1.2.1`, 65 is `2.1.1`."""
-    return f"{(port - 1) // 64 + 1}.{(port - 1) // 8 % 8 + 1}.{(port - 1) % 8 + 1}"
-
-
 def _name(pair: CrossConnect) -> str:
-    return f"{_slot(pair.ingress_port)}>{_slot(pair.egress_port)}"
+    return f"{calient_port(pair.ingress_port)}>{calient_port(pair.egress_port)}"

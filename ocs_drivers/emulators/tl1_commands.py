@@ -54,15 +54,7 @@ class Tl1Command:
 
 def _split(text: str, mark: str) -> list[str]:
     """At marks outside of quotes."""
-    parts, quoted, escaped = [""], False, False
-    for sign in text:
-        if sign == mark and not quoted:
-            parts.append("")
-            continue
-        quoted ^= sign == '"' and not escaped
-        escaped = sign == "\\" and not escaped
-        parts[-1] += sign
-    return parts
+    return re.split(rf'{mark}(?=(?:[^"\\]|\\.|"(?:[^"\\]|\\.)*")*$)', text)
 
 
 def _plain(value: str) -> str:

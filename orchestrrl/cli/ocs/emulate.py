@@ -7,21 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ocs_drivers.emulators.registry import EMULATORS
 from orchestrrl.cli.command import with_flags
 
-PROTOCOLS = (
-    "calient_rest",
-    "gnmi",
-    "gnmi-openconfig",
-    "netconf",
-    "restconf",
-    "scpi",
-    "scpi-dicon",
-    "tl1-calient",
-    "tl1-glimmerglass",
-    "tl1-polatis",
-    "grpc",
-)
+PROTOCOLS = (*sorted(EMULATORS), "grpc")
 
 
 class Boot(StrEnum):

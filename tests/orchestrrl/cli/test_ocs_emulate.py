@@ -63,8 +63,8 @@ def test_everything_that_is_wrong_is_named_at_once(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     paths = [line.split(":")[0] for line in result.stderr.splitlines() if line.startswith("--")]
     assert paths == [
-        "--faults[0]",
-        "--faults[1]",
+        "--faults[0].kind",
+        "--faults[1].at_s",
         "--ports",
         "--delay-ms",
         "--jitter-ms",

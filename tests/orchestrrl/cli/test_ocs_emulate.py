@@ -134,4 +134,5 @@ def test_every_fault_of_one_scheduled_fault_is_told(tmp_path: Path) -> None:
     refused = CliRunner().invoke(application(), ["ocs", "emulate", "--faults", str(faults)])
     assert refused.exit_code == 2
     told = refused.stderr.splitlines()
-    assert [line.split()[1] for line in told] == ["at_s", "kind", "items"], refused.stderr
+    named = [line.partition(":")[0] for line in told]
+    assert named == [f"--faults[0].{name}" for name in ("at_s", "kind", "items")], refused.stderr

@@ -11,7 +11,7 @@ import inspect
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from unittest import SkipTest
@@ -95,19 +95,6 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-@dataclass(slots=True)
-class Sent:
-    """Counts one test's calls, and collects the circuits that the run may have left up."""
-
-    calls: int = 0
-    may_be_up: set[CrossConnect] = field(default_factory=set)
-    outcome_is_open: bool = False  # of the last command: it was cut off, or its answer was lost
-
-    def count_call(self) -> None:
-        assert self.calls < MOST_CALLS, f"the test has made {MOST_CALLS} calls of its driver; it is not let do more"
-        self.calls += 1
-
-
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """How the ports differ from what they were before the run. `is_read`: as the switch shows it."""
@@ -145,11 +132,14 @@ def _listed(pairs: Collection[CrossConnect]) -> str:
 
 
 class PortFence:
-    """The ports that may be touched."""
+    """The ports that may be touched, and what the run has done there."""
 
     def __init__(self, facts: SwitchFacts, pairs: Sequence[CrossConnect]) -> None:
         self._facts = facts
         self._ends = {end for pair in pairs for end in facts.ends(pair)}
+        self.calls = 0  # of one test
+        self.may_be_up = set[CrossConnect]()  # that the run may have left up
+        self.outcome_is_open = False  # of the last command: it was cut off, or its answer was lost
 
     def has(self, pair: CrossConnect) -> bool:
         return self._ends.issuperset(self._facts.ends(pair))
@@ -160,16 +150,18 @@ class PortFence:
     def beyond(self, diff: CircuitDiff) -> list[CrossConnect]:
         return [pair for pair in (*diff.remove, *diff.add) if not self.has(pair)]
 
+    def count_call(self) -> None:
+        assert self.calls < MOST_CALLS, f"the test has made {MOST_CALLS} calls of its driver; it is not let do more"
+        self.calls += 1
+
 
 class FencedDriver:
     """An OcsDriver that sees and changes nothing but circuits between the ports of its fence."""
 
-    def __init__(self, driver: OcsDriver, pairs: Sequence[CrossConnect], sent: Sent) -> None:
+    def __init__(self, driver: OcsDriver, fence: PortFence) -> None:
         self.device = driver.device
         self._driver = driver
-        self._pairs = pairs
-        self._sent = sent
-        self._fence: PortFence | None = None
+        self._fence = fence
 
     async def facts(self) -> SwitchFacts:
         return await self._driver.facts()
@@ -178,73 +170,68 @@ class FencedDriver:
         return await self._driver.capabilities()
 
     async def ports(self) -> tuple[PortState, ...]:
-        self._sent.count_call()
+        self._fence.count_call()
         return await self._driver.ports()
 
     async def cross_connects(self) -> CrossConnectReading:
-        self._sent.count_call()
-        return await self._within(await self._driver.cross_connects())
+        self._fence.count_call()
+        return self._within(await self._driver.cross_connects())
 
     async def plan(self, change: CircuitChange, mode: ChangeMode = ChangeMode.SAFE) -> CircuitDiff:
-        self._sent.count_call()
+        self._fence.count_call()
         diff = await self._driver.plan(change, mode)
-        fence = await self.fence()
-        if mode is ChangeMode.OVERWRITE and fence.beyond(diff):
+        if mode is ChangeMode.OVERWRITE and self._fence.beyond(diff):
             raise SkipTest("the device has other circuits that its driver owns: mode overwrite would take them down")
-        return replace(diff, before=frozenset(filter(fence.has, diff.before)))
+        return replace(diff, before=frozenset(filter(self._fence.has, diff.before)))
 
     async def commit(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> CommitResult:
-        await self._check(diff)
+        self._check(diff)
         return await self._sending(self._driver.commit(diff, expect_revision, revert_in_s), diff)
 
     async def confirm(self, revision: int) -> None:
-        self._sent.count_call()
+        self._fence.count_call()
         await self._driver.confirm(revision)
 
     async def take_over(self, pairs: Sequence[CrossConnect]) -> CrossConnectReading:
-        fence = await self.fence()
-        assert all(map(fence.has, pairs)), f"the suite wants to take over {pairs}, beyond the ports that were named"
-        return await self._within(await self._driver.take_over(pairs))
+        assert all(map(self._fence.has, pairs)), (
+            f"the suite wants to take over {pairs}, beyond the ports that were named"
+        )
+        return self._within(await self._driver.take_over(pairs))
 
     async def verify(self, diff: CircuitDiff) -> Verification:
-        self._sent.count_call()
+        self._fence.count_call()
         return await self._driver.verify(diff)
 
     async def rollback(self, diff: CircuitDiff) -> CommitResult:
-        await self._check(diff)
+        self._check(diff)
         return await self._sending(self._driver.rollback(diff), diff)
 
     async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
         async for event in self._driver.watch():
-            if event.cross_connect is None or (await self.fence()).has(event.cross_connect):
+            if event.cross_connect is None or self._fence.has(event.cross_connect):
                 yield event
 
     async def close(self) -> None:
         await self._driver.close()
 
-    async def fence(self) -> PortFence:
-        if self._fence is None:
-            self._fence = PortFence(await self._driver.facts(), self._pairs)
-        return self._fence
-
     async def _sending(self, work: Awaitable[CommitResult], diff: CircuitDiff) -> CommitResult:
-        self._sent.may_be_up.update((*diff.add, *diff.remove))
-        was_open, self._sent.outcome_is_open = self._sent.outcome_is_open, True
+        self._fence.may_be_up.update((*diff.add, *diff.remove))
+        was_open, self._fence.outcome_is_open = self._fence.outcome_is_open, True
         try:
             result = await work
         except (DriverPermanent, DriverRetryable):  # nothing was sent
-            self._sent.outcome_is_open = was_open
+            self._fence.outcome_is_open = was_open
             raise
-        self._sent.outcome_is_open = was_open
+        self._fence.outcome_is_open = was_open
         return result
 
-    async def _within(self, reading: CrossConnectReading) -> CrossConnectReading:
-        fence = await self.fence()
-        return replace(reading, circuits=tuple(each for each in reading.circuits if fence.has(each.cross_connect)))
+    def _within(self, reading: CrossConnectReading) -> CrossConnectReading:
+        inside = tuple(each for each in reading.circuits if self._fence.has(each.cross_connect))
+        return replace(reading, circuits=inside)
 
-    async def _check(self, diff: CircuitDiff) -> None:
-        self._sent.count_call()
-        beyond = (await self.fence()).beyond(diff)
+    def _check(self, diff: CircuitDiff) -> None:
+        self._fence.count_call()
+        beyond = self._fence.beyond(diff)
         assert not beyond, f"the suite wants to change {beyond}, beyond the ports that were named; nothing was sent"
 
 
@@ -259,7 +246,7 @@ class LabConformance(DriverConformance):
     ) -> None:
         self._make = make
         self._pairs = tuple(pairs)
-        self._sent = Sent()
+        self._fence: PortFence  # from `prepare` on
         self._before: frozenset[CrossConnect] = frozenset()  # the whole device
         self.leftover = Leftover()  # what the last `restore` could not bring back
         self.test_s = LONGEST_TEST_S
@@ -270,10 +257,10 @@ class LabConformance(DriverConformance):
         }
 
     async def make_driver(self) -> OcsDriver:
-        if self._sent.may_be_up:  # a test may ask for a device several times, each time with nothing connected
+        if self._fence.may_be_up:  # a test may ask for a device several times, each time with nothing connected
             left = await self._free()
             assert not left.up, f"not free again, {left}"
-        return FencedDriver(self._make(), self._pairs, self._sent)
+        return FencedDriver(self._make(), self._fence)
 
     async def pairs(self, driver: OcsDriver, count: int) -> tuple[CrossConnect, ...]:
         normal = (await driver.facts()).normal
@@ -281,7 +268,7 @@ class LabConformance(DriverConformance):
 
     async def make_foreign(self, driver: OcsDriver, pairs: Sequence[CrossConnect]) -> None:
         await driver.close()  # the device may allow one session; it connects again when it is needed
-        other = FencedDriver(self._make(), self._pairs, self._sent)
+        other = FencedDriver(self._make(), self._fence)
         try:
             result = await conformance.carry_out(other, tuple(pairs))
             assert result.done, f"another driver of the same device could not connect: {conformance.undone(result)}"
@@ -293,7 +280,7 @@ class LabConformance(DriverConformance):
         driver = self._make()
         try:
             facts, reading = await driver.facts(), await driver.cross_connects()
-            fence = PortFence(facts, self._pairs)
+            self._fence = fence = PortFence(facts, self._pairs)
             busy = [
                 f"{each.cross_connect}: is up on ports that were named; free them first"
                 for each in reading.circuits
@@ -317,7 +304,7 @@ class LabConformance(DriverConformance):
 
     def begin(self) -> None:
         """Give the next test its budget."""
-        self._sent.calls = 0
+        self._fence.calls = 0
 
     async def restore(self) -> Leftover:
         """Free the ports, as they were before the run, and return what could not be brought back. The attempt is
@@ -342,7 +329,7 @@ class LabConformance(DriverConformance):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _unread(self, why: str) -> Leftover:
-        return Leftover(tuple(sorted(self._sent.may_be_up)), why=why, is_read=False)
+        return Leftover(tuple(sorted(self._fence.may_be_up)), why=why, is_read=False)
 
     async def _free(self) -> Leftover:
         """Take down what is up between the ports, and compare the switch with what it was before the run."""
@@ -351,21 +338,21 @@ class LabConformance(DriverConformance):
             facts, reading = await driver.facts(), await driver.cross_connects()
             if reading.unconfirmed is not None:
                 await driver.confirm(reading.revision)
-            fence = PortFence(facts, self._pairs)
+            fence = self._fence
             up = tuple(filter(fence.has, reading.cross_connects))
-            self._sent.may_be_up.update(up)
+            self._fence.may_be_up.update(up)
             why = ""
             if up:
                 await driver.take_over(up)
                 result = await conformance.carry_out(driver, disconnect=up)
                 why = conformance.undone(result)
                 reading = await driver.cross_connects()
-            if self._sent.outcome_is_open:
+            if self._fence.outcome_is_open:
                 await asyncio.sleep(max(LATE_S, 2 * facts.reconfiguration_s))
                 reading = await driver.cross_connects()
             left = tuple(sorted(filter(fence.meets, reading.cross_connects)))
-            self._sent.may_be_up = set(left)
-            self._sent.outcome_is_open &= bool(left)
+            self._fence.may_be_up = set(left)
+            self._fence.outcome_is_open &= bool(left)
             return Leftover(left, tuple(sorted(self._before - reading.cross_connects)), why)
         finally:
             await driver.close()

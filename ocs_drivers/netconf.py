@@ -223,7 +223,7 @@ class NetconfWire(yang.PolatisWire):
         if session is not None:
             await session.close()
 
-    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
+    async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
         is_known = module_revision(self._announced, yang.POLATIS_NAMESPACE, yang.POLATIS_MODULE) is not None
         wanted = [subtree(name, leaves) for name, leaves in containers.items() if name != yang.STARTUP_MODE or is_known]
         is_config = yang.CROSS_CONNECTS in containers
@@ -235,7 +235,7 @@ class NetconfWire(yang.PolatisWire):
         data = await _translated("read", self._live().call(ask))
         if data is None:
             raise DriverPermanent("the answer has no <data>")
-        return parse(plain(data))
+        return plain(data)
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         try:

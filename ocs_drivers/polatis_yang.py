@@ -12,10 +12,10 @@ N+1..N+M on the egress side. Unknown: how a switch tells N from M. No leaf holds
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
@@ -32,8 +32,6 @@ from ocs_drivers.model import (
 )
 from ocs_drivers.options import must_be
 from ocs_drivers.settling import Settling
-
-T = TypeVar("T")
 
 MODULE = "optical-switch"
 NAMESPACE = "http://www.polatis.com/yang/optical-switch"
@@ -270,18 +268,16 @@ class PolatisWire(SwitchWire):
         self._listed: dict[frozenset[int], CrossConnect] = {}  # as last read, by their ports
 
     @abstractmethod
-    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
-        """What `parse` makes of these containers of `optical-switch`, of which the named leaves of ports are needed.
-        One that the switch does not have is left out."""
+    async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
+        """Return these containers of `optical-switch`, of which the named leaves of ports are needed. One that the
+        switch does not have is left out."""
 
     async def read_facts(self) -> SwitchFacts:
-        containers: dict[str, Sequence[str]] = {"product-information": (), STARTUP_MODE: (), **self._ports()}
-        product, listed, starts = await self.read(
-            containers, lambda data: (information(data), port_entries(data), boot(data))
-        )
+        data = await self.read({"product-information": (), STARTUP_MODE: (), **self._ports()})
+        product = information(data)
         if product is None:
             raise DriverPermanent(f"there is no {MODULE} model{self.hint}")
-        connectivity, ingress, egress = sides(product["model-name"], listed, self._size)
+        connectivity, ingress, egress = sides(product["model-name"], port_entries(data), self._size)
         return SwitchFacts(
             vendor=product["manufacturer"] or "Polatis",
             model=product["model-name"] or "unknown",
@@ -291,19 +287,19 @@ class PolatisWire(SwitchWire):
             ingress_ports=ingress,
             egress_ports=egress,
             reconfiguration_s=self._reconfiguration_s,
-            boot=starts,
+            boot=boot(data),
         )
 
     async def read_ports(self) -> Sequence[PortState]:
         containers = self._ports()
         if self._has_power and has_port_config(self._revision):
             containers["opm-power"] = ("port-id", "power")
-        states = await self.read(containers, ports)
+        states = ports(await self.read(containers))
         return states if self._has_power else [replace(state, power_dbm=None) for state in states]
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
-        listed = await self.read({CROSS_CONNECTS: ()}, cross_connects)
+        listed = cross_connects(await self.read({CROSS_CONNECTS: ()}))
         self._listed = {pair.ports: pair for pair in listed}
         return self._settling.circuits(listed, moving)
 

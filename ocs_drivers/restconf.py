@@ -22,9 +22,9 @@ before its mirrors are in place (it counts as tuned after the stated time at the
 this path (`yang_revision` says it otherwise). A public lab tool says that what is set by POST vanishes after seconds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
@@ -39,8 +39,6 @@ from ocs_drivers.http_session import (
 )
 from ocs_drivers.model import Action, CrossConnect, SwitchCapabilities
 from ocs_drivers.options import ConfiguredSwitch, Flag, SecondsOr0, must_be
-
-T = TypeVar("T")
 
 DEFAULT_PORT = 8008
 RECONFIGURATION_S = 0.025  # piezo (Polatis), the paper's table 2
@@ -90,18 +88,19 @@ class RestconfWire(yang.PolatisWire):
     async def open(self) -> None:
         await self._session.open()
         if not self._options.yang_revision:
-            self._revision = await self._get(YANG_LIBRARY, revision) or yang.PAIR_REVISION
+            self._revision = revision(await self._get(YANG_LIBRARY)) or yang.PAIR_REVISION
         if self._options.change_with is ChangeWith.AUTO:
-            self._go(ChangeWith.YANG_PATCH if await self._get(CAPABILITIES, has_yang_patch) else ChangeWith.PATCH)
+            capabilities = await self._get(CAPABILITIES)
+            self._go(ChangeWith.YANG_PATCH if has_yang_patch(capabilities) else ChangeWith.PATCH)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def read(self, containers: Mapping[str, Sequence[str]], parse: Callable[[object], T]) -> T:
+    async def read(self, containers: Mapping[str, Sequence[str]]) -> Mapping[str, object]:
         data: dict[str, object] = {}
         for name in containers:
-            data |= await self._get(f"/data/{yang.MODULE}:{name}", _members) or {}
-        return parse(data)
+            data |= await self._get(f"/data/{yang.MODULE}:{name}")
+        return data
 
     async def add(self, pairs: Sequence[CrossConnect]) -> None:
         try:
@@ -149,18 +148,18 @@ class RestconfWire(yang.PolatisWire):
         content = {"ietf-yang-patch:yang-patch": {"patch-id": f"{action}-{len(edits)}", "edit": edits}}
         await self._set("PATCH", COLLECTION, content, YANG_PATCH_TYPE)
 
-    async def _get(self, path: str, parse: Callable[[object], T]) -> T | None:
-        """None: the switch has no such data. An answer without the container that was asked for is nonsense."""
+    async def _get(self, path: str) -> dict[str, object]:
+        """Empty where the switch has no such data. An answer without the container that was asked for is nonsense."""
         answer = await self._session.request("GET", self._root + path, headers={"Accept": MEDIA_TYPE})
         if answer.status == 204 or (answer.status == 404 and _errors(answer)):
-            return None
+            return {}
 
-        def read(body: object) -> T:
+        def read(body: object) -> dict[str, object]:
             name = path.rpartition("/")[2].rpartition(":")[2]
-            # A leaf that facts can do without.
-            if not path.endswith(yang.STARTUP_MODE) and not isinstance(yang.found(body, name), Mapping):
+            is_leaf = path.endswith(yang.STARTUP_MODE)  # facts can do without it
+            if not isinstance(body, dict) or not (is_leaf or isinstance(yang.found(body, name), Mapping)):
                 raise ValueError(f"must hold an object {name}, got {yang.shown(body)}")
-            return parse(body)
+            return body
 
         return read_answer(answer, f"GET {self._root}{path}", read, text=_errors(answer))
 
@@ -184,12 +183,6 @@ def _errors(answer: DeviceResponse) -> str:
         return errors(parse_json(answer.body))
     except ValueError:
         return ""
-
-
-def _members(body: object) -> dict[str, object]:
-    if not isinstance(body, dict):
-        raise ValueError(f"must be an object, got {yang.shown(body)}")
-    return body
 
 
 def revision(body: object) -> str:

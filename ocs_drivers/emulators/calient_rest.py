@@ -15,7 +15,7 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.calient_json import PortNames
 from ocs_drivers.diff import occupants
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, calient_port
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in, shown
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
 from ocs_drivers.model import Action, CrossConnect, PortState, PortStatus, SwitchFacts
@@ -124,7 +124,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         in_the_way = {taken[end] for pair in pairs for end in self.device.facts.ends(pair) if end in taken}
         await self.device.clock.sleep(self._quirks.conflict_s if in_the_way - set(pairs) else self._quirks.bulk_s)
         self._count_whole(wanted)
-        words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {shown(pairs)}"))
+        words = await self._carry_out(self.device.set(Action.ADD, pairs, f"{verb} {' '.join(map(str, pairs))}"))
         answers = []
         for item, of_item in zip(items, wanted, strict=True):
             is_done = not words or (bool(of_item) and self.device.model.present.issuperset(of_item))
@@ -142,7 +142,7 @@ class CalientRestEmulator(EmulatedHttpServer):
         pairs = [pair for of_item in found for pair in of_item]
         await self.device.clock.sleep(self._quirks.bulk_s)
         self._count_whole(found)
-        words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {shown(pairs)}"))
+        words = await self._carry_out(self.device.set(Action.REMOVE, pairs, f"{verb} {' '.join(map(str, pairs))}"))
         return [
             {**_echo(item), "response": _result(bool(of_item) and is_done, words if of_item else "no such connection")}
             for item, of_item in zip(items, found, strict=True)

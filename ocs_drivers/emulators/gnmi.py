@@ -122,19 +122,21 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-class GnmiEmulator:
+class GnmiEmulator(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
+    """The service gnmi.gNMI in front of a target."""
+
     def __init__(self, target: GnmiTarget, quirks: GnmiQuirks) -> None:
         self.device: EmulatedDevice = target.device
         self._target = target
-        self._login = (quirks.user, quirks.password)
-        self._tls_files = (quirks.tls_cert_file, quirks.tls_key_file, quirks.tls_client_ca_file)
+        self._quirks = quirks
         self._relay = TcpRelay(self.device.session)
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         self._server = grpc.aio.server(options=MAX_MESSAGE)
-        gnmi_pb2_grpc.add_gNMIServicer_to_server(GnmiService(self._target, self._login, self._relay), self._server)
-        certificate, key, client_ca = await asyncio.to_thread(_contents, self._tls_files)
+        gnmi_pb2_grpc.add_gNMIServicer_to_server(self, self._server)
+        files = (self._quirks.tls_cert_file, self._quirks.tls_key_file, self._quirks.tls_client_ca_file)
+        certificate, key, client_ca = await asyncio.to_thread(_contents, files)
         if certificate is None or key is None:
             self._relay.server_port = self._server.add_insecure_port("127.0.0.1:0")
         else:
@@ -148,15 +150,6 @@ class GnmiEmulator:
         await self._relay.stop()
         if self._server is not None:
             await self._server.stop(None)
-
-
-class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi is not typed
-    """The service gnmi.gNMI."""
-
-    def __init__(self, target: GnmiTarget, login: tuple[str, str], relay: TcpRelay) -> None:
-        self._target = target
-        self._login = login
-        self._relay = relay
 
     async def Capabilities(self, request: Any, context: Any) -> Any:
         await self._admit(context)
@@ -189,7 +182,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
 
     async def Subscribe(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         connection = await self._admit(context)
-        queue = self._target.device.model.listen()
+        queue = self.device.model.listen()
         try:
             listed = (await anext(requests)).subscribe
             wanted = [self._supported_path(listed, subscription.path) for subscription in listed.subscription]
@@ -201,7 +194,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
             yield gnmi_pb2.SubscribeResponse(sync_response=True)
             while listed.mode == gnmi_pb2.SubscriptionList.STREAM:
                 await self._change(queue)
-                if not self._target.device.is_alive(connection.session):
+                if not self.device.is_alive(connection.session):
                     await _break(connection, context)
                 async for response in self._news(wanted, before):
                     yield response
@@ -210,7 +203,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
         except GnmiRefusal as refusal:
             await _refuse(context, refusal)
         finally:
-            self._target.device.model.unlisten(queue)
+            self.device.model.unlisten(queue)
 
     async def _news(self, wanted: list[Path], before: dict[Path, Row]) -> AsyncIterator[Any]:
         """What is not as it was told before, which is brought up to date."""
@@ -229,7 +222,7 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
 
     async def _change(self, queue: asyncio.Queue[Any]) -> None:
         """Wait until something may have changed: the glass says so, or mirrors come into place."""
-        device = self._target.device
+        device = self.device
         wait_s = min(device.model.advance(), device.model.moving_s(), LONGEST_WAIT_S)
         try:
             await within(device.clock, wait_s, queue.get())
@@ -277,15 +270,16 @@ class GnmiService(gnmi_pb2_grpc.gNMIServicer):  # type: ignore[misc]  # pygnmi i
     async def _admit(self, context: Any) -> RelayedConnection:
         """The connection that the call came by, if it is alive and who calls may."""
         connection = self._relay.connection(context.peer())
-        if connection is None or not self._target.device.is_alive(connection.session):
+        if connection is None or not self.device.is_alive(connection.session):
             await _break(connection, context)
         told = mapping(dict(context.invocation_metadata()))
-        if self._login[0] and (told.get("username"), told.get("password")) != self._login:
+        login = (self._quirks.user, self._quirks.password)
+        if self._quirks.user and (told.get("username"), told.get("password")) != login:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid Username or Password")
         return connection
 
     def _timestamp(self) -> int:
-        return int(self._target.device.clock.now_s() * 1e9)
+        return int(self.device.clock.now_s() * 1e9)
 
 
 async def _break(connection: RelayedConnection | None, context: Any) -> NoReturn:

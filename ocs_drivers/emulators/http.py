@@ -3,13 +3,11 @@
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from ocs_drivers.cross_connect_model import ConnectionBroken
-from ocs_drivers.model import CrossConnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,3 @@ def is_let_in(request: web.Request, user: str, password: str) -> bool:
     """Whether the request has these words as Basic authentication; nobody asks for any if `user` is empty."""
     words = base64.b64encode(f"{user}:{password}".encode()).decode()
     return not user or request.headers.get("Authorization", "") == f"Basic {words}"
-
-
-def shown(pairs: Iterable[CrossConnect]) -> str:
-    return " ".join(map(str, pairs))

@@ -23,8 +23,8 @@ from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_store as text
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, RpcError, child, local
-from ocs_drivers.emulators.polatis import polatis_facts
+from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, child, local
+from ocs_drivers.emulators.polatis import PolatisStore, YangRefusal, polatis_facts
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
 
 T = TypeVar("T")
@@ -88,12 +88,11 @@ class NetconfEmulator:
         self.quirks = NetconfQuirks.read(quirks, prefix="")
         self.device = EmulatedDevice(polatis_facts(panel, self.quirks.any_to_any), panel, clock)
         self.host_key = ""  # base64, as in a known_hosts line; once started
+        revision = self.quirks.revision or yang.PAIR_REVISION
         self._store = NetconfDatastores(
-            self.device,
-            self.quirks.revision or yang.PAIR_REVISION,
+            PolatisStore(self.device, revision, lists_late=self.quirks.lists_late),
             has_candidate=self.quirks.candidate,
             has_monitors=self.quirks.power,
-            lists_late=self.quirks.lists_late,
         )
         self._sessions: dict[int, NetconfServerSession] = {}
         self._last_id = 0
@@ -183,14 +182,14 @@ class NetconfEmulator:
         try:
             request = text.parse(message)
             if request.tag != f"{NC}rpc" or len(request) != 1:
-                raise RpcError("malformed-message", "an <rpc> with one operation is expected", kind="rpc")
+                raise YangRefusal("malformed-message", "an <rpc> with one operation is expected", kind="rpc")
             reply.attrib.update(request.attrib)
             if "message-id" not in request.attrib:
-                raise RpcError("missing-attribute", "message-id is missing", kind="rpc")
+                raise YangRefusal("missing-attribute", "message-id is missing", kind="rpc")
             is_last = local(request[0]) == "close-session"
             reply.extend(await self._operate(session, request[0], message.decode(errors="replace")))
-        except RpcError as error:
-            reply.append(error.element())
+        except YangRefusal as error:
+            reply.append(text.error_element(error))
         if not len(reply):
             child(reply, "ok")
         return text.write(reply), is_last
@@ -211,7 +210,7 @@ class NetconfEmulator:
             target = next((local(each) for each in operation.iterfind(f"{NC}target/*")), "")
             (self._store.lock if name == "lock" else self._store.unlock)(target, session.id)
         elif name != "close-session":
-            raise RpcError("operation-not-supported", f"{name} is not supported", kind="protocol")
+            raise YangRefusal("operation-not-supported", f"{name} is not supported", kind="protocol")
         return []
 
     def _read(self, operation: Element) -> Element:
@@ -222,7 +221,7 @@ class NetconfEmulator:
         if wanted is None:
             data.extend(trees)
         elif wanted.get("type", "subtree") != "subtree":
-            raise RpcError("bad-attribute", "only subtree filters are supported", kind="protocol")
+            raise YangRefusal("bad-attribute", "only subtree filters are supported", kind="protocol")
         else:
             # Whole containers: of a subtree filter, servers may answer more than the criteria below them name.
             names = {local(criterion) for criterion in wanted}
@@ -262,7 +261,7 @@ class NetconfSubsystem(paramiko.SubsystemHandler):  # type: ignore[misc]  # para
 
     def start_subsystem(self, name: str, transport: Any, channel: Any) -> None:
         # Each of these ends a session, and none of them the server.
-        with contextlib.suppress(ConnectionBroken, CancelledError, FramingError, RpcError, OSError, EOFError):
+        with contextlib.suppress(ConnectionBroken, CancelledError, FramingError, YangRefusal, OSError, EOFError):
             self._emulator.serve(self._session, channel)
         self._emulator.finish(self._session)
 

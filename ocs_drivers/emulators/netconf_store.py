@@ -5,15 +5,13 @@ Its YANG tree as XML is made from the glass whenever a client asks.
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement
 
 from ocs_drivers import polatis_yang as yang
-from ocs_drivers.emulators.base import EmulatedDevice
-from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, state_containers
+from ocs_drivers.emulators.polatis import STARTUP, PolatisStore, YangRefusal, state_containers
 from ocs_drivers.errors import DriverPermanent
-from ocs_drivers.model import Action, CrossConnect, DeviceCircuit
 
 BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
 BASE_1_0 = "urn:ietf:params:netconf:base:1.0"
@@ -76,23 +74,13 @@ class Framing:
         return None
 
 
-class RpcError(Exception):
-    """An <rpc-error> to answer with."""
-
-    def __init__(self, tag: str, message: str, path: str = "", kind: str = "application") -> None:
-        super().__init__(message)
-        self.tag = tag
-        self.message = message
-        self.path = path
-        self.kind = kind
-
-    def element(self) -> Element:
-        error = Element(f"{NC}rpc-error")
-        told = {"error-type": self.kind, "error-tag": self.tag, "error-severity": "error", "error-path": self.path}
-        for name, text in (*told.items(), ("error-message", self.message)):
-            if text:
-                SubElement(error, NC + name).text = text
-        return error
+def error_element(refusal: YangRefusal) -> Element:
+    error = Element(f"{NC}rpc-error")
+    told = {"error-type": refusal.kind, "error-tag": refusal.tag, "error-severity": "error"}
+    for name, text in (*told.items(), ("error-path", refusal.path), ("error-message", refusal.message)):
+        if text:
+            SubElement(error, NC + name).text = text
+    return error
 
 
 def child(parent: Element, name: str, text: object = None) -> Element:
@@ -130,11 +118,11 @@ def write(element: Element) -> bytes:
 
 
 def parse(message: bytes) -> Element:
-    """Raises RpcError for what is not XML."""
+    """Raises YangRefusal for what is not XML."""
     try:
         return ElementTree.fromstring(message.strip())
     except ElementTree.ParseError as error:
-        raise RpcError("malformed-message", f"not XML: {error}", kind="rpc") from None
+        raise YangRefusal("malformed-message", f"not XML: {error}", kind="rpc") from None
 
 
 def hello(capabilities: list[str], session_id: int) -> Element:
@@ -158,41 +146,32 @@ OPERATION = f"{NC}operation"
 class NetconfDatastores:
     """`candidate` is None where there is none, and follows `running` until somebody edits it."""
 
-    def __init__(
-        self, device: EmulatedDevice, revision: str, *, has_candidate: bool, has_monitors: bool, lists_late: bool
-    ) -> None:
-        self._device = device
-        self._lists_late = lists_late
-        self._revision = revision
+    def __init__(self, store: PolatisStore, *, has_candidate: bool, has_monitors: bool) -> None:
+        self._store = store
         self._has_candidate = has_candidate
         self._has_monitors = has_monitors
         self._candidate: dict[int, int] | None = None
         self.locks: dict[str, int] = {}  # datastore: session that holds it
 
-    def running(self) -> dict[int, int]:
-        return _by_ingress(self._device.model.circuits())
-
     def config(self, source: str) -> list[Element]:
         """The tree of a datastore."""
         self._check_datastore(source)
-        if source == "candidate" and self._candidate is not None:
-            return [*self._cross_connects(self._candidate), self._system()]
-        listed = _by_ingress(self._device.model.listed(late=self._lists_late))
-        return [*self._cross_connects(listed), self._system()]
+        pairs = self._candidate if source == "candidate" else None
+        return [*trees(self._store.container(pairs), yang.NAMESPACE), self._system()]
 
     def state(self) -> list[Element]:
         """Everything, as <get> shows it."""
-        containers = state_containers(self._device, self._revision, has_monitors=self._has_monitors)
+        containers = state_containers(self._store.device, self._store.revision, has_monitors=self._has_monitors)
         return [*self.config("running"), *trees(containers, yang.NAMESPACE)]
 
     def lock(self, target: str, session: int) -> None:
         self._check_datastore(target)
         if (holder := self.locks.setdefault(target, session)) != session:
-            raise RpcError("lock-denied", f"Lock failed, lock is already held by session {holder}", kind="protocol")
+            raise YangRefusal("lock-denied", f"Lock failed, lock is already held by session {holder}", kind="protocol")
 
     def unlock(self, target: str, session: int) -> None:
         if self.locks.get(target) != session:
-            raise RpcError("operation-failed", f"session {session} holds no lock on {target}", kind="protocol")
+            raise YangRefusal("operation-failed", f"session {session} holds no lock on {target}", kind="protocol")
         del self.locks[target]
         if target == "candidate":
             self._candidate = None
@@ -209,11 +188,11 @@ class NetconfDatastores:
         target = next((local(each) for each in request.iterfind(f"{NC}target/*")), "")
         self._check_datastore(target)
         if target == "running" and self._has_candidate:
-            raise RpcError("operation-not-supported", "running cannot be edited: edit candidate and commit")
+            raise YangRefusal("operation-not-supported", "running cannot be edited: edit candidate and commit")
         self._refuse_locked(target, session)
         default = (request.findtext(f"{NC}default-operation") or "merge").strip()
-        wanted = self._candidate if target == "candidate" and self._candidate is not None else self.running()
-        before = dict(wanted)
+        before = self._store.running()
+        wanted = self._candidate if target == "candidate" and self._candidate is not None else dict(before)
         for config in request.iterfind(f"{NC}config"):
             self._apply(config, default, wanted)
         if target == "candidate":
@@ -226,87 +205,45 @@ class NetconfDatastores:
         self._refuse_locked("running", session)
         self._refuse_locked("candidate", session)
         if self._candidate is not None:
-            await self._carry_out(self.running(), self._candidate, command)
+            await self._carry_out(self._store.running(), self._candidate, command)
         self._candidate = None
 
     async def set_ports(self, request: Element, command: str) -> None:
         """The RPC port-set-state."""
-        for leaf, is_enabled in (("port-enab", True), ("port-disab", False)):
-            ports = [self._port(each.text, leaf) for each in request.iterfind(NS + leaf)]
-            if ports:
-                await self._device.enable(ports, is_enabled, command)
+        asked: dict[str, list[object]] = {}
+        for leaf in request:
+            asked.setdefault(local(leaf), []).append((leaf.text or "").strip())
+        await self._store.set_ports(asked, command)
 
     def _check_datastore(self, name: str) -> None:
         if name != "running" and not (name == "candidate" and self._has_candidate):
-            raise RpcError("invalid-value", f"there is no datastore {name or 'without a name'}", kind="protocol")
+            raise YangRefusal("invalid-value", f"there is no datastore {name or 'without a name'}", kind="protocol")
 
     def _refuse_locked(self, target: str, session: int) -> None:
         if self.locks.get(target, session) != session:
-            raise RpcError("in-use", f"{target} is locked by session {self.locks[target]}", kind="protocol")
+            raise YangRefusal("in-use", f"{target} is locked by session {self.locks[target]}", kind="protocol")
 
     def _apply(self, config: Element, default: str, wanted: dict[int, int]) -> None:
         for tree in config:
             if tree.tag != f"{NS}cross-connects":
-                raise RpcError("unknown-element", f"{local(tree)} cannot be edited", kind="protocol")
+                raise YangRefusal("unknown-element", f"{local(tree)} cannot be edited", kind="protocol")
             operation = tree.get(OPERATION, default)
             for entry in tree:
-                if entry.tag != NS + yang.pair_list(self._revision):
-                    raise RpcError("unknown-element", f"unknown element {local(entry)}", f"/{local(tree)}")
-                self._apply_pair(entry, entry.get(OPERATION, operation), wanted)
-
-    def _apply_pair(self, entry: Element, operation: str, wanted: dict[int, int]) -> None:
-        ingress = self._port(entry.findtext(f"{NS}ingress"), "ingress", self._device.facts.ingress_ports)
-        path = f"/cross-connects/{local(entry)}[ingress='{ingress}']"
-        if operation in ("delete", "remove"):
-            if wanted.pop(ingress, None) is None and operation == "delete":
-                raise RpcError("data-missing", "the data to delete is not there", path)
-        elif operation == "merge":
-            egress = self._port(entry.findtext(f"{NS}egress"), "egress", self._device.facts.egress_ports)
-            facts, pair = self._device.facts, CrossConnect(ingress, egress)
-            for other in [
-                other for other in wanted.items() if set(facts.ends(pair)) & set(facts.ends(CrossConnect(*other)))
-            ]:
-                del wanted[other[0]]  # re-routed without a word
-            wanted[ingress] = egress
-        elif operation != "none":
-            raise RpcError("bad-attribute", f"unknown operation {operation}", path, kind="protocol")
-
-    def _port(self, text: str | None, name: str, valid: range | None = None) -> int:
-        try:
-            port = yang.parse_port((text or "").strip())
-        except ValueError as error:
-            raise RpcError("invalid-value", str(error), name) from None
-        facts = self._device.facts
-        if port not in (valid if valid is not None else {*facts.ingress_ports, *facts.egress_ports}):
-            raise RpcError("invalid-value", f"there is no {name} port {port}", name)
-        return port
+                if entry.tag != NS + self._store.list_name:
+                    raise YangRefusal("unknown-element", f"unknown element {local(entry)}", f"/{local(tree)}")
+                ports = [(entry.findtext(NS + name) or "").strip() for name in ("ingress", "egress")]
+                self._store.edit(wanted, entry.get(OPERATION, operation), *ports)
 
     async def _carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
-        new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
-        taken = {end for pair in new for end in self._device.facts.ends(pair)}
-        # What is re-routed goes by itself: to remove it as well would be a second command to the glass.
-        gone = [CrossConnect(*pair) for pair in before.items() if wanted.get(pair[0]) != pair[1]]
-        gone = [pair for pair in gone if taken.isdisjoint(self._device.facts.ends(pair))]
         try:
-            if gone:
-                await self._device.set(Action.REMOVE, gone, command)
-            if new:
-                await self._device.set(Action.ADD, new, command)
+            await self._store.carry_out(before, wanted, command)
         except DriverPermanent as error:
-            raise RpcError("operation-failed", error.answer) from None
-
-    def _cross_connects(self, pairs: Mapping[int, int]) -> list[Element]:
-        listed = [CrossConnect(*pair) for pair in pairs.items()]
-        return trees(cross_connects_container(listed, self._revision), yang.NAMESPACE)
+            raise YangRefusal("operation-failed", error.answer) from None
 
     def _system(self) -> Element:
         tree = Element(f"{NS}system-config")
-        if mode := STARTUP.get(self._device.facts.boot):
+        if mode := STARTUP.get(self._store.device.facts.boot):
             leaf = Element(f"{POLATIS_NS}startup-mode")
             leaf.text = mode
             tree.append(leaf)
         return tree
-
-
-def _by_ingress(circuits: Iterable[DeviceCircuit]) -> dict[int, int]:
-    return {circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port for circuit in circuits}

@@ -1,11 +1,11 @@
 """What an emulated Polatis says of itself in YANG, whatever carries it: containers as plain data, without modules."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.model import BootBehaviour, CrossConnect, PortState, PortStatus, SwitchFacts
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, DeviceCircuit, PortState, PortStatus, SwitchFacts
 
 STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
 STARTUP = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
@@ -32,9 +32,92 @@ def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: boo
     return found
 
 
-def cross_connects_container(pairs: Iterable[CrossConnect], revision: str) -> dict[str, Any]:
-    entries = [{"ingress": pair.ingress_port, "egress": pair.egress_port} for pair in sorted(pairs)]
-    return {"cross-connects": {yang.pair_list(revision): entries}}
+class YangRefusal(Exception):
+    """An operation that the switch refuses, with the error-tag that RFC 6241 and RFC 8040 have for it."""
+
+    def __init__(self, tag: str, message: str, path: str = "", kind: str = "application") -> None:
+        super().__init__(message)
+        self.tag = tag
+        self.message = message
+        self.path = path
+        self.kind = kind
+
+
+class PolatisStore:
+    """The cross-connects of an emulated Polatis by their ingress port, as its model lists and edits them."""
+
+    def __init__(self, device: EmulatedDevice, revision: str, *, lists_late: bool) -> None:
+        self.device = device
+        self.revision = revision
+        self.list_name = yang.pair_list(revision)
+        self._lists_late = lists_late
+
+    def running(self) -> dict[int, int]:
+        self.device.model.advance()
+        return _by_ingress(self.device.model.circuits())
+
+    def container(self, pairs: Mapping[int, int] | None = None) -> dict[str, Any]:
+        """The container `cross-connects` of these pairs; None: of those that the switch lists."""
+        listed = _by_ingress(self.device.model.listed(late=self._lists_late)) if pairs is None else pairs
+        entries = [{"ingress": ingress, "egress": egress} for ingress, egress in sorted(listed.items())]
+        return {"cross-connects": {self.list_name: entries}}
+
+    def edit(self, wanted: dict[int, int], operation: str, ingress: object, egress: object = None) -> None:
+        """Apply one operation of RFC 6241 or RFC 8072 to the pairs that are wanted."""
+        facts = self.device.facts
+        port = self._port(ingress, "ingress", facts.ingress_ports)
+        path = f"/cross-connects/{self.list_name}[ingress='{port}']"
+        match operation:
+            case "delete" if port not in wanted:
+                raise YangRefusal("data-missing", "the data to delete is not there", path)
+            case "delete" | "remove":
+                wanted.pop(port, None)
+            case "create" if port in wanted:
+                raise YangRefusal("data-exists", f"port {port} is connected", path)
+            case "create" | "merge":
+                pair = CrossConnect(port, self._port(egress, "egress", facts.egress_ports))
+                for other in [*wanted.items()]:
+                    if not set(facts.ends(pair)).isdisjoint(facts.ends(CrossConnect(*other))):
+                        del wanted[other[0]]  # re-routed without a word
+                wanted[port] = pair.egress_port
+            case "none":
+                pass
+            case _:
+                raise YangRefusal("bad-attribute", f"unknown operation {operation}", path, kind="protocol")
+
+    async def carry_out(self, before: Mapping[int, int], wanted: Mapping[int, int], command: str) -> None:
+        """Let the glass follow. Raises Permanent as it refuses."""
+        facts = self.device.facts
+        new = [CrossConnect(*pair) for pair in wanted.items() if before.get(pair[0]) != pair[1]]
+        taken = {end for pair in new for end in facts.ends(pair)}
+        # What is re-routed goes by itself: to remove it as well would be a second command to the glass.
+        gone = [CrossConnect(*pair) for pair in before.items() if wanted.get(pair[0]) != pair[1]]
+        gone = [pair for pair in gone if taken.isdisjoint(facts.ends(pair))]
+        if gone:
+            await self.device.set(Action.REMOVE, gone, command)
+        if new:
+            await self.device.set(Action.ADD, new, command)
+
+    async def set_ports(self, asked: Mapping[str, Sequence[object]], command: str) -> None:
+        """The RPC port-set-state, by the names of its leaves."""
+        facts = self.device.facts
+        for leaf, is_enabled in (("port-enab", True), ("port-disab", False)):
+            known = {*facts.ingress_ports, *facts.egress_ports}
+            if ports := [self._port(port, leaf, known) for port in asked.get(leaf, ())]:
+                await self.device.enable(ports, is_enabled, command)
+
+    def _port(self, value: object, name: str, valid: Container[int]) -> int:
+        try:
+            port = yang.parse_port(value)
+        except ValueError as error:
+            raise YangRefusal("invalid-value", str(error), name) from None
+        if port not in valid:
+            raise YangRefusal("invalid-value", f"there is no {name} port {port}", name)
+        return port
+
+
+def _by_ingress(circuits: Iterable[DeviceCircuit]) -> dict[int, int]:
+    return {circuit.cross_connect.ingress_port: circuit.cross_connect.egress_port for circuit in circuits}
 
 
 def _power(port: PortState) -> str:

@@ -7,7 +7,7 @@ it beside it.
 
 import json
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -15,11 +15,10 @@ from aiohttp import web
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in, shown
-from ocs_drivers.emulators.polatis import STARTUP, cross_connects_container, polatis_facts, state_containers
+from ocs_drivers.emulators.http import EmulatedHttpServer, EmulatedReply, is_let_in
+from ocs_drivers.emulators.polatis import STARTUP, PolatisStore, YangRefusal, polatis_facts, state_containers
 from ocs_drivers.errors import DriverPermanent
 from ocs_drivers.faults import DeviceFaultKind
-from ocs_drivers.model import Action, CrossConnect, DeviceCircuit
 from ocs_drivers.options import CheckedOptions, Flag, YamlText
 
 MEDIA_TYPE = "application/yang-data+json"
@@ -28,13 +27,17 @@ ROOT = "/api"
 COLLECTION = f"{ROOT}/data/{yang.MODULE}:cross-connects"
 
 
-class RestconfRefusal(Exception):
-    """An answer with `ietf-restconf:errors`."""
+STATUS = {"data-exists": 409, "data-missing": 409}  # of error-tags; of others 400
+
+Edit = tuple[str, Any, Any]  # operation, ingress, egress
+
+
+class RestconfRefusal(YangRefusal):
+    """A refusal with a status of its own."""
 
     def __init__(self, status: int, tag: str, message: str) -> None:
-        super().__init__(message)
-        error = {"error-type": "application", "error-tag": tag, "error-message": message}
-        self.reply = EmulatedReply(status, {"ietf-restconf:errors": {"error": [error]}})
+        super().__init__(tag, message)
+        self.status = status
 
 
 class RestconfQuirks(CheckedOptions):
@@ -63,7 +66,8 @@ class RestconfEmulator(EmulatedHttpServer):
         super().__init__(MEDIA_TYPE, chunked=self._quirks.chunked)
         self.device = EmulatedDevice(polatis_facts(panel, self._quirks.any_to_any), panel, clock)
         self._under_way = 0
-        self._pairs = yang.pair_list(self._quirks.revision)
+        self._store = PolatisStore(self.device, self._quirks.revision, lists_late=self._quirks.lists_late)
+        self._pairs = self._store.list_name
 
     async def answer(self, request: web.Request, body: bytes) -> EmulatedReply:
         self._under_way += 1
@@ -75,8 +79,10 @@ class RestconfEmulator(EmulatedHttpServer):
             if request.content_type == YANG_PATCH_TYPE and self._quirks.yang_patch:
                 return await self._patched(request.method, request.path, body)
             return await self._dispatch(request.method, request.path, body)
-        except RestconfRefusal as refused:
-            return refused.reply
+        except YangRefusal as refused:
+            error = {"error-type": "application", "error-tag": refused.tag, "error-message": refused.message}
+            status = refused.status if isinstance(refused, RestconfRefusal) else STATUS.get(refused.tag, 400)
+            return EmulatedReply(status, {"ietf-restconf:errors": {"error": [error]}})
         finally:
             self._under_way -= 1
 
@@ -94,25 +100,23 @@ class RestconfEmulator(EmulatedHttpServer):
     async def _of_collection(self, method: str, body: bytes) -> EmulatedReply:
         match method:
             case "GET":
-                pairs = [circuit.cross_connect for circuit in self.device.model.listed(late=self._quirks.lists_late)]
-                container = cross_connects_container(pairs, self._quirks.revision)
-                content = {f"{yang.MODULE}:{name}": entries for name, entries in container.items()}
-                return EmulatedReply(200, content) if pairs else EmulatedReply(204)
+                ((name, listed),) = self._store.container().items()
+                return (
+                    EmulatedReply(200, {f"{yang.MODULE}:{name}": listed}) if listed[self._pairs] else EmulatedReply(204)
+                )
             case "POST":
-                pairs = self._parsed(body, self._pairs)
+                pairs = self._parsed(_json(body), self._pairs)
                 if len(pairs) != 1:
-                    raise RestconfRefusal(400, "invalid-value", "a POST creates exactly one resource")
-                if any(circuit.cross_connect.ingress_port == pairs[0].ingress_port for circuit in self._circuits()):
-                    raise RestconfRefusal(409, "data-exists", f"port {pairs[0].ingress_port} is connected")
-                await self._set(Action.ADD, pairs, f"POST {shown(pairs)}")
-                return EmulatedReply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0].ingress_port}"})
+                    raise YangRefusal("invalid-value", "a POST creates exactly one resource")
+                await self._edit(method, [("create", *pairs[0])])
+                return EmulatedReply(201, None, {"Location": f"{COLLECTION}/{self._pairs}={pairs[0][0]}"})
             case "PATCH":
-                pairs = self._parsed(body, "cross-connects")
-                await self._set(Action.ADD, pairs, f"PATCH {shown(pairs)}")
+                await self._edit(method, [("merge", *pair) for pair in self._parsed(_json(body), "cross-connects")])
                 return EmulatedReply(204)
             case "PUT":
-                pairs = self._parsed(body, "cross-connects")
-                await self._carry_out(self.device.replace(pairs, f"PUT {shown(pairs)}"))
+                gone: list[Edit] = [("remove", ingress, None) for ingress in self._store.running()]
+                new = self._parsed(_json(body), "cross-connects")
+                await self._edit(method, [*gone, *(("merge", *pair) for pair in new)])
                 return EmulatedReply(204)
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
@@ -122,52 +126,37 @@ class RestconfEmulator(EmulatedHttpServer):
             raise RestconfRefusal(405, "operation-not-supported", "a YANG Patch is for the collection here")
         value = _json(body)
         patch = value.get("ietf-yang-patch:yang-patch") if isinstance(value, dict) else None
-        edits = patch.get("edit") if isinstance(patch, dict) else None
-        if not isinstance(edits, list) or not edits or not all(isinstance(edit, dict) for edit in edits):
-            raise RestconfRefusal(400, "malformed-message", "must hold a list of edits")
-        added, removed = [], []
-        present = {circuit.cross_connect.ingress_port: circuit.cross_connect for circuit in self._circuits()}
-        for edit in edits:
-            found = re.fullmatch(rf"/(?:{yang.MODULE}:)?{self._pairs}=([0-9]{{1,5}})", str(edit.get("target")))
+        listed = patch.get("edit") if isinstance(patch, dict) else None
+        if not isinstance(patch, dict) or not isinstance(listed, list) or not listed:
+            raise YangRefusal("malformed-message", "must hold a list of edits")
+        edits: list[Edit] = []
+        for edit in listed:
+            target = str(edit.get("target")) if isinstance(edit, dict) else ""
+            found = re.fullmatch(rf"/(?:{yang.MODULE}:)?{self._pairs}=([0-9]{{1,5}})", target)
             if found is None:
-                raise RestconfRefusal(400, "invalid-value", f"no such target: {edit.get('target')}")
-            ingress = int(found[1])
-            match edit.get("operation"):
-                case "create" if ingress in present:
-                    raise RestconfRefusal(409, "data-exists", f"port {ingress} is connected")
-                case "create":
-                    added += self._parsed(json.dumps(edit.get("value")).encode(), self._pairs)
-                case "delete" if ingress not in present:
-                    raise RestconfRefusal(409, "data-missing", f"port {ingress} is not connected")
-                case "remove" | "delete":
-                    removed += [present[ingress]] if ingress in present else []
-                case other:
-                    raise RestconfRefusal(400, "operation-not-supported", f"{other} is not done here")
-        if added and removed:
-            raise RestconfRefusal(
-                400, "operation-not-supported", "edits that add and edits that remove are two patches here"
-            )
-        action, pairs = (Action.ADD, added) if added else (Action.REMOVE, removed)
-        await self._set(action, pairs, f"YANG-PATCH {action} {shown(pairs)}")
-        status = {"patch-id": patch.get("patch-id") if isinstance(patch, dict) else "", "ok": [None]}
-        return EmulatedReply(200, {"ietf-yang-patch:yang-patch-status": status})
+                raise YangRefusal("invalid-value", f"no such target: {target}")
+            ends = self._parsed(edit["value"], self._pairs) if "value" in edit else [(int(found[1]), None)]
+            edits += [(str(edit.get("operation")), *pair) for pair in ends]
+        operations = dict.fromkeys(operation for operation, *_ in edits)
+        await self._edit(f"YANG-PATCH {'+'.join(operations)}", edits)
+        return EmulatedReply(
+            200, {"ietf-yang-patch:yang-patch-status": {"patch-id": patch.get("patch-id"), "ok": [None]}}
+        )
 
     async def _of_pair(self, method: str, ingress: int) -> EmulatedReply:
-        present = [c.cross_connect for c in self._circuits() if c.cross_connect.ingress_port == ingress]
-        if not present:
+        if (egress := self._store.running().get(ingress)) is None:
             raise RestconfRefusal(404, "invalid-value", f"port {ingress} is not connected")
         if method == "DELETE":
             # One circuit cannot be taken in part: that fault waits for a command of several.
             partial = self.device.model.taken(DeviceFaultKind.PARTIAL_COMMIT)
             try:
-                await self._set(Action.REMOVE, present, f"DELETE {shown(present)}")
+                await self._edit(method, [("delete", ingress, None)])
             finally:
                 if partial is not None:
                     self.device.inject(partial)
             return EmulatedReply(204)
         if method == "GET":
-            entry = {"ingress": ingress, "egress": present[0].egress_port}
-            return EmulatedReply(200, {f"{yang.MODULE}:{self._pairs}": entry})
+            return EmulatedReply(200, {f"{yang.MODULE}:{self._pairs}": {"ingress": ingress, "egress": egress}})
         raise RestconfRefusal(405, "operation-not-supported", f"{method} is not for this resource")
 
     def _read(self, name: str) -> EmulatedReply:
@@ -192,60 +181,40 @@ class RestconfEmulator(EmulatedHttpServer):
     async def _set_ports(self, body: bytes) -> EmulatedReply:
         rpc = _json(body)
         asked = rpc.get(f"{yang.MODULE}:input") if isinstance(rpc, dict) else None
-        if not isinstance(asked, dict):
-            raise RestconfRefusal(400, "malformed-message", f"must hold {yang.MODULE}:input")
-        for name, is_enabled in (("port-disab", False), ("port-enab", True)):
-            ports = asked.get(name, [])
-            if not isinstance(ports, list) or any(port not in self._numbers for port in ports):
-                raise RestconfRefusal(400, "invalid-value", f"{name}: no such port")
-            if ports:
-                await self._carry_out(self.device.enable(ports, is_enabled, f"{name} {ports}"))
+        if not isinstance(asked, dict) or not all(isinstance(ports, list) for ports in asked.values()):
+            raise YangRefusal("malformed-message", f"must hold {yang.MODULE}:input, lists of ports")
+        await self._store.set_ports(asked, f"port-set-state {asked}")
         return EmulatedReply(204)
 
-    @property
-    def _numbers(self) -> set[int]:
-        return {*self.device.facts.ingress_ports, *self.device.facts.egress_ports}
-
-    async def _set(self, action: Action, pairs: Sequence[CrossConnect], command: str) -> None:
-        await self._carry_out(self.device.set(action, pairs, command))
-
-    async def _carry_out(self, setter: Awaitable[None]) -> None:
+    async def _edit(self, verb: str, edits: Sequence[Edit]) -> None:
+        before = self._store.running()
+        wanted = dict(before)
+        for edit in edits:
+            self._store.edit(wanted, *edit)
+        command = " ".join((verb, *(f"{ingress}:{egress or before.get(ingress)}" for _, ingress, egress in edits)))
         try:
-            await setter
+            await self._store.carry_out(before, wanted, command)
         except DriverPermanent as refusal:
             is_partial = " OF " in refusal.answer
             tag = "partial-operation" if is_partial else "resource-denied"
             raise RestconfRefusal(500 if is_partial else 409, tag, refusal.answer) from None
 
-    def _circuits(self) -> Sequence[DeviceCircuit]:
-        self.device.model.advance()
-        return self.device.model.circuits()
-
-    def _parsed(self, body: bytes, name: str) -> list[CrossConnect]:
-        """The pairs of a body that holds the collection or entries of it."""
-        value = _json(body)
+    def _parsed(self, value: object, name: str) -> list[tuple[object, object]]:
+        """The ends of the pairs of a body that holds the collection or entries of it."""
         content = value.get(f"{yang.MODULE}:{name}", value.get(name)) if isinstance(value, dict) else None
         if name == "cross-connects" and isinstance(content, dict):
             content = content.get(self._pairs, [])
-        entries = content if isinstance(content, list) else [content]
-        return [self._pair(entry) for entry in entries]
-
-    def _pair(self, entry: object) -> CrossConnect:
-        try:
+        pairs = []
+        for entry in content if isinstance(content, list) else [content]:
             if not isinstance(entry, dict) or set(entry) != {"ingress", "egress"}:
-                raise ValueError("a pair has ingress and egress")
-            pair = CrossConnect(yang.parse_port(entry["ingress"]), yang.parse_port(entry["egress"]))
-        except ValueError as error:
-            raise RestconfRefusal(400, "malformed-message", str(error)) from None
-        facts = self.device.facts
-        if pair.ingress_port not in facts.ingress_ports or pair.egress_port not in facts.egress_ports:
-            raise RestconfRefusal(400, "invalid-value", f"no such cross-connect on this switch: {pair}")
-        return pair
+                raise YangRefusal("malformed-message", "a pair has ingress and egress")
+            pairs.append((entry["ingress"], entry["egress"]))
+        return pairs
 
 
 def _json(body: bytes) -> object:
     try:
         value: object = json.loads(body)
     except (ValueError, RecursionError):
-        raise RestconfRefusal(400, "malformed-message", "the body is not JSON") from None
+        raise YangRefusal("malformed-message", "the body is not JSON") from None
     return value

@@ -58,14 +58,6 @@ _BEGIN = ocs_pb2.CommitOrder(begin=ocs_pb2.CommitOrder.Begin())
 LARGEST_PORT = 2**32 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """A channel belongs to an event loop, so it is opened at the first call and not by the constructor."""
-
-    channel: grpc.aio.Channel
-    stub: "ocs_pb2_grpc.OcsDriverAsyncStub"
-
-
 class GrpcOptions(CheckedOptions):
     target: Annotated[str, must_be("HOST:PORT", lambda value: isinstance(value, str) and value)]
     command_timeout_s: Seconds = 10.0
@@ -86,7 +78,8 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         self._clock = clock or SystemClock()
         self._command_timeout_s = options.command_timeout_s
         self._commit_timeout_s = options.commit_timeout_s
-        self._session: _Session | None = None
+        # A channel belongs to an event loop, so it is opened at the first call and not here.
+        self._session: tuple[grpc.aio.Channel, ocs_pb2_grpc.OcsDriverAsyncStub] | None = None
         self._ownership = Ownership()  # as far as it is known here
         self._facts: SwitchFacts | None = None  # as last read
 
@@ -133,7 +126,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
 
     async def arm(self, diff: CircuitDiff, expect_revision: int, revert_in_s: float | None = None) -> Armed:
         request = _commit_request(diff, expect_revision, revert_in_s)
-        call = self._stub().CommitArmed()
+        call = self._opened()[1].CommitArmed()
         try:
             async with asyncio.timeout(self._command_timeout_s):
                 await call.write(ocs_pb2.CommitOrder(arm=request))
@@ -164,7 +157,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         return await self._owning(lambda: self._set("Rollback", request), CommandSteps(diff.add, diff.remove))
 
     async def watch(self) -> AsyncGenerator[SwitchEvent, None]:
-        call = self._stub().Watch(ocs_pb2.WatchEventsRequest())
+        call = self._opened()[1].Watch(ocs_pb2.WatchEventsRequest())
         try:
             async for event in call:
                 yield self._sense(convert.EVENT.from_pb, event)
@@ -176,7 +169,7 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await session.channel.close()
+            await session[0].close()
 
     async def _read_facts(self) -> ocs_pb2.DeviceFacts:
         facts: ocs_pb2.DeviceFacts = await self._call("GetFacts", ocs_pb2.GetFactsRequest())
@@ -281,28 +274,27 @@ class GrpcSwitch(FromOptions, options=GrpcOptions):
         except ValueError as error:
             raise DriverPermanent(f"the driver process answered nonsense: {error}", device=self.device) from None
 
-    def _stub(self) -> "ocs_pb2_grpc.OcsDriverAsyncStub":
+    def _opened(self) -> "tuple[grpc.aio.Channel, ocs_pb2_grpc.OcsDriverAsyncStub]":
         if self._session is None:
             channel = grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS)
-            self._session = _Session(channel, ocs_pb2_grpc.OcsDriverStub(channel))
-        return self._session.stub
+            self._session = channel, ocs_pb2_grpc.OcsDriverStub(channel)
+        return self._session
 
     async def _call(
         self, command: str, request: Message, timeout_s: float | None = None, *, is_setter: bool = False
     ) -> Any:
         """Return the answer to the method of that name."""
         try:
-            return await getattr(self._stub(), command)(request, timeout=timeout_s or self._command_timeout_s)
+            return await getattr(self._opened()[1], command)(request, timeout=timeout_s or self._command_timeout_s)
         except grpc.aio.AioRpcError as error:
             raise self._translated(error, command, is_setter=is_setter) from None
 
     async def _connect(self, command: str) -> None:
-        self._stub()
-        assert self._session is not None
-        if self._session.channel.get_state() is grpc.ChannelConnectivity.READY:
+        channel, _ = self._opened()
+        if channel.get_state() is grpc.ChannelConnectivity.READY:
             return  # without a turn of the loop: a window may be open
         try:
-            await asyncio.wait_for(self._session.channel.channel_ready(), self._command_timeout_s)
+            await asyncio.wait_for(channel.channel_ready(), self._command_timeout_s)
         except TimeoutError:
             message = f"the driver process at {self._target} cannot be reached; nothing was sent"
             raise DriverRetryable(message, device=self.device, command=command) from None

@@ -125,7 +125,7 @@ async def test_over_tcp(protocol: str, defects: pytest.LogCaptureFixture) -> Non
 async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects: pytest.LogCaptureFixture) -> None:
     rng = random.Random(f"{protocol} {SEED}")
 
-    class Service(gnmi_emulator.GnmiService):
+    class Service(gnmi_emulator.GnmiEmulator):
         async def Capabilities(self, request: Any, context: Any) -> Any:
             return self._sent(await super().Capabilities(request, context))
 
@@ -141,7 +141,7 @@ async def test_over_gnmi(protocol: str, monkeypatch: pytest.MonkeyPatch, defects
                 spoil_values(rng, message)
             return message
 
-    monkeypatch.setattr(gnmi_emulator, "GnmiService", Service)
+    monkeypatch.setattr(gnmi_emulator, "GnmiEmulator", Service)
     emulator = make_emulator(protocol, PANEL)
     options = {"address": await emulator.start(), **DRIVER_OPTIONS[protocol]}
     try:

@@ -147,7 +147,7 @@ async def test_a_commit_whose_answer_is_lost_is_read_back() -> None:
         ("virtual", {"prots": 32}, "options.prots: is not known (known: boot, bulk,"),
         ("virtual", {"ports": 31, "seed": "x"}, "options.ports: must be an even number >= 2, got 31"),
         ("virtual", {"ports": 31, "seed": "x"}, "options.seed: must be a whole number, got 'x'"),
-        ("virtual", {"faults": [{"kind": "fail"}]}, "options.faults[0]: kind must be one of fail_port,"),
+        ("virtual", {"faults": [{"kind": "fail"}]}, "options.faults[0].kind: must be one of fail_port,"),
         ("virtual", {"faults": [{"kind": "fail_port", "port": 99}]}, "port must be within 1..32, got 99"),
     ],
 )

@@ -19,28 +19,27 @@ MESSAGE_BYTES = 64 * 1024 * 1024  # at most
 
 # A connection that has silently died is noticed after KEEPALIVE_S and as long again. Reconnecting is paced by Backoff
 # alone, so gRPC's own pacing (20 s to connect, minutes between attempts, shared by the whole process) is switched off.
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+_BOTH_SIDES: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_BOTH_SIDES,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
 )
 
 # What a server needs to bear such clients: by default it hangs up on one that pings more than once in five minutes.
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_BOTH_SIDES,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_S * 1000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
 )
 
 
@@ -86,19 +85,15 @@ async def stay_connected(
         if connected_s and clock.now_s() - connected_s[0] > backoff.cap_s:
             failures = 0
         failures += 1
-        if failures == 1 or isinstance(ending, StreamDefect):
-            _report(name, target, ending)
+        if isinstance(ending, BaseException):
+            logger.error("%s: a defect ended the stream to %s", name, target, exc_info=ending)
+        elif failures == 1:
+            logger.warning("%s: not connected to %s (%s); will keep trying", name, target, ending)
         await clock.sleep(backoff.delay_s(failures))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDefect:
-    """A conversation ended by an error of our own rather than by the network."""
-
-    error: BaseException
-
-
-async def _ending(conversation: Coroutine[Any, Any, None]) -> str | StreamDefect:
+async def _ending(conversation: Coroutine[Any, Any, None]) -> str | BaseException:
+    """Why it ended: in words, or the defect of ours that ended it."""
     task = asyncio.create_task(conversation)
     try:
         await asyncio.wait({task})
@@ -114,14 +109,7 @@ async def _ending(conversation: Coroutine[Any, Any, None]) -> str | StreamDefect
     # A write on a call that has just ended.
     if isinstance(error, asyncio.InvalidStateError | grpc.aio.UsageError):
         return str(error)
-    return StreamDefect(error)
-
-
-def _report(name: str, target: str, ending: str | StreamDefect) -> None:
-    if isinstance(ending, StreamDefect):
-        logger.error("%s: a defect ended the stream to %s", name, target, exc_info=ending.error)
-    else:
-        logger.warning("%s: not connected to %s (%s); will keep trying", name, target, ending)
+    return error
 
 
 async def first_of(*sides: Awaitable[None]) -> None:

@@ -22,7 +22,7 @@ from orchestrrl.weights.controller.peer_hub import PeerHub, PeerStream
 from orchestrrl.weights.controller.reports import SyncReport
 from orchestrrl.weights.model import Peer
 from orchestrrl.weights.orders import NEWS
-from orchestrrl.weights.publication import PUBLICATION, Publication
+from orchestrrl.weights.publication import PUBLICATION
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ TOLD_EVERY_S = 0.1
 ENVELOPE_BYTES = 1024  # what gRPC and protobuf put around a text, at most
 FIELD_BYTES = 16  # what a message inside another takes beside itself, at most
 _BODY: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
-FAULTS_TOLD, FAULT_CHARACTERS = 20, 200  # a refusal travels in a header, and a model has thousands of tensors
 
 
 class WeightsService(weights_pb2_grpc.WeightsServicer):
@@ -78,7 +77,11 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
             line.end()
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> AsyncIterator[pb.SyncReport]:
-        sync_id = self._syncs.publish(publication_from_json(request.publication_json))
+        try:
+            publication = PUBLICATION.validate_json(request.publication_json)
+        except ValidationError as error:
+            raise ProblemFaults(_publication_faults(error)) from None
+        sync_id = self._syncs.publish(publication)
         async for message in self._follow(sync_id, context):
             yield message
 
@@ -140,19 +143,6 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
 def _stamp(line: PeerStream, message: pb.PeerMessage) -> None:
     if message.HasField("sent_unix_s"):
         line.stamped(message.sent_unix_s)
-
-
-def publication_from_json(text: str) -> Publication:
-    """Raises ProblemFaults with all that is wrong with it."""
-    try:
-        return PUBLICATION.validate_json(text)
-    except ValidationError as error:
-        faults = [
-            fault if len(fault) <= FAULT_CHARACTERS else f"{fault[:FAULT_CHARACTERS]}..."
-            for fault in _publication_faults(error)
-        ]
-        more = [f"(document): has {len(faults) - FAULTS_TOLD} more faults"] if len(faults) > FAULTS_TOLD else []
-        raise ProblemFaults([*faults[:FAULTS_TOLD], *more]) from None
 
 
 def _publication_faults(error: ValidationError) -> list[str]:

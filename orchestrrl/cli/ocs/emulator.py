@@ -14,9 +14,9 @@ from ocs_drivers.errors import InvalidOptions
 from ocs_drivers.faults import FaultSchedule, parse_schedule
 from ocs_drivers.model import BootBehaviour, Connectivity, SwitchFacts
 from orchestrrl.cli.formats import duration
-from orchestrrl.cli.output import fields, number_faults, stdout, yaml_values
+from orchestrrl.cli.output import choice_faults, fields, number_faults, stdout, yaml_values
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.core.addresses import remote_fault
+from orchestrrl.core.addresses import parse_address, remote_fault
 from orchestrrl.core.errors import Permanent, ProblemFaults
 from orchestrrl.lab.emulated_switch import EMULATED, PROTOCOLS, driver_of, make_switch
 
@@ -105,7 +105,7 @@ def _made(protocol: str, panel: DevicePanel, quirks: dict[str, Any], wrong: list
         return make_switch(protocol, panel, **quirks)
     except InvalidOptions as error:
         if protocol not in PROTOCOLS:
-            wrong.append(f"--protocol: must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+            wrong += choice_faults("--protocol", protocol, PROTOCOLS)
         else:
             wrong += [f"--{'' if fault.startswith('protocol: ') else 'quirk '}{fault}" for fault in error.faults]
         return None
@@ -125,14 +125,14 @@ def _panel(wrong: list[str], flags: "EmulatorFlags", schedule: FaultSchedule) ->
 
 
 def _address(listen: str, allow_remote: bool, wrong: list[str]) -> tuple[str, int]:
-    host, _, digits = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not digits.isdecimal() or int(digits) > 65535:
-        wrong.append(f"--listen: must be HOST:PORT, got {listen!r}")
+    try:
+        host, port = parse_address(listen)
+    except ValueError as error:
+        wrong.append(f"--listen: {error}, got {listen!r}")
         return "127.0.0.1", 0
     if not allow_remote and (fault := remote_fault(host, "add --allow-remote")):
         wrong.append(f"--listen: {fault}, got {listen!r}")
-    return host, int(digits)
+    return host, port
 
 
 def _schedule(path: Path | None, wrong: list[str]) -> FaultSchedule:

@@ -114,13 +114,12 @@ def error_from_pb(pb: ocs_pb2.DriverError, device: str) -> DriverError:
     """The error as our side knows the device: the other process may call it by another name, which is then kept in
     the message."""
     theirs = f"{pb.device}: " if pb.device and pb.device != device else ""
-    if pb.kind in ("invalid_change", "conflict"):
-        kind = InvalidChange if pb.kind == "invalid_change" else CircuitConflict
+    kind = _ERRORS.get(pb.kind, DriverPermanent)
+    if issubclass(kind, DriverFaults):
         # The way out that a fault names is a command of ours, so it needs the name that we know the device by.
         faults = [fault.replace(f"ocs take-over {pb.device} ", f"ocs take-over {device} ") for fault in pb.faults]
         return kind([theirs + fault for fault in faults or [pb.message]], device=device)
-    message = theirs + pb.message
-    if pb.kind == "retryable":
-        return DriverRetryable(message, after_s=pb.after_s, device=device, command=pb.command, answer=pb.answer)
-    kind_of_other = DriverOutcomeUnknown if pb.kind == "outcome_unknown" else DriverPermanent
-    return kind_of_other(message, device=device, command=pb.command, answer=pb.answer)
+    error = kind(theirs + pb.message, device=device, command=pb.command, answer=pb.answer)
+    if isinstance(error, DriverRetryable):
+        error.after_s = pb.after_s
+    return error

@@ -330,7 +330,8 @@ async def test_thousands_of_faults_are_told_in_a_few_lines(harness: Harness) -> 
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     lines = str(refused.value.details()).splitlines()
     assert lines[0].startswith("boxes.layers.0.xxx")
-    assert lines[-1] == "(document): has 4980 more faults"
+    assert len(lines) < 50
+    assert lines[-1] == f"(message): has {5001 - len(lines)} more faults"
 
 
 # --- operators

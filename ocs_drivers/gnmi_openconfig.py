@@ -37,7 +37,7 @@ STATUSES = path(ROOT, "port-statuses")
 COMPONENTS = path("components")
 MODEL = "openconfig-optical-switch"
 
-CONNECTIVITY = {"INGRESS_EGRESS": Connectivity.INGRESS_EGRESS, "ANY_TO_ANY": Connectivity.ANY_TO_ANY}
+CONNECTIVITY = {kind.name: kind for kind in Connectivity}
 STATUS = {"DISABLED": PortStatus.DISABLED, "FAILED": PortStatus.FAILED}
 
 

@@ -350,24 +350,19 @@ async def _translated(command: str, work: Awaitable[T], *, is_setter: bool = Fal
     try:
         return await work
     except RpcRefused as error:
-        kind: type[DriverRetryable] | type[DriverPermanent] = DriverRetryable if error.is_busy else DriverPermanent
+        kind = DriverRetryable if error.is_busy else DriverPermanent
         raise kind("refused", command=command, answer=str(error)) from None
     except AuthenticationError as error:
-        raise DriverPermanent(
-            "not let in: check user, password and key_file", command=command, answer=str(error)
-        ) from None
+        wrong = "not let in: check user, password and key_file"
+        raise DriverPermanent(wrong, command=command, answer=str(error)) from None
     except SSHUnknownHostError as error:
         wrong = f"its host key is not the one that is known: give host_key, or put it into known_hosts ({error})"
         raise DriverPermanent(wrong, command=command) from None
     except (SyntaxError, ValueError) as error:  # the former: of XML
-        nonsense: type[DriverPermanent] | type[DriverOutcomeUnknown] = (
-            DriverOutcomeUnknown if is_setter else DriverPermanent
-        )
+        nonsense = DriverOutcomeUnknown if is_setter else DriverPermanent
         raise nonsense(f"the answer makes no sense: {error}", command=command) from None
     except (NCClientError, paramiko.SSHException, OSError, EOFError) as error:
-        broken: type[DriverRetryable] | type[DriverOutcomeUnknown] = (
-            DriverOutcomeUnknown if is_setter else DriverRetryable
-        )
+        broken = DriverOutcomeUnknown if is_setter else DriverRetryable
         raise broken(f"the session broke: {error or type(error).__name__}", command=command) from None
 
 

@@ -46,16 +46,10 @@ PRODUCT = ("manufacturer", "model-name", "serial-number", "software-version")
 # Leaf `port-config/port/status`; an UNSUPPORTED port has no shutter, so it cannot be closed either.
 PORT_STATUS: Mapping[str, PortStatus] = {
     "UNSUPPORTED": PortStatus.ENABLED,
-    "ENABLED": PortStatus.ENABLED,
-    "DISABLED": PortStatus.DISABLED,
-    "FAILED": PortStatus.FAILED,
+    **{status.name: status for status in PortStatus},
 }
 # Leaf `ports/port/port-status` of older revisions (typedef PortStatus).
-OLD_PORT_STATUS: Mapping[str, PortStatus] = {
-    "PO_ENABLED": PortStatus.ENABLED,
-    "PO_DISABLED": PortStatus.DISABLED,
-    "PO_FAILED": PortStatus.FAILED,
-}
+OLD_PORT_STATUS: Mapping[str, PortStatus] = {f"PO_{status.name}": status for status in PortStatus}
 # Leaf `system-config/startup-mode` of polatis-switch.
 BOOT: Mapping[str, BootBehaviour] = {"MODE_VOLATILE": BootBehaviour.DARK, "MODE_PRESERVE": BootBehaviour.RESTORE}
 

@@ -228,16 +228,16 @@ class ScpiWire(SwitchWire):
             wrong = f"an answer that makes no sense: {error}"
             raise DriverPermanent(wrong, command=_short(query), answer=_short(line)) from error
 
-    async def _complaints(self) -> list[text.ErrorQueueEntry]:
+    async def _complaints(self) -> list[str]:
         """The error queue, its query having been sent, read to its end."""
-        complaints: list[text.ErrorQueueEntry] = []
+        complaints: list[str] = []
         for _ in range(self._dialect.error_queue + 1):
             line = await self._line()
             try:
                 complaint = text.read_complaint(line)
             except ValueError as error:
                 raise DriverRetryable(f"an answer that makes no sense: {error}", answer=_short(line)) from error
-            if complaint.code == 0:
+            if not complaint:
                 return complaints
             complaints.append(complaint)
             await self._send(self._dialect.error_query)
@@ -286,8 +286,8 @@ def _port_range(value: object) -> range:
     return range(int(bounds[1]), int(bounds[2]) + 1) if bounds else range(0)
 
 
-def _complaints_text(complaints: Sequence[text.ErrorQueueEntry]) -> str:
-    return _short("; ".join(map(str, complaints)))
+def _complaints_text(complaints: Sequence[str]) -> str:
+    return _short("; ".join(complaints))
 
 
 def _short(line: str) -> str:

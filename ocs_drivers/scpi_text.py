@@ -5,7 +5,6 @@ Every function that reads an answer raises ValueError with what is wrong with it
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ocs_drivers.model import MOST_PORTS, Action, CrossConnect, PortStatus
 
@@ -22,17 +21,6 @@ _LIST = re.compile(r"\(\s*@([^()]*)\)")
 _PAIR_OF_LISTS = re.compile(r"\s*(\(\s*@[^()]*\))\s*,\s*(\(\s*@[^()]*\))\s*", re.ASCII)
 _ERROR = re.compile(r'\s*([+-]?\d{1,9})\s*(?:,\s*(?:"(.*)"|([^"]*)))?\s*', re.ASCII)
 _NUMBER = re.compile(r"\d{1,5}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorQueueEntry:
-    """One entry of the error queue; code 0 is its end."""
-
-    code: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.code} {self.text}".rstrip()
 
 
 def setter(action: Action, pairs: Sequence[CrossConnect]) -> str:
@@ -115,12 +103,13 @@ def read_port_states(line: str, count: int) -> list[PortStatus]:
     return [_STATES[letter] for letter in letters]
 
 
-def read_complaint(line: str) -> ErrorQueueEntry:
-    """`-113,"Undefined header"`; at the end of the queue `0,"No error"`."""
+def read_complaint(line: str) -> str:
+    """`-113 Undefined header` of `-113,"Undefined header"`; empty at the end of the queue, `0,"No error"`."""
     parts = _ERROR.fullmatch(line)
     if not parts:
         raise ValueError('must be an entry of the error queue, 0,"No error"')
-    return ErrorQueueEntry(int(parts[1]), parts[2] or (parts[3] or "").strip())
+    code = int(parts[1])
+    return f"{code} {parts[2] or (parts[3] or '').strip()}".rstrip() if code else ""
 
 
 def _number(text: str) -> int:

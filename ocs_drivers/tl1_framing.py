@@ -128,60 +128,40 @@ class Tl1Framer:
             self._parts[message.kind, message.tag] = message
 
 
-_IAC, _SB, _SE = 255, 250, 240
-_DO, _DONT, _WILL, _WONT = 253, 254, 251, 252
-_SPECIAL = re.compile(rb"[\xff\x1b]")
+_IAC, _DO, _DONT, _WONT = 255, 253, 254, 252
 _CONTROLS = bytes(set(range(0x20)) - set(b"\t\r\n"))
+# Telnet commands begin with 0xFF, a WILL or DO among them asks for an option; ANSI sequences begin with an escape.
+_TOKEN = re.compile(
+    rb"""
+    (?P<plain>[^\xff\x1b]+)
+    | \xff (?: (?P<asked>[\xfb\xfd].) | [\xfc\xfe]. | \xfa.*?\xff\xf0 | [^\xfa-\xfe] )
+    | \x1b (?: \[[0-?]*[\ -/]*[@-~] | [\ -/]*[0-Z\\-~] )
+    | \x1b (?! (?: \[[0-?]* )? [\ -/]* \Z )  # a lone escape; what may yet become a sequence is none
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 
 
 class Terminal:
     """Takes from a stream what is for a terminal: telnet commands, escape sequences, control characters."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = b""  # a command or sequence that is not complete
         self._refusals = bytearray()
 
     def feed(self, data: bytes) -> str:
         data, kept, at = self._rest + data, bytearray(), 0
-        while at < len(data):
-            special = _SPECIAL.search(data, at)
-            plain_end = special.start() if special else len(data)
-            kept += data[at:plain_end].translate(None, _CONTROLS)
-            at = plain_end
-            if special:
-                rest = data[at:]
-                length = self._command(rest) if rest[0] == _IAC else _escape(rest)
-                if not length:  # the rest of it has not come yet
-                    break
-                at += length
+        while token := _TOKEN.match(data, at):
+            at = token.end()
+            kept += (token["plain"] or b"").translate(None, _CONTROLS)
+            if asked := token["asked"]:
+                self._refusals += bytes((_IAC, _WONT if asked[0] == _DO else _DONT, asked[1]))
         self._rest = data[at:] if len(data) - at <= 256 else b""
         return kept.decode("latin-1")
 
     def refusals(self) -> bytes:
         refusals, self._refusals = bytes(self._refusals), bytearray()
         return refusals
-
-    def _command(self, data: bytes) -> int:
-        """The length of the telnet command at the start; 0: incomplete."""
-        if len(data) < 2:
-            return 0
-        if data[1] in (_DO, _WILL, _DONT, _WONT):
-            if len(data) < 3:
-                return 0
-            if data[1] in (_DO, _WILL):
-                self._refusals += bytes((_IAC, _WONT if data[1] == _DO else _DONT, data[2]))
-            return 3
-        if data[1] == _SB:
-            return data.find(bytes((_IAC, _SE))) + 2 if bytes((_IAC, _SE)) in data else 0
-        return 2
-
-
-def _escape(data: bytes) -> int:
-    """The length of the ANSI escape sequence at the start; 0: incomplete."""
-    whole = re.match(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[ -/]*[0-Z\\-~])", data)
-    if whole:
-        return whole.end()
-    return 0 if re.fullmatch(rb"\x1b(?:\[[0-?]*)?[ -/]*", data) else 1  # 1: a lone escape
 
 
 def unescape(quoted: str) -> str:

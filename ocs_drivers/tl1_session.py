@@ -38,8 +38,8 @@ class Tl1Session:
         self._on_report = on_report
         self._on_loss = on_loss
         self._waiting: dict[str, asyncio.Future[Tl1Message]] = {}
-        self._prompt: tuple[str, asyncio.Future[None]] | None = None  # that is waited for
         self._framer = Tl1Framer()
+        self._has_received = asyncio.Event()  # more, or the end
         self._lost = ""  # why there is no connection any more
 
     async def open(self, host: str, port: int) -> None:
@@ -56,12 +56,11 @@ class Tl1Session:
 
     async def prompt(self, text: str) -> None:
         """Wait until the device shows this prompt."""
-        if self._lost:
-            raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0)
-        if not self._framer.line_so_far.rstrip().endswith(text):
-            shown = asyncio.get_running_loop().create_future()
-            self._prompt = text, shown
-            await shown
+        while not self._framer.line_so_far.rstrip().endswith(text):
+            if self._lost:
+                raise DriverRetryable(f"the connection broke before the prompt: {self._lost}", after_s=0.0)
+            self._has_received.clear()
+            await self._has_received.wait()
 
     async def execute(self, command: str, *, is_setter: bool = False, shown: str = "") -> Tl1Message:
         """Send a command, `<ctag>` in it replaced, and await its reply. Raises Denied, Retryable where it was certainly
@@ -115,7 +114,7 @@ class Tl1Session:
                     self._take(message)
                 if refusals := self._framer.refusals():
                     self._writer.write(refusals)
-                self._match_prompt()
+                self._has_received.set()
         except OSError as error:
             reason = reason_of(error)
         except Exception as error:  # a defect in how its messages are read
@@ -135,16 +134,9 @@ class Tl1Session:
         if message.kind in (REPLY, "NA", "NG", "RL"):  # after the other acknowledgements a reply comes
             waiting.set_result(message)
 
-    def _match_prompt(self) -> None:
-        if self._prompt is not None:
-            text, shown = self._prompt
-            if self._framer.line_so_far.rstrip().endswith(text) and not shown.done():
-                shown.set_result(None)
-
     def _lose(self, reason: str) -> None:
         self._lost = self._lost or reason
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionError(reason))
-        if self._prompt is not None and not self._prompt[1].done():
-            self._prompt[1].set_exception(DriverRetryable(f"the connection broke before the prompt: {reason}"))
+        self._has_received.set()

@@ -12,10 +12,9 @@ from ocs_drivers.emulators.base import DevicePanel
 from ocs_drivers.emulators.gnmi_target import GnmiChange, GnmiOp, GnmiRefusal, GnmiTarget, Row
 from ocs_drivers.gnmi_data import Elem, Path, path, shown
 from ocs_drivers.gnmi_openconfig import CONNECTIONS, MODEL, ROOT, OpenConfigTopology
-from ocs_drivers.model import CircuitState, CrossConnect, PortStatus
+from ocs_drivers.model import CircuitState, CrossConnect
 
 SLOT = "1"
-STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
 
 
 class OpenConfigTarget(GnmiTarget):
@@ -34,7 +33,7 @@ class OpenConfigTarget(GnmiTarget):
         self.notice_restart()
         known = self.device.facts
         statuses = [
-            {"slot": SLOT, "port": str(state.port), "state": {"port-status": STATUS[state.status]}}
+            {"slot": SLOT, "port": str(state.port), "state": {"port-status": state.status.name}}
             for state in self.device.model.ports()
         ]
         topology = {

@@ -5,9 +5,8 @@ from typing import Any
 
 from ocs_drivers import polatis_yang as yang
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
-from ocs_drivers.model import Action, BootBehaviour, CrossConnect, DeviceCircuit, PortState, PortStatus, SwitchFacts
+from ocs_drivers.model import Action, BootBehaviour, CrossConnect, DeviceCircuit, PortState, SwitchFacts
 
-STATUS = {PortStatus.ENABLED: "ENABLED", PortStatus.DISABLED: "DISABLED", PortStatus.FAILED: "FAILED"}
 STARTUP = {BootBehaviour.DARK: "MODE_VOLATILE", BootBehaviour.RESTORE: "MODE_PRESERVE"}
 
 
@@ -22,12 +21,12 @@ def state_containers(device: EmulatedDevice, revision: str, *, has_monitors: boo
     product = {"manufacturer": facts.vendor, "serial-number": facts.serial, "model-name": facts.model}
     found: dict[str, Any] = {"product-information": {**product, "software-version": facts.software}}
     if is_new:
-        found["port-config"] = {"port": [{"port-id": port.port, "status": STATUS[port.status]} for port in ports]}
+        found["port-config"] = {"port": [{"port-id": port.port, "status": port.status.name} for port in ports]}
         if has_monitors:
             found["opm-power"] = {"port": [{"port-id": port.port, "power": _power(port)} for port in ports]}
     else:
         opm = [{"opm": {"power": _power(port)}} if has_monitors else {} for port in ports]
-        statuses = [{"port-id": port.port, "port-status": f"PO_{STATUS[port.status]}"} for port in ports]
+        statuses = [{"port-id": port.port, "port-status": f"PO_{port.status.name}"} for port in ports]
         found["ports"] = {"port": [status | more for status, more in zip(statuses, opm, strict=True)]}
     return found
 

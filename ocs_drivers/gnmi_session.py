@@ -117,26 +117,22 @@ class GnmiSession:
         response = await _translated("Capabilities", request)
         return {model.name: model.version for model in response.supported_models}
 
-    async def get(self, elems: Path, origin: str = "") -> list[tuple[Path, Any]]:
-        """What is there at and below a path. Raises NotThere if nothing is; servers may also answer with nothing."""
-        command = f"Get {origin}:{shown(elems)}" if origin else f"Get {shown(elems)}"
-        request = gnmi_pb2.GetRequest(path=[path_to_pb(elems, origin)], encoding=gnmi_pb2.JSON_IETF)
-        response = await _translated(command, self._live().Get(request, metadata=self._metadata))
+    async def tree(self, where: Path, origin: str = "") -> Mapping[str, Any]:
+        """The container at a path, put together from whatever updates come; empty if nothing is there."""
+        command = f"Get {origin}:{shown(where)}" if origin else f"Get {shown(where)}"
+        request = gnmi_pb2.GetRequest(path=[path_to_pb(where, origin)], encoding=gnmi_pb2.JSON_IETF)
         try:
-            return [
+            response = await _translated(command, self._live().Get(request, metadata=self._metadata))
+        except NotThere:
+            return {}
+        try:
+            updates = [
                 (path_from_pb(update.path, notification.prefix), value_from_pb(update.val))
                 for notification in response.notification
                 for update in notification.update
             ]
         except ValueError as error:
             raise DriverPermanent(f"the answer makes no sense: {error}", command=command) from None
-
-    async def tree(self, where: Path, origin: str = "") -> Mapping[str, Any]:
-        """The container at a path, put together from whatever updates come; empty if nothing is there."""
-        try:
-            updates = await self.get(where, origin)
-        except NotThere:
-            return {}
         rooted = [(elems if elems[: len(where)] == where else (*where, *elems), value) for elems, value in updates]
         return mapping(member(tree(rooted), *(elem.name for elem in where)))
 

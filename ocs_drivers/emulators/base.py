@@ -123,10 +123,13 @@ class EmulatedDevice:
         self.model.inject(fault)
 
 
+def address_text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_of(server: asyncio.Server) -> str:
     """Return where a server listens, as `HOST:PORT`."""
-    host, port, *_ = server.sockets[0].getsockname()
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return address_text(*server.sockets[0].getsockname()[:2])
 
 
 class EmulatedTcpServer(ABC):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from ocs_drivers.cross_connect_model import ConnectionBroken
+from ocs_drivers.emulators.base import address_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,7 @@ class EmulatedHttpServer(ABC):
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
-        bound_host, bound_port, *_ = self._runner.addresses[0]
-        return f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+        return address_text(*self._runner.addresses[0][:2])
 
     async def stop(self) -> None:
         runner, self._runner = self._runner, None

@@ -22,7 +22,7 @@ from ocs_drivers import polatis_yang as yang
 from ocs_drivers.base import DeviceClock
 from ocs_drivers.cross_connect_model import ConnectionBroken
 from ocs_drivers.emulators import netconf_store as text
-from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice
+from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_text
 from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, child, local
 from ocs_drivers.emulators.polatis import PolatisStore, YangRefusal, polatis_facts
 from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
@@ -109,8 +109,7 @@ class NetconfEmulator:
         self._listener = socket.create_server((host, port), family=family)
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._listener))
-        bound = self._listener.getsockname()[1]
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        return address_text(host, self._listener.getsockname()[1])
 
     async def stop(self) -> None:
         if self._accepting is not None:

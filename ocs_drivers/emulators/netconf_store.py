@@ -23,6 +23,7 @@ END_OF_MESSAGE = b"]]>]]>"
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 _CHUNK = re.compile(rb"\n#(?:([1-9][0-9]{0,9})|(#))\n")
+_HEADER_SO_FAR = re.compile(rb"(\n(#(#|[1-9][0-9]{0,9})?)?)?")
 
 
 class FramingError(ValueError):
@@ -36,11 +37,10 @@ class Framing:
     def __init__(self) -> None:
         self.is_chunked = False
         self._received = b""
-        self._chunks: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
         self._received += data
-        if len(self._received) + sum(map(len, self._chunks)) > MAX_MESSAGE_BYTES:
+        if len(self._received) > MAX_MESSAGE_BYTES:
             raise FramingError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
 
     def next(self) -> bytes | None:
@@ -57,20 +57,19 @@ class Framing:
         return b"\n#%d\n%b\n##\n" % (len(message), message) if self.is_chunked else message + END_OF_MESSAGE
 
     def _next_chunked(self) -> bytes | None:
-        while header := _CHUNK.match(self._received):
+        message, at = b"", 0
+        while header := _CHUNK.match(self._received, at):
+            at = header.end() + int(header[1] or 0)
             if header[2]:
-                if not self._chunks:
+                if not message:
                     raise FramingError("an end of chunks without a chunk")
-                message, self._chunks = b"".join(self._chunks), []
-                self._received = self._received[header.end() :]
+                self._received = self._received[at:]
                 return message
-            end = header.end() + int(header[1])
-            if len(self._received) < end:
+            if len(self._received) < at:
                 return None
-            self._chunks.append(self._received[header.end() : end])
-            self._received = self._received[end:]
-        if not _may_become_a_header(self._received):
-            raise FramingError(f"a chunk must begin with \\n#LENGTH\\n, got {self._received[:20]!r}")
+            message += self._received[header.end() : at]
+        if not _HEADER_SO_FAR.fullmatch(self._received, at):
+            raise FramingError(f"a chunk must begin with \\n#LENGTH\\n, got {self._received[at : at + 20]!r}")
         return None
 
 
@@ -132,10 +131,6 @@ def hello(capabilities: list[str], session_id: int) -> Element:
         child(listed, "capability", capability)
     child(root, "session-id", session_id)
     return root
-
-
-def _may_become_a_header(received: bytes) -> bool:
-    return re.fullmatch(rb"(\n(#(#|[1-9][0-9]{0,9})?)?)?", received) is not None
 
 
 NS = f"{{{yang.NAMESPACE}}}"

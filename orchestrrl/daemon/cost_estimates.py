@@ -1,26 +1,58 @@
-"""What is believed of engines' costs, as plans, people and metrics take it. Values only; live_profile.py learns."""
+"""What is believed of engines' costs, as plans, people and metrics take it; live_profile.py learns."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from orchestrrl.daemon.priors import AssumedProfile
-from planner.cost.profile import EngineProfile, ProfileSource, Provenance
+from orchestrrl.daemon.profile_refit import EngineRefitter, RefittedFigure
+from planner.cost.fit import StepSample
+from planner.cost.profile import EngineProfile, ProfileSource
 from planner.model import Configuration, ConfigurationId, Snapshot
 from planner.solver.phases import line_ahead, worth_evaluating
 
+LOADS_REMEMBERED = 64  # loads seen last, over which step times are compared
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class ConfigurationEstimate:
-    """One configuration, for people and metrics."""
+    """One configuration: what it began with, what is believed of it now, and the samples behind that."""
 
+    given: EngineProfile  # as it was configured or assumed
     profile: EngineProfile
-    given: EngineProfile  # as it was configured
-    refitted: bool  # its step times
-    factor: float  # step times against the configured ones, over the loads seen last
-    predicted_ratio: float | None  # predicted over measured step time, running; None: nothing was measured
-    taken: int  # samples
-    refused: int  # of steps that no engine of this configuration can take
+    refitter: EngineRefitter
+    written: Configuration | None = None  # as the configuration file has it, to the last digit
     assumed: AssumedProfile | None = None  # None: it is configured
+    scaled: bool = True  # False: only the shape of its step times means anything yet
+    loads: deque[StepSample] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
+    figures: dict[str, RefittedFigure] = field(default_factory=dict)  # learnt beside step times, by name
+    predicted_ratio: float | None = None  # predicted over measured step time, running; None: nothing was measured
+    taken: int = 0  # samples
+    refused: int = 0  # of steps that no engine of this configuration can take
+
+    @property
+    def as_written(self) -> Configuration | None:
+        """None once other step times were learnt, or where nobody wrote it out."""
+        if self.written is None or self.refitted:
+            return None
+        learnt = self.profile
+        return replace(self.written, prefill_tokens_per_s=learnt.prefill_tokens_per_s, switch_s=learnt.switch_s)
+
+    @property
+    def refitted(self) -> bool:
+        """Whether its step times were learnt."""
+        return self.profile.step is not self.given.step
+
+    def step_ratios(self, found: EngineProfile, base: EngineProfile) -> list[float]:
+        """Step times of one profile over those of another, at the loads seen last."""
+        times = ((found.step.at(*load[:2]), base.step.at(*load[:2])) for load in self.loads)
+        return [found_s / base_s for found_s, base_s in times if base_s > 0]
+
+    @property
+    def factor(self) -> float:
+        """Step times against the configured ones, over the loads seen last."""
+        return fmean(self.step_ratios(self.profile, self.given) or [1.0])
 
     @property
     def source(self) -> str:
@@ -32,15 +64,34 @@ class ConfigurationEstimate:
     @property
     def source_detail(self) -> str:
         """Where step times come from, e.g. `prior: qwen2.5-14b on H100, TP=2; refined by 12 observed batches`."""
-        match self.source:
-            case "configured":
-                detail = f"configured: {self.profile.id}"
-            case "prior":
-                assert self.assumed is not None
-                detail = f"prior: {self.assumed.prior}"
-            case _:
-                return f"observed: {self.taken} batches"
+        if self.source == "observed":
+            return f"observed: {self.taken} batches"
+        detail = f"{self.source}: {self.assumed.prior if self.assumed is not None else self.profile.id}"
         return f"{detail}; refined by {self.profile.provenance.samples} observed batches" if self.refitted else detail
+
+    def notes(self) -> Iterator[str]:
+        """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
+        learnt."""
+        id, provenance = self.profile.id, self.profile.provenance
+        error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
+        if self.assumed is not None and (self.refitted or provenance.source is not ProfileSource.GIVEN):
+            yield f"step times of {id}: {self.source_detail}{error}"
+        elif self.refitted:
+            factor = f"{self.factor:.2f} times the configured ones"
+            batches = f"re-fitted to {provenance.samples} batches of its engines, {provenance.date}"
+            yield f"step times of {id}: {factor}, {batches}{error}"
+        elif provenance.source is not ProfileSource.GIVEN:
+            yield f"step times of {id}: {provenance.source}, {provenance.date}{error}"
+        began = "configured" if self.assumed is None else "assumed"
+        texts = {
+            "prefill_tokens_per_s": (f"prefill of {id}", "{:,.0f} tokens/s, {} {:,.0f}"),
+            "switch_s": (f"starting {id}", "{:.3g} s, {} {:.3g} s"),
+        }
+        for name, (what, text) in texts.items():
+            if (figure := self.figures.get(name)) is not None:
+                values = text.format(figure.value, began, getattr(self.given, name))
+                samples = f"{figure.provenance.samples} samples of {figure.by}, {figure.provenance.date}"
+                yield f"{what}: {values}, by {samples}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,45 +128,3 @@ class CostEstimates:
     ) -> tuple[ConfigurationId, ...]:
         """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
         return worth_evaluating(self.profiles, snapshot, gpus_count, always)
-
-
-def provenance_notes(estimate: ConfigurationEstimate) -> tuple[str, ...]:
-    """For a plan's reader: where step times come from, unless they are as somebody wrote them, and what else was
-    learnt."""
-    steps = (_steps_configured(estimate),) if _worth_saying(estimate) else ()
-    began = "configured" if estimate.assumed is None else "assumed"
-    return (*steps, *_figures_configured(estimate.profile, estimate.given, began))
-
-
-def _worth_saying(estimate: ConfigurationEstimate) -> bool:
-    return estimate.refitted or estimate.profile.provenance.source is not ProfileSource.GIVEN
-
-
-def _steps_configured(estimate: ConfigurationEstimate) -> str:
-    provenance = estimate.profile.provenance
-    error = "" if provenance.fit_error_mean is None else f", error {provenance.fit_error_mean:.1%}"
-    if estimate.assumed is not None:
-        return f"step times of {estimate.profile.id}: {estimate.source_detail}{error}"
-    if not estimate.refitted:
-        return f"step times of {estimate.profile.id}: {provenance.source}, {provenance.date}{error}"
-    return (
-        f"step times of {estimate.profile.id}: {estimate.factor:.2f} times the configured ones, re-fitted to"
-        f" {provenance.samples} batches of its engines, {provenance.date}{error}"
-    )
-
-
-def _figures_configured(held: EngineProfile, given: EngineProfile, began: str) -> tuple[str, ...]:
-    """What was learnt beside step times. `began`: how the figure from before came to be."""
-    others = dict(held.others)
-    said = []
-    if held.prefill_tokens_per_s != given.prefill_tokens_per_s:
-        rates = f"{held.prefill_tokens_per_s:,.0f} tokens/s, {began} {given.prefill_tokens_per_s:,.0f}"
-        said.append(f"prefill of {held.id}: {rates}, by {_samples_of(others['prefill_tokens_per_s'])}")
-    if held.switch_s != given.switch_s:
-        times = f"{held.switch_s:.3g} s, {began} {given.switch_s:.3g} s"
-        said.append(f"starting {held.id}: {times}, by {_samples_of(others['switch_s'])}")
-    return tuple(said)
-
-
-def _samples_of(provenance: Provenance) -> str:
-    return f"{provenance.samples} samples of {provenance.detail.partition(';')[0]}, {provenance.date}"

@@ -7,24 +7,23 @@ daemon begins with the configured profile and learns again; what starts took, it
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
 from orchestrrl.core.config.schema import FleetSettings, KvTransfer
 from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates, provenance_notes
+from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
+    CurveRefitter,
     EngineRefitter,
-    MoveRefitter,
-    ObservedBatch,
     RefittedFigure,
     batch_between,
     given_profile,
+    measured,
     prefilled_between,
     same_batch,
     steady_batch,
@@ -33,8 +32,9 @@ from orchestrrl.engines.base import EngineSample
 from orchestrrl.fleet.move_orders import fixed_parts
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, StepTime
-from planner.model import Configuration, ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
+from planner.cost.fit import StepSample
+from planner.cost.profile import Curve, EngineProfile, MoveCosts, Provenance, StepTime
+from planner.model import ConfigurationId, EngineHealth, EngineId, MoveMethod, RequestId
 from planner.move_methods import FIXED_PRIOR_S, FixedMoveCost, MoveEstimate
 from planner.solver.problem import KvTransferCost
 
@@ -50,36 +50,11 @@ NOTABLE = 0.03
 NOTABLE_FIGURE = 0.1
 # Step times this many times off the configured ones are taken up with a warning: they may well be of another engine.
 SUSPECT = 3.0
-# Loads seen last, over which beliefs are compared.
-LOADS_REMEMBERED = 64
 MOVE_FIXED = "move_fixed_s"  # names that figure in the journal
 # Weight of the latest batch in the running ratio of predicted to measured step times.
 WEIGHT = 0.05
 
 Note = Callable[[ConfigurationId, dict[str, Any]], object]
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of one configuration."""
-
-    given: EngineProfile
-    written: Configuration | None  # as the configuration file has it, to the last digit
-    held: EngineProfile
-    refitter: EngineRefitter
-    assumed: AssumedProfile | None = None  # what it began with where no configuration describes the engines
-    scaled: bool = True  # False: only the shape of its step times means anything yet
-    loads: deque[ObservedBatch] = field(default_factory=lambda: deque(maxlen=LOADS_REMEMBERED))
-    ratio: float | None = None
-    taken: int = 0
-    refused: int = 0
-
-    @property
-    def as_written(self) -> Configuration | None:
-        """None once other step times were learnt, or where nobody wrote it out."""
-        if self.written is None or self.held.step is not self.given.step:
-            return None
-        return replace(self.written, prefill_tokens_per_s=self.held.prefill_tokens_per_s, switch_s=self.held.switch_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +72,7 @@ class LiveProfile:
         self._note = note
         self._today = today
         self._watched: dict[EngineId, _Watched] = {}
-        self._known: dict[ConfigurationId, _Known] = {}
+        self._known: dict[ConfigurationId, ConfigurationEstimate] = {}
         self._fixed = {method: FixedMoveCost() for method in MoveMethod}
         self._fixed_noted_s = {method: part.seconds for method, part in self._fixed.items()}
         self._begin(fleet)
@@ -106,9 +81,9 @@ class LiveProfile:
         """Take in an implicit configuration, unless it is known. Without a prior it is believed from LEAST_SAMPLES
         observed batches on."""
         if assumed.configuration not in self._known:
-            profile = assumed.profile
-            self._known[profile.id] = _Known(
-                profile, None, profile, self._guess_refitter(profile), assumed, scaled=bool(assumed.prior)
+            profile, refitter = assumed.profile, self._guess_refitter(assumed.profile)
+            self._known[profile.id] = ConfigurationEstimate(
+                profile, profile, refitter, assumed=assumed, scaled=bool(assumed.prior)
             )
 
     def forget_implicit(self, used: Collection[ConfigurationId]) -> None:
@@ -177,8 +152,8 @@ class LiveProfile:
                 tokens.setdefault(engine, []).append(item.recomputed_tokens)
                 seconds[engine] = max(seconds.get(engine, 0.0), item.duration_s)
         for engine, contexts in sorted(tokens.items()):
-            if self._moves is not None:
-                self._moves.observe(MoveMethod.RECOMPUTE, sum(contexts), seconds[engine])
+            if self._recompute is not None:
+                self._recompute.observe(sum(contexts), seconds[engine])
             configuration = configuration_of(engine)
             if configuration in self._known:
                 self._known[configuration].refitter.observe_recompute(contexts, seconds[engine])
@@ -186,14 +161,15 @@ class LiveProfile:
     def _learn_fixed(self, action: MoveRequests, result: OperationResult) -> None:
         """Moves of one operation met the same stall, if there was one: they count as one."""
         found = fixed_parts(action.moves, result.items)
-        for method, part in self._fixed.items():
-            if seconds := [seconds for by, seconds in found if by is method]:
-                self._fixed[method] = part.after(median(seconds))
-        for method, part in self._fixed.items():
-            before_s, found_s = self._fixed_noted_s[method], part.seconds
-            if abs(found_s - before_s) > NOTABLE_FIGURE * before_s:
-                self._fixed_noted_s[method] = found_s
-                body = {"figure": MOVE_FIXED, "method": method, "value": found_s, "before": before_s}
+        for method in MoveMethod:
+            seconds = [seconds for by, seconds in found if by is method]
+            if not seconds:
+                continue
+            part = self._fixed[method] = self._fixed[method].after(median(seconds))
+            before_s = self._fixed_noted_s[method]
+            if abs(part.seconds - before_s) > NOTABLE_FIGURE * before_s:
+                self._fixed_noted_s[method] = part.seconds
+                body = {"figure": MOVE_FIXED, "method": method, "value": part.seconds, "before": before_s}
                 self._note(ConfigurationId(""), {**body, "samples": len(part.measured_s)})
 
     def recover_fixed(self, method: MoveMethod, seconds: float) -> None:
@@ -204,8 +180,8 @@ class LiveProfile:
     def _loaded(self, configuration: ConfigurationId | None, item: OperationItemResult) -> None:
         """Each GPU of an engine has its part of the KV, and they send at once."""
         if configuration in self._known and self._transfers is not None:
-            tokens = max(1, round(item.loaded_tokens / self._known[configuration].held.parallelism.gpus))
-            self._transfers.observe(MoveMethod.TRANSFER, tokens, item.duration_s)
+            tokens = max(1, round(item.loaded_tokens / self._known[configuration].profile.parallelism.gpus))
+            self._transfers.observe(tokens * self._priced.kv_bytes_per_token, item.duration_s)
 
     def started(self, starts: Iterable[EngineStart]) -> None:
         """Engines that a change of the deployment brought up. Those that began under another `switch_s` were started by
@@ -223,7 +199,7 @@ class LiveProfile:
             if known.refitter.fresh and known.scaled:
                 known.refitter.fresh = False
                 self._accept_step(known, known.refitter.profile())
-                prefill = known.refitter.prefill_tokens_per_s(known.held.step)
+                prefill = known.refitter.prefill_tokens_per_s(known.profile.step)
                 self._accept_figure(known, "prefill_tokens_per_s", prefill)
                 self._accept_figure(known, "switch_s", known.refitter.switch_s())
 
@@ -231,32 +207,22 @@ class LiveProfile:
 
     def cost_estimates(self) -> CostEstimates:
         """All of it as of now, to decide with elsewhere while reports come in."""
-        cost_estimates = {id: known for id, known in self._known.items() if known.scaled}
-        written = {id: known.as_written for id, known in cost_estimates.items()}
+        estimates = self.estimates()
+        written = {known.given.id: known.as_written for known in estimates}
         return CostEstimates(
-            tuple(known.held for known in cost_estimates.values()),
-            {id: line for id, line in written.items() if line is not None},
+            tuple(known.profile for known in estimates), {id: line for id, line in written.items() if line is not None}
         )
 
     def estimates(self) -> tuple[ConfigurationEstimate, ...]:
-        return tuple(
-            ConfigurationEstimate(
-                known.held,
-                known.given,
-                known.held.step is not known.given.step,
-                _factor(known),
-                known.ratio,
-                known.taken,
-                known.refused,
-                known.assumed,
-            )
-            for known in self._known.values()
-            if known.scaled
-        )
+        return tuple(known for known in self._known.values() if known.scaled)
 
     def moves(self) -> MoveCosts | None:
         """What moving is now believed to cost; None where no profile says anything of it."""
-        return None if self._moves is None else self._moves.costs()
+        fitted = None if self._recompute is None else self._recompute.fitted()
+        if self._moves is None or fitted is None:
+            return self._moves
+        provenance = measured(self._today(), fitted.error, self._moves.provenance)
+        return replace(self._moves, recompute_s=fitted.curve, provenance=provenance)
 
     def moving(self, nic_share: float = 1.0) -> MoveEstimate:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
@@ -283,8 +249,8 @@ class LiveProfile:
 
     def _learnt_transfer(self) -> MoveCosts | None:
         """What moves by KV are now believed to cost; None while few were measured."""
-        moves = None if self._transfers is None else self._transfers.costs()
-        return None if moves is None or moves.provenance is None else moves
+        fitted = None if self._transfers is None else self._transfers.fitted()
+        return None if fitted is None else replace(self._priced, transfer_s=fitted.curve)
 
     def notes(self) -> tuple[str, ...]:
         """For a plan's reader."""
@@ -294,20 +260,22 @@ class LiveProfile:
             for method, part in self._fixed.items()
             if part.measured_s
         )
-        return (*(note for estimate in self.estimates() for note in provenance_notes(estimate)), *fixed)
+        return (*(note for estimate in self.estimates() for note in estimate.notes()), *fixed)
 
     # --- inside
 
     def _begin(self, fleet: FleetSettings) -> None:
         self._costs = _costs_of(fleet)
         profile, lines = fleet.profile_value(), {settings.id: settings.value() for settings in fleet.configurations}
-        moves = profile.moves if profile is not None else None
+        moves = self._moves = profile.moves if profile is not None else None
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
-        self._moves = MoveRefitter(moves, self._today) if moves is not None else None
+        self._recompute = CurveRefitter(moves.recompute_s) if moves is not None else None
         self._begin_transfers(fleet.kv_transfer)
         given = [given_profile(line, self._today()) for line in lines.values()]
         configured = {
-            engine.id: _Known(engine, lines.get(engine.id), engine, EngineRefitter(engine, self._today, rebuilt_tokens))
+            engine.id: ConfigurationEstimate(
+                engine, engine, EngineRefitter(engine, self._today, rebuilt_tokens), lines.get(engine.id)
+            )
             for engine in (*given, *(profile.configurations if profile is not None else ()))
         }
         # What engines report of themselves does not rest on the configuration.
@@ -317,7 +285,7 @@ class LiveProfile:
     def _begin_transfers(self, links: KvTransfer | None) -> None:
         """Believe what is configured of handing KV over, until moves were measured."""
         self._links = links
-        self._transfers: MoveRefitter | None = None
+        self._transfers: CurveRefitter | None = None
         if links is not None:
             moves, latency_s = self.moves(), links.latency_s
             if latency_s is None:
@@ -325,10 +293,10 @@ class LiveProfile:
             self._fixed[MoveMethod.TRANSFER] = FixedMoveCost(latency_s + FIXED_PRIOR_S)
             self._fixed_noted_s[MoveMethod.TRANSFER] = latency_s + FIXED_PRIOR_S
             told = self.moving()
-            priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
-            self._transfers = MoveRefitter(priced, self._today)
+            self._priced = MoveCosts(told.kv_bytes_per_token, _line(told.transfer), Curve.line(0.0, 0.0))
+            self._transfers = CurveRefitter(self._priced.transfer_s)
 
-    def _learn(self, known: _Known, batch: ObservedBatch) -> None:
+    def _learn(self, known: ConfigurationEstimate, batch: StepSample) -> None:
         given_s = known.given.step.at(batch.sequences, batch.kv_tokens)
         if not known.refitter.observe(*batch):
             known.refused += 1
@@ -339,22 +307,23 @@ class LiveProfile:
                     *(known.given.id, batch.step_s, batch.sequences, given_s),
                 )
             return
-        ratio = known.held.step.at(batch.sequences, batch.kv_tokens) / batch.step_s
-        known.ratio = ratio if known.ratio is None else (1 - WEIGHT) * known.ratio + WEIGHT * ratio
+        ratio = known.profile.step.at(batch.sequences, batch.kv_tokens) / batch.step_s
+        before = ratio if known.predicted_ratio is None else known.predicted_ratio
+        known.predicted_ratio = (1 - WEIGHT) * before + WEIGHT * ratio
         known.loads.append(batch)
         known.taken += 1
         if not known.scaled and len(known.loads) >= LEAST_SAMPLES:
             self._scale(known)
 
-    def _scale(self, known: _Known) -> None:
+    def _scale(self, known: ConfigurationEstimate) -> None:
         """Believe a shape from now on, at the scale of the batches seen so far; prefill is scaled with it."""
         shape = known.given
         factor = median(load.step_s / shape.step.at(load.sequences, load.kv_tokens) for load in known.loads)
         base_s = Curve(shape.step.base_s.xs, tuple(factor * y for y in shape.step.base_s.ys))
         step = StepTime(base_s, factor * shape.step.kv_s_per_token)
         profile = replace(shape, step=step, prefill_tokens_per_s=shape.prefill_tokens_per_s / factor)
-        known.given = known.held = profile
-        known.refitter, known.scaled, known.ratio = self._guess_refitter(profile), True, None
+        known.given = known.profile = profile
+        known.refitter, known.scaled, known.predicted_ratio = self._guess_refitter(profile), True, None
         for load in known.loads:
             known.refitter.observe(*load)
         logger.info("%s: step times are known from %d observed batches", profile.id, len(known.loads))
@@ -362,21 +331,18 @@ class LiveProfile:
     def _guess_refitter(self, profile: EngineProfile) -> EngineRefitter:
         return EngineRefitter(profile, self._today, plausible=math.inf)
 
-    def _accept_step(self, known: _Known, found: EngineProfile) -> None:
-        changes = [abs(new_s / old_s - 1) for new_s, old_s in _step_times(known, found, known.held) if old_s > 0]
-        change = sum(changes) / len(changes) if changes else 0.0
-        if found.step is known.held.step or change < NOTABLE:
+    def _accept_step(self, known: ConfigurationEstimate, found: EngineProfile) -> None:
+        change = fmean([abs(ratio - 1) for ratio in known.step_ratios(found, known.profile)] or [0.0])
+        if found.step is known.profile.step or change < NOTABLE:
             return
-        known.held = replace(known.held, step=found.step, provenance=found.provenance)
-        known.ratio = None  # of another prediction
-        factor, provenance = _factor(known), found.provenance
+        known.profile = replace(known.profile, step=found.step, provenance=found.provenance)
+        known.predicted_ratio = None  # of another prediction
+        factor = known.factor
         body = {
             "figure": "step_s",
             "step_time_factor": factor,
             "changed_by": change,
-            "samples": provenance.samples,
-            "fit_error_mean": provenance.fit_error_mean,
-            "fit_error_max": provenance.fit_error_max,
+            **_fit_of(found.provenance),
             "sequences": list(found.step.base_s.xs),
             "seconds": list(found.step.base_s.ys),
             "per_kv_token_s": found.step.kv_s_per_token,
@@ -389,27 +355,24 @@ class LiveProfile:
             *(
                 known.given.id,
                 factor,
-                provenance.samples,
+                found.provenance.samples,
                 "; is it an engine of this configuration?" if suspect else "",
             ),
         )
 
-    def _accept_figure(self, known: _Known, name: str, found: RefittedFigure | None) -> None:
-        before: float = getattr(known.held, name)
+    def _accept_figure(self, known: ConfigurationEstimate, name: str, found: RefittedFigure | None) -> None:
+        before: float = getattr(known.profile, name)
         if found is None or not abs(found.value - before) > NOTABLE_FIGURE * before:
             return
-        others = {**dict(known.held.others), name: found.provenance}
-        learnt: dict[str, Any] = {name: found.value, "others": tuple(others.items())}
-        known.held = replace(known.held, **learnt)
+        learnt: dict[str, Any] = {name: found.value}
+        known.profile, known.figures[name] = replace(known.profile, **learnt), found
         body = {
             "figure": name,
             "value": found.value,
             "before": before,
             "configured": getattr(known.given, name),
             "by": found.provenance.detail,
-            "samples": found.provenance.samples,
-            "fit_error_mean": found.provenance.fit_error_mean,
-            "fit_error_max": found.provenance.fit_error_max,
+            **_fit_of(found.provenance),
         }
         self._note(known.given.id, body)
         logger.info("%s: %s is %.3g, was %.3g (%s)", known.given.id, name, found.value, before, found.provenance.detail)
@@ -429,14 +392,5 @@ def _costs_of(fleet: FleetSettings) -> object:
     return fleet.configurations, fleet.profile_value()
 
 
-def _step_times(known: _Known, first: EngineProfile, second: EngineProfile) -> list[tuple[float, float]]:
-    """Of two profiles, at the loads seen last."""
-    return [
-        (first.step.at(sequences, kv_tokens), second.step.at(sequences, kv_tokens))
-        for sequences, kv_tokens, _ in known.loads
-    ]
-
-
-def _factor(known: _Known) -> float:
-    factors = [held_s / given_s for held_s, given_s in _step_times(known, known.held, known.given) if given_s > 0]
-    return sum(factors) / len(factors) if factors else 1.0
+def _fit_of(provenance: Provenance) -> dict[str, Any]:
+    return {name: getattr(provenance, name) for name in ("samples", "fit_error_mean", "fit_error_max")}

@@ -10,14 +10,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from orchestrrl.engines.base import EngineSample
 from planner.cost.fit import CurveFit, FitError, StepSample, StepTimePrior, TimedSample, refit_curve, refit_step
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, ProfileSource, Provenance, StepTime
-from planner.model import Configuration, MoveMethod
+from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
+from planner.model import Configuration
+
+Sample = TypeVar("Sample")
 
 PER_CELL = 8  # newest samples of one load
 MOST_CELLS = 512  # the load that has not been seen for longest is forgotten
@@ -38,14 +40,6 @@ GROWS_OVER_SCATTER = 2.0
 # Starts take long and come seldom: the median of the newest few, once there are some.
 LEAST_STARTS = 3
 MOST_STARTS = 16
-
-
-class ObservedBatch(NamedTuple):
-    """What an engine did between two scrapes, where that tells its step time."""
-
-    sequences: float
-    kv_tokens: float
-    step_s: float
 
 
 class ObservedPrefill(NamedTuple):
@@ -72,6 +66,7 @@ class RefittedFigure(NamedTuple):
     """A figure of a configuration, as it is now believed to be."""
 
     value: float
+    by: str  # the kind of samples: telemetry, moves or starts
     provenance: Provenance
 
 
@@ -103,7 +98,7 @@ def steady_batch(earlier: EngineSample, later: EngineSample) -> bool:
 
 def batch_between(
     earlier: EngineSample, later: EngineSample, unchanged: Callable[[EngineSample, EngineSample], bool] = same_batch
-) -> ObservedBatch | None:
+) -> StepSample | None:
     """Return the mean decode step between two scrapes of an engine; None where they do not determine it.
 
     Of a `steady_batch` it is right to about a tenth.
@@ -115,7 +110,7 @@ def batch_between(
     if not measurable or not unchanged(earlier, later):
         return None
     usage = (earlier.kv_usage_fraction + later.kv_usage_fraction) / 2
-    return ObservedBatch(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
+    return StepSample(sequences, usage * later.kv_capacity_tokens, sequences * elapsed_s / made)
 
 
 def prefilled_between(earlier: EngineSample, later: EngineSample) -> ObservedPrefill | None:
@@ -168,18 +163,20 @@ class EngineRefitter:
         self._date = date
         self._rebuilt_tokens = rebuilt_tokens
         self._plausible = plausible
-        self._steps, self._recomputed, self._prefilled = _Window(), _Window(), _Window()
+        self._steps: _Window[StepSample] = _Window()
+        self._recomputed: _Window[TimedSample] = _Window()
+        self._prefilled: _Window[ObservedPrefill] = _Window()
         self._starts_s: deque[float] = deque(maxlen=MOST_STARTS)
 
     def observe(self, sequences: float, kv_tokens: float, step_s: float) -> bool:
         """Take a sample in. False: it is an impossible step."""
-        values = (sequences, kv_tokens, step_s)
-        if not all(map(math.isfinite, values)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
+        seen = StepSample(sequences, kv_tokens, step_s)
+        if not all(map(math.isfinite, seen)) or sequences < 1 or kv_tokens < 0 or step_s <= 0:
             return False
         believed_s = self._prior.step.at(sequences, kv_tokens)
         if believed_s > 0 and not 1 / self._plausible < step_s / believed_s < self._plausible:
             return False
-        self._add(self._steps, (_cell(sequences), _cell(kv_tokens)), values)
+        self._add(self._steps, seen, sequences, kv_tokens)
         return True
 
     def observe_recompute(self, context_tokens: Sequence[int], seconds: float) -> None:
@@ -187,14 +184,14 @@ class EngineRefitter:
         rebuilt = self._rebuilt_tokens
         tokens = sum(map(rebuilt.at, context_tokens) if rebuilt is not None else context_tokens)
         if tokens >= 1 and 0 < seconds < math.inf:
-            self._add(self._recomputed, (_cell(tokens),), (tokens, seconds))
+            self._add(self._recomputed, TimedSample(tokens, seconds), tokens)
 
     def observe_prefill(self, seen: ObservedPrefill) -> None:
         """Take in prefill beside decoding, where it is enough to be seen."""
         if all(map(math.isfinite, seen)) and (
             seen.tokens / self._prior.prefill_tokens_per_s >= PREFILL_SHARE * seen.elapsed_s
         ):
-            self._add(self._prefilled, (_cell(seen.tokens),), seen)
+            self._add(self._prefilled, seen, seen.tokens)
 
     def observe_start(self, seconds: float) -> None:
         """Take in an engine that was started."""
@@ -207,10 +204,9 @@ class EngineRefitter:
         prior, window = self._prior, self._steps
         if len(window) < LEAST_SAMPLES:
             return prior
-        samples = [StepSample(*values) for values, _ in window.items()]
         estimate = StepTimePrior(prior.step, prior.max_sequences, prior.kv_capacity_tokens)
-        fitted = refit_step(estimate, samples, window.weights(), TRUST)
-        return replace(prior, step=fitted.step, provenance=_measured(self._date(), fitted.error, prior.provenance))
+        fitted = refit_step(estimate, list(window), window.weights(), TRUST)
+        return replace(prior, step=fitted.step, provenance=measured(self._date(), fitted.error, prior.provenance))
 
     def prefill_tokens_per_s(self, step: StepTime) -> RefittedFigure | None:
         """The prefill rate as it is now believed to be, where decode steps take `step`; None while little was seen.
@@ -220,13 +216,12 @@ class EngineRefitter:
         """
         prior, moved = self._prior, self._recomputed
         if len(moved) >= LEAST_SAMPLES:
-            seen, weights, by = [TimedSample(*values) for values, _ in moved.items()], moved.weights(), "moves"
+            seen, weights, by = list(moved), moved.weights(), "moves"
         else:
-            window, by = self._prefilled, "telemetry"
-            told = [(values[0], ObservedPrefill._make(values).prefill_s(step)) for values, _ in window.items()]
-            kept = [place for place, (_, seconds) in enumerate(told) if seconds is not None]
-            seen = [TimedSample(told[place][0], told[place][1] or 0.0) for place in kept]
-            weights = window.weights()[kept] if kept else np.empty(0)
+            timed_s = [each.prefill_s(step) for each in self._prefilled]
+            is_clear = np.array([seconds is not None for seconds in timed_s], dtype=bool)
+            seen = [TimedSample(e.tokens, s) for e, s in zip(self._prefilled, timed_s, strict=True) if s is not None]
+            weights, by = self._prefilled.weights()[is_clear], "telemetry"
         if len(seen) < LEAST_SAMPLES:
             return None
         fitted = refit_curve(Curve.line(0.0, 1 / prior.prefill_tokens_per_s), seen, weights, TRUST)
@@ -249,83 +244,60 @@ class EngineRefitter:
         error = FitError(len(starts_s), sum(misses) / len(misses), max(misses))
         return self._figure(value, "switch_s", error, "starts")
 
-    def _add(self, window: "_Window", cell: tuple[int, ...], values: tuple[float, ...]) -> None:
-        window.add(cell, values)
+    def _add(self, window: "_Window[Sample]", seen: Sample, *load: float) -> None:
+        window.add(seen, *load)
         self.fresh = True
 
     def _figure(self, value: float, name: str, error: FitError, by: str) -> RefittedFigure:
         began = dict(self._prior.others).get(name, self._prior.provenance)
-        return RefittedFigure(value, _measured(self._date(), error, began, by))
+        return RefittedFigure(value, by, measured(self._date(), error, began, by))
 
 
-class MoveRefitter:
-    """Believes `prior` of what moves cost until samples say otherwise."""
+class CurveRefitter:
+    """Believes `prior`, seconds over sizes, until samples say otherwise."""
 
-    def __init__(self, prior: MoveCosts, date: Callable[[], str]) -> None:
+    def __init__(self, prior: Curve) -> None:
         self._prior = prior
-        self._date = date
-        self._windows = {method: _Window() for method in MoveMethod}
+        self._window: _Window[TimedSample] = _Window()
 
-    def observe(self, method: MoveMethod, context_tokens: int, seconds: float) -> None:
-        """Take in a finished move of a request."""
-        if context_tokens >= 1 and 0 < seconds < math.inf:
-            self._windows[method].add((_cell(context_tokens),), (context_tokens, seconds))
+    def observe(self, size: float, seconds: float) -> None:
+        if size >= 1 and 0 < seconds < math.inf:
+            self._window.add(TimedSample(size, seconds), size)
 
-    def costs(self) -> MoveCosts:
-        """Costs of moving as they are now believed to be."""
-        prior = self._prior
-        transfer = self._refitted(prior.transfer_s, MoveMethod.TRANSFER, prior.kv_bytes_per_token)
-        recompute = self._refitted(prior.recompute_s, MoveMethod.RECOMPUTE, 1.0)
-        errors = [fitted.error for fitted in (transfer, recompute) if fitted is not None]
-        if not errors:
-            return prior
-        worst = max(errors, key=lambda error: error.mean)
-        return replace(
-            prior,
-            transfer_s=transfer.curve if transfer else prior.transfer_s,
-            recompute_s=recompute.curve if recompute else prior.recompute_s,
-            provenance=_measured(self._date(), worst, prior.provenance),
-        )
-
-    def _refitted(self, prior: Curve, method: MoveMethod, units_per_token: float) -> CurveFit | None:
-        window = self._windows[method]
-        if len(window) < LEAST_SAMPLES:
+    def fitted(self) -> CurveFit | None:
+        """The curve as it is now believed to be; None while samples are few."""
+        if len(self._window) < LEAST_SAMPLES:
             return None
-        seen = [TimedSample(tokens * units_per_token, seconds) for (tokens, seconds), _ in window.items()]
-        return refit_curve(prior, seen, window.weights(), TRUST)
+        return refit_curve(self._prior, list(self._window), self._window.weights(), TRUST)
 
 
-def _measured(date: str, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
+def measured(date: str, error: FitError, prior: Provenance | None, by: str = "telemetry") -> Provenance:
     began = f"{by}; began as {prior.source}, {prior.date}" if prior is not None else by
     return Provenance(ProfileSource.MEASURED, date, began, error.samples, error.mean, error.max)
 
 
-def _cell(size: float) -> int:
-    """Loads within about a fifth of each other share a cell."""
-    return round(math.log(max(size, 1.0)) / math.log(1.2))
-
-
 @dataclass(slots=True)
-class _Window:
+class _Window(Generic[Sample]):
     """The newest samples of each load, with when they came, counted in samples."""
 
-    _cells: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], int]]] = field(default_factory=OrderedDict)
+    _cells: OrderedDict[tuple[int, ...], deque[tuple[Sample, int]]] = field(default_factory=OrderedDict)
     _count: int = 0
 
-    def add(self, cell: tuple[int, ...], values: tuple[float, ...]) -> None:
+    def add(self, seen: Sample, *load: float) -> None:
+        """Loads within about a fifth of each other share a cell."""
+        cell = tuple(round(math.log(max(size, 1.0)) / math.log(1.2)) for size in load)
         self._count += 1
-        self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((values, self._count))
+        self._cells.setdefault(cell, deque(maxlen=PER_CELL)).append((seen, self._count))
         self._cells.move_to_end(cell)
         if len(self._cells) > MOST_CELLS:
             self._cells.popitem(last=False)
 
-    def items(self) -> Iterator[tuple[tuple[float, ...], int]]:
-        for cell in self._cells.values():
-            yield from cell
+    def __iter__(self) -> Iterator[Sample]:
+        return (seen for cell in self._cells.values() for seen, _ in cell)
 
     def weights(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """[sample], in the order of `items`: 1 for the newest, halved every HALF_LIFE."""
-        ages = np.array([self._count - came for _, came in self.items()], dtype=float)
+        """[sample], in their order: 1 for the newest, halved every HALF_LIFE."""
+        ages = np.array([self._count - came for cell in self._cells.values() for _, came in cell], dtype=float)
         return np.asarray(0.5 ** (ages / HALF_LIFE))
 
     def __len__(self) -> int:

@@ -6,18 +6,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrrl.daemon.profile_refit import HALF_LIFE, MOST_CELLS, PER_CELL, EngineRefitter, MoveRefitter, batch_between
+from orchestrrl.daemon.profile_refit import (
+    HALF_LIFE,
+    MOST_CELLS,
+    PER_CELL,
+    CurveRefitter,
+    EngineRefitter,
+    batch_between,
+)
 from orchestrrl.engines.base import EngineSample
 from planner.cost.profile import (
     Curve,
     EngineProfile,
-    MoveCosts,
     Parallelism,
     ProfileSource,
     Provenance,
     StepTime,
 )
-from planner.model import ConfigurationId, MoveMethod
+from planner.model import ConfigurationId
 
 TP2 = ConfigurationId("tp2")
 PRIOR = EngineProfile(
@@ -30,7 +36,6 @@ PRIOR = EngineProfile(
     switch_s=1.7,
     provenance=Provenance(ProfileSource.ROOFLINE, "2026-01-01"),
 )
-MOVES = MoveCosts(2e5, Curve.line(0.01, 1e-11), Curve.line(0.0, 1 / 18_000))
 TRUTH = StepTime(Curve.line(0.0184, 8.1e-5), 4.1e-8)
 LOADS = ((1, 1000), (20, 9000), (64, 64_000), (200, 400_000))
 
@@ -95,19 +100,24 @@ def test_what_is_no_sample_is_not_taken(values: tuple[float, float, float]) -> N
     assert not fitting.fresh
 
 
-def test_moves_are_learned_from_moves() -> None:
-    fitting = MoveRefitter(MOVES, lambda: "2026-02-02")
-    fitting.observe(MoveMethod.TRANSFER, 0, 1.0)
-    fitting.observe(MoveMethod.TRANSFER, 10, math.inf)
-    assert fitting.costs() == MOVES
+@pytest.mark.parametrize(
+    ("prior", "truth", "unit"),
+    [
+        (Curve.line(0.01, 1e-11), Curve.line(0.05, 4e-11), 2e5),  # KV that is handed over: bytes
+        (Curve.line(0.0, 1 / 18_000), Curve.line(0.02, 1 / 9000), 1),  # recomputed: tokens
+    ],
+)
+def test_moves_are_learned_from_moves(prior: Curve, truth: Curve, unit: float) -> None:
+    fitting = CurveRefitter(prior)
+    fitting.observe(0, 1.0)
+    fitting.observe(10 * unit, math.inf)
+    assert fitting.fitted() is None
     for tokens in (500, 1000, 2000, 4000, 8000, 16_000) * 5:
-        fitting.observe(MoveMethod.TRANSFER, tokens, 0.05 + tokens * 2e5 * 4e-11)
-        fitting.observe(MoveMethod.RECOMPUTE, tokens, 0.02 + tokens / 9000)
-    moves = fitting.costs()
-    assert moves.transfer_s.at(8000 * 2e5) == pytest.approx(0.05 + 8000 * 2e5 * 4e-11, rel=0.05)
-    assert moves.recompute_s.at(8000) == pytest.approx(0.02 + 8000 / 9000, rel=0.05)
-    assert moves.provenance is not None
-    assert moves.provenance.samples > 0
+        fitting.observe(tokens * unit, truth.at(tokens * unit))
+    fitted = fitting.fitted()
+    assert fitted is not None
+    assert fitted.curve.at(8000 * unit) == pytest.approx(truth.at(8000 * unit), rel=0.05)
+    assert fitted.error.samples > 0
 
 
 def sample(

@@ -1,12 +1,13 @@
-"""Prometheus metrics with labels, as one expression each. Values without labels are given to the family itself."""
+"""Prometheus metrics as one expression each."""
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 Labels = str | tuple[str, ...]  # one name or value, or several
+MetricValue = float | None | Mapping[Any, float | None]
 
 
 def labelled_gauge(
@@ -32,3 +33,26 @@ def _filled(family: Family, values: Iterable[tuple[Labels, float | None]]) -> Fa
 
 def _several(labels: Labels) -> tuple[str, ...]:
     return (labels,) if isinstance(labels, str) else labels
+
+
+class MetricFamilies(list[Metric]):
+    """Metrics that are collected together; each has the `prefix` before its name and its labels' names in braces after
+    it. A value is one number, or several by the values of the labels; what is None is absent."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def gauge(self, name: str, text: str, value: MetricValue) -> None:
+        self._add(GaugeMetricFamily, name, text, value)
+
+    def counter(self, name: str, text: str, value: MetricValue) -> None:
+        self._add(CounterMetricFamily, name, text, value)
+
+    def _add(self, family: type[Family], name: str, text: str, value: MetricValue) -> None:
+        name, _, labels = name.removesuffix("}").partition("{")
+        if isinstance(value, Mapping):
+            made = family(self._prefix + name, text, labels=labels.split(","))
+            self.append(_filled(made, value.items()))
+        elif value is not None:
+            self.append(family(self._prefix + name, text, value))

@@ -47,7 +47,7 @@ def test_what_is_up_and_what_became_of_periods() -> None:
 
 
 def test_pauses() -> None:
-    seen = samples([pause_metrics({PauseScope.SYNC: None})])
+    seen = samples(pause_metrics({PauseScope.SYNC: None}))
     assert seen == {
         ("orchestrrl_paused", "balancer"): 0,
         ("orchestrrl_paused", "fabric"): 0,
@@ -68,7 +68,7 @@ def test_faults_of_our_own_are_counted_by_part() -> None:
             )
         ),
     )
-    assert samples([defect_metrics(plane)]) == {
+    assert samples(defect_metrics(plane)) == {
         ("orchestrrl_defects_total", "orchestrrl.v1.Control/GetStatus"): 3,
         ("orchestrrl_defects_total", "circuits"): 2,
         ("orchestrrl_defects_total", "deployment"): 1,

@@ -13,7 +13,7 @@ from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import Output, View, raise_faults
 from orchestrrl.cli.progress import POLL_EVERY_S, persistently, until_over
-from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults
+from orchestrrl.core.errors import OutcomeUnknown
 from orchestrrl.rpc.plain_values import plain
 
 MOST_ENGINES = (1 << 32) - 1
@@ -57,9 +57,25 @@ async def redeploy(
 
     Example: `orchestrrl redeploy --to tp2=3 --to tp1=2 --reason "the tail is short today"`
     """
-    flags = {"--dry-run": dry_run, "--no-wait": no_wait}
-    _check(to or [], plan, reason, flags, redeployment_id, watch, cancel)
-    targets = _targets(to or [])
+    targets, wrong = _targets(to or [])
+    faults, target, about = [], bool(to or plan), {"--watch": watch, "--cancel": cancel}
+    asked = [flag for flag, on in about.items() if on]
+    if to and plan:
+        faults.append(f"--plan: cannot go with --to, got {plan!r}")
+    faults += [f"{flag}: cannot go with --to or --plan" for flag in asked if target]
+    faults += [f"{flag}: cannot go with {asked[0]}" for flag in asked[1:]]
+    faults += [
+        f"{flag}: needs --to or --plan"
+        for flag, on in {"--dry-run": dry_run, "--no-wait": no_wait}.items()
+        if on and not target
+    ]
+    if dry_run and no_wait:
+        faults.append("--no-wait: cannot go with --dry-run")
+    if redeployment_id and target:
+        faults.append(f"--id: cannot go with --to or --plan, got {redeployment_id!r}")
+    if reason and not target and not cancel:
+        faults.append(f"--reason: needs --to, --plan or --cancel, got {reason!r}")
+    raise_faults([*faults, *wrong])
     if cancel:
         return await _cancel(client, redeployment_id, reason)
     if not targets and not plan:
@@ -84,34 +100,10 @@ async def fetch_redeployment(client: ControlClient, redeployment_id: str) -> dic
 # --- what is asked
 
 
-def _check(
-    to: list[str], plan: str, reason: str, flags: dict[str, bool], redeployment_id: str, watch: bool, cancel: bool
-) -> None:
-    """Raises ProblemFaults with all that does not go together."""
-    target, faults = bool(to or plan), []
-    about = {"--watch": watch, "--cancel": cancel}
-    asked = [flag for flag, on in about.items() if on]
-    if to and plan:
-        faults.append(f"--plan: cannot go with --to, got {plan!r}")
-    faults += [f"{flag}: cannot go with --to or --plan" for flag in asked if target]
-    faults += [f"{flag}: cannot go with {asked[0]}" for flag in asked[1:]]
-    faults += [f"{flag}: needs --to or --plan" for flag, on in flags.items() if on and not target]
-    if all(flags.values()):
-        faults.append("--no-wait: cannot go with --dry-run")
-    if redeployment_id and target:
-        faults.append(f"--id: cannot go with --to or --plan, got {redeployment_id!r}")
-    if reason and not target and not cancel:
-        faults.append(f"--reason: needs --to, --plan or --cancel, got {reason!r}")
-    try:
-        _targets(to)
-    except ProblemFaults as error:
-        faults += error.faults
-    raise_faults(faults)
-
-
-def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
+def _targets(to: list[str]) -> "tuple[list[control_pb2.RedeployTarget], list[str]]":
+    """Return what --to names, and its faults."""
     targets: list[control_pb2.RedeployTarget] = []
-    faults = []
+    faults: list[str] = []
     for wish in to:
         configuration, equals, number = wish.rpartition("=") if "=" in wish else (wish, "", "")
         well = not equals or (number.isascii() and number.isdecimal() and 0 < int(number) <= MOST_ENGINES)
@@ -121,8 +113,7 @@ def _targets(to: list[str]) -> "list[control_pb2.RedeployTarget]":
             faults.append(f"--to: must name a configuration once, got {wish!r} again")
         else:
             targets.append(control_pb2.RedeployTarget(configuration=configuration, engines=int(number or 0)))
-    raise_faults(faults)
-    return targets
+    return targets, faults
 
 
 # --- how it goes on
@@ -170,7 +161,7 @@ async def _followed(
     reports = persistently(fetch, lambda report: not _runs(report), AWAY)
     report = await until_over(reports, words.picture, words.news, _left, as_json)
     because = report["detail"] or "no reason given"
-    failure = f"redeployment {report['redeployment_id']} is {words.state_text(report)}: {because}"
+    failure = f"redeployment {report['redeployment_id']} is {words.spaced(report['state'])}: {because}"
     return Output(report, _end_view(report), None if report["state"] == "done" else failure)
 
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from orchestrrl.cli.formats import count, duration, ranges, time_of_day
 from orchestrrl.cli.journal import shorten
-from orchestrrl.cli.output import cells_table
+from orchestrrl.cli.output import Columns, cells_table, row_of
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
 NAMED = 4  # engines, before only their number is told
@@ -38,10 +39,6 @@ def change_text(report: dict[str, Any]) -> str:
     return f"{fleet_text(report['old_engines'])} -> {fleet_text(report['new_engines'])}"
 
 
-def state_text(report: dict[str, Any]) -> str:
-    return spaced(report["state"])
-
-
 def spaced(name: str) -> str:
     """`load_weights` as people say it."""
     return name.replace("_", " ")
@@ -63,7 +60,7 @@ def begun(report: dict[str, Any]) -> str:
 
 def outcome(report: dict[str, Any]) -> list[str]:
     """How it stands or ended, and what it was for requests."""
-    state = state_text(report)
+    state = spaced(report["state"])
     colour = COLOURS.get(state, "yellow")
     took = elapsed_s(report)
     lines = [f"[{colour}]{state}[/{colour}]" + ("" if took is None else f" in {duration(took)}")]
@@ -143,10 +140,15 @@ def _named(ids: Sequence[str]) -> str:
 class StageSteps:
     """Those of one kind in one stage: they run side by side, or their engines' chains do."""
 
+    direction: str
     stage: int
     kind: str
-    direction: str
     steps: tuple[dict[str, Any], ...]
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The stage, and what is done in it."""
+        return f"{self.stage} back" if self.direction == "back" else str(self.stage), spaced(self.kind)
 
     @property
     def engines(self) -> list[str]:
@@ -224,42 +226,42 @@ def together(report: dict[str, Any]) -> list[StageSteps]:
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for step in report["steps"]:
         groups.setdefault((step["direction"], step["stage"], step["kind"]), []).append(step)
-    return [
-        StageSteps(stage, kind, direction, tuple(sorted(steps, key=lambda step: int(step["number"]))))
-        for (direction, stage, kind), steps in groups.items()
-    ]
+    return [StageSteps(*key, tuple(steps)) for key, steps in groups.items()]
 
 
 def plan_table(report: dict[str, Any]) -> Table:
     """What would be done, by stage."""
-    columns = ("stage", "step", "engines", "side by side", "each within")
-    groups = together(report)
-    within_s = [max(float(step["within_s"]) for step in group.steps) for group in groups]
-    rows = [
-        (spaced(group.kind), group.text, len(group.steps) if group.engines else None, duration(limit_s))
-        for group, limit_s in zip(groups, within_s, strict=True)
-    ]
-    return cells_table("Steps", columns, _staged(groups, rows))
+    columns: Columns = {
+        "engines": "text",
+        "side by side": lambda group: len(group.steps) if group.engines else None,
+        "each within": lambda group: duration(max(float(step["within_s"]) for step in group.steps)),
+    }
+    return _staged_table("Steps", columns, together(report))
 
 
 def taken_table(report: dict[str, Any], now_s: float | None = None) -> Table:
     """What was done, in seconds; of a redeployment that has ended, what began."""
-    groups = [each for each in together(report) if report["state"] == "running" or each.began_s is not None]
-    columns = ("stage", "step", "engines", "state", "took", "slowest", "remark")
-    rows = [
-        (spaced(each.kind), each.text, each.state_text, each.elapsed_text(now_s), each.slowest, each.remark)
-        for each in groups
+    columns: Columns = {
+        "engines": "text",
+        "state": "state_text",
+        "took": lambda group: group.elapsed_text(now_s),
+        "slowest": "slowest",
+        "remark": "remark",
+    }
+    groups = (each for each in together(report) if report["state"] == "running" or each.began_s is not None)
+    return _staged_table("Steps", columns, groups)
+
+
+def _staged_table(
+    title: str, columns: Columns, groups: Iterable[StageSteps], last: Iterable[tuple[object, ...]] = ()
+) -> Table:
+    """A row for each of the groups, with its stage where that differs from the row before, then the `last` ones."""
+    rows: list[tuple[object, ...]] = [
+        (" " if place else stage, group.name[1], *row_of(group, columns))
+        for stage, of_stage in groupby(groups, key=lambda group: group.name[0])
+        for place, group in enumerate(of_stage)
     ]
-    return cells_table("Steps", columns, _staged(groups, rows))
-
-
-def _staged(groups: Sequence[StageSteps], rows: Iterable[tuple[object, ...]]) -> Iterator[tuple[object, ...]]:
-    """Put the stage before each row, once for rows that follow each other."""
-    shown = ""
-    for group, row in zip(groups, rows, strict=True):
-        stage = f"{group.stage} back" if group.direction == "back" else str(group.stage)
-        yield (" " if stage == shown else stage, *row)
-        shown = stage
+    return cells_table(title, ("stage", "step", *columns), [*rows, *last])
 
 
 # --- while it runs
@@ -273,12 +275,11 @@ def picture(report: dict[str, Any]) -> RenderableType:
 
 def news(before: dict[str, Any] | None, report: dict[str, Any]) -> Iterator[str]:
     """What has changed since, a line each: for a pipe."""
-    states = {} if before is None else {(g.direction, g.stage, g.kind): g.state for g in together(before)}
+    states = {} if before is None else {group.name: group.state for group in together(before)}
     if before is None:
         yield begun(report)
     for group in together(report):
-        was = states.get((group.direction, group.stage, group.kind), "pending")
-        if group.state != was and group.state != "skipped":
+        if group.state not in (states.get(group.name, "pending"), "skipped"):
             yield _news_of(group)
 
 
@@ -299,42 +300,29 @@ def _news_of(group: StageSteps) -> str:
 
 def time_line(report: dict[str, Any], now_s: float) -> Table:
     """A bar for each step that began, from the beginning of the redeployment to its end or `now_s`."""
-    began_s = float(report["created_unix_s"])
-    bars = [StageSteps(step["stage"], step["kind"], step["direction"], (step,)) for step in report["steps"]]
-    if sum(piece.began_s is not None for piece in bars) > BARS_SHOWN:
+    created_s = float(report["created_unix_s"])
+    bars = [StageSteps(step["direction"], step["stage"], step["kind"], (step,)) for step in report["steps"]]
+    if sum(bar.began_s is not None for bar in bars) > BARS_SHOWN:
         bars = together(report)
-    begun_bars = [(piece, at_s, piece.ended_s(now_s) or at_s) for piece in bars if (at_s := piece.began_s) is not None]
-    last_s = report["ended_unix_s"] or (now_s if report["state"] == "running" else began_s)
-    whole_s = max([last_s, *(ended_s for *_, ended_s in begun_bars)]) - began_s
-    rows = [
-        (
-            spaced(piece.kind),
-            piece.text,
-            _span(since_s - began_s, ended_s - began_s, whole_s),
-            piece.elapsed_text(now_s),
-        )
-        for piece, since_s, ended_s in begun_bars
-    ]
-    lines = list(_staged([piece for piece, *_ in begun_bars], rows))
-    if (closed := _closed(report)) is not None:
-        low_s, high_s = (at_s - began_s for at_s in closed)
-        lines.append((" ", "requests stand still", " ", _span(low_s, high_s, whole_s), duration(high_s - low_s)))
-    scale = f"0 s{duration(whole_s):>{LINE_WIDTH - 3}}"
-    return cells_table("Time line", ("stage", "step", "engine", scale, "took"), lines)
+    bars = [bar for bar in bars if bar.began_s is not None]
+    last_s = report["ended_unix_s"] or (now_s if report["state"] == "running" else created_s)
+    whole_s = max([last_s, *(bar.ended_s(now_s) or 0.0 for bar in bars)]) - created_s
 
+    def line(low_s: float, high_s: float) -> str:
+        """Draw a bar on a line of `whole_s`; what has no length shows as a tick."""
+        if whole_s <= 0:
+            return "▏"
+        low = min(LINE_WIDTH - 1, max(0, round((low_s - created_s) / whole_s * LINE_WIDTH)))
+        high = min(LINE_WIDTH, max(low, round((high_s - created_s) / whole_s * LINE_WIDTH)))
+        return " " * low + ("█" * (high - low) or "▏")
 
-def _closed(report: dict[str, Any]) -> tuple[float, float] | None:
-    """When requests stood still: from the fence on."""
-    fences = [step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"]
-    if report["closed_s"] is None or not fences or fences[0] is None:
-        return None
-    return fences[0], fences[0] + report["closed_s"]
-
-
-def _span(low_s: float, high_s: float, whole_s: float) -> str:
-    """A bar from `low_s` to `high_s` on a line of `whole_s`; what has no length shows as a tick."""
-    if whole_s <= 0:
-        return "▏"
-    low = min(LINE_WIDTH - 1, max(0, round(low_s / whole_s * LINE_WIDTH)))
-    high = min(LINE_WIDTH, max(low, round(high_s / whole_s * LINE_WIDTH)))
-    return " " * low + ("█" * (high - low) or "▏")
+    columns: Columns = {
+        "engine": "text",
+        f"0 s{duration(whole_s):>{LINE_WIDTH - 3}}": lambda bar: line(bar.began_s, bar.ended_s(now_s) or bar.began_s),
+        "took": lambda bar: bar.elapsed_text(now_s),
+    }
+    fence_s = next((step["began_unix_s"] for step in report["steps"] if step["kind"] == "fence"), None)
+    still: list[tuple[object, ...]] = []
+    if (closed_s := report["closed_s"]) is not None and fence_s is not None:
+        still.append((" ", "requests stand still", " ", line(fence_s, fence_s + closed_s), duration(closed_s)))
+    return _staged_table("Time line", columns, bars, still)

@@ -55,7 +55,7 @@ COLUMNS: Columns = {
     "plan": "plan_id",
     "why": "reason",
     "change": lambda report: words.change_text(report),
-    "outcome": lambda report: words.state_text(report),
+    "outcome": lambda report: words.spaced(report["state"]),
     "took": lambda report: duration(words.elapsed_s(report)),
     "stood still": lambda report: duration(report["closed_s"]),
     "moved": "requests_moved",

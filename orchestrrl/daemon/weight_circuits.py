@@ -26,7 +26,7 @@ from orchestrrl.weights.orders import CarryEdge
 from planner.fabric.ground import PlanGround
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.light import fibres_of, interfaces_at, links_up
-from planner.fabric.model import EndpointId, PortPair, pair_of
+from planner.fabric.model import EndpointId, PortPair
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import TEMPLATES
 from planner.fabric.topology import Site
@@ -87,8 +87,7 @@ class CircuitsForSyncs:
     ) -> None:
         self._fabric = fabric
         self._peers = peers
-        self._packet_tors = frozenset(packet_tors) if packet_gbps > 0 else frozenset()
-        self._packet_gbps = packet_gbps
+        self._packets = packet_tors, packet_gbps
         self._partly: set[str] = set()  # syncs that have changed circuits, and not got all of theirs
 
     def network(self) -> SyncNetwork:
@@ -99,22 +98,11 @@ class CircuitsForSyncs:
             site_reading.of_site, site_reading.failures | word.failures, word.pinned | site_reading.foreign
         )
         ground = PlanGround(site, state, frozenset(site.pod))
-        lanes = ground.lanes_for(None)
-        tors: dict[str, int] = {
-            tor.id: sum(port not in ground.held for port in fibres_of(site, tor.id)) or int(tor.id in self._packet_tors)
-            for tor in site.tors
-        }
-        boundary: dict[str, int] = {
-            pod.id: len(lanes.get(pod.id, ())) or _by_packets(site, pod.id, self._packet_tors) for pod in site.pods
-        }
+        lanes = Counter({pod: len(free) for pod, free in ground.lanes_for(None).items()})
+        tors = Counter(tor.id for tor in site.tors for port in fibres_of(site, tor.id) if port not in ground.held)
         eligible = TEMPLATES[Stage.WEIGHT_SYNC].core_pairs(site.pods)
-        pairs: dict[tuple[str, str], PairLink] = {
-            (one, other): PairLink(min(len(lanes[one]), len(lanes[other])), site.link_gbps)
-            for one, other in sorted(eligible)
-            if lanes.get(one) and lanes.get(other)
-        }
-        pairs = _packet_pairs(site, self._packet_tors, self._packet_gbps) | pairs
-        return SyncNetwork(site.link_gbps, self._stations(), boundary, tors, pairs)
+        pairs = Counter({pair: min(lanes[pair[0]], lanes[pair[1]]) for pair in sorted(eligible)})
+        return _network(site, self._stations(), lanes, tors, pairs, *self._packets)
 
     async def bring_up(
         self, sync_id: str, planned: PlannedSync, on_phase: OnPhase, *, still: bool = False
@@ -196,9 +184,7 @@ class CircuitsForSyncs:
 
     async def _present(self) -> SyncNetwork:
         site_reading = await self._fabric.scan()
-        return network_of(
-            self._fabric.site, site_reading.of_site, self._stations(), self._packet_tors, self._packet_gbps
-        )
+        return network_of(self._fabric.site, site_reading.of_site, self._stations(), *self._packets)
 
     def _stations(self) -> dict[PeerId, NetworkStation]:
         return {id: station_of(peer, self._fabric.site) for id, peer in self._peers().items()}
@@ -225,42 +211,43 @@ def network_of(
 ) -> SyncNetwork:
     """Return the network that these circuits and the packet side make. Ports reserved for responses are left out."""
     ours = [each for each in cross_connects if not any((each.switch, port) in site.reserved for port in each.ports)]
-    boundary: Counter[str] = Counter()
-    tors: Counter[str] = Counter()
-    pairs: dict[tuple[str, str], PairLink] = {}
+    boundary: Counter[EndpointId] = Counter()
+    tors: Counter[EndpointId] = Counter()
+    pairs: Counter[tuple[EndpointId, EndpointId]] = Counter()
     names = {tor.id: [f"f{k}" for k in range(len(fibres_of(site, tor.id)))] for tor in site.tors}
-    links: Counter[tuple[EndpointId, EndpointId]] = Counter()
     for lit in links_up(site, ours, interfaces_at(site, names)):
-        (one, _), (other, _) = lit.link.ends
-        links[pair_of(one, other)] += 1
-    for (one, other), count in sorted(links.items()):
-        tors[one] += count
-        tors[other] += count
-        here, there = sorted((site.pod_of[one], site.pod_of[other]))
+        ends = [tor for tor, _ in lit.link.ends]
+        tors.update(ends)
+        here, there = sorted(site.pod_of[tor] for tor in ends)
         if here != there:
-            boundary[here] += count
-            boundary[there] += count
-            before = pairs.get((here, there))
-            pairs[here, there] = PairLink(count + (before.circuits if before else 0), site.link_gbps)
+            boundary.update((here, there))
+            pairs[here, there] += 1
+    return _network(site, stations, boundary, tors, pairs, packet_tors, packet_gbps)
+
+
+def _network(
+    site: Site,
+    stations: Mapping[PeerId, NetworkStation],
+    boundary: Mapping[EndpointId, int],
+    tors: Mapping[EndpointId, int],
+    pairs: Mapping[tuple[EndpointId, EndpointId], int],
+    packet_tors: Collection[EndpointId],
+    packet_gbps: float,
+) -> SyncNetwork:
+    """Return the network of circuits, counted by PoD, ToR and pair of PoDs, and the packet side where there are none:
+    one way to each other PoD, so that by their number none is in another's way."""
+    joined = set(packet_tors) if packet_gbps > 0 else set()
+    pods = sorted(pod.id for pod in site.pods if any(tor.id in joined for tor in site.tors_of[pod.id]))
+    by_packets: dict[tuple[str, str], PairLink] = {pair: PairLink(1, packet_gbps) for pair in combinations(pods, 2)}
+    by_circuits = {pair: PairLink(count, site.link_gbps) for pair, count in sorted(pairs.items()) if count}
+    ways_out = dict.fromkeys(pods, max(1, len(site.pods) - 1))
     return SyncNetwork(
         site.link_gbps,
         stations,
-        {pod.id: boundary[pod.id] or _by_packets(site, pod.id, packet_tors) for pod in site.pods},
-        {tor.id: tors[tor.id] or int(tor.id in packet_tors) for tor in site.tors},
-        _packet_pairs(site, packet_tors, packet_gbps) | pairs,
+        {pod.id: boundary.get(pod.id) or ways_out.get(pod.id, 0) for pod in site.pods},
+        {tor.id: tors.get(tor.id) or int(tor.id in joined) for tor in site.tors},
+        by_packets | by_circuits,
     )
-
-
-def _packet_pairs(
-    site: Site, packet_tors: Collection[EndpointId], packet_gbps: float
-) -> dict[tuple[str, str], PairLink]:
-    joined = sorted(pod.id for pod in site.pods if _by_packets(site, pod.id, packet_tors))
-    return {pair: PairLink(1, packet_gbps) for pair in combinations(joined, 2)}
-
-
-def _by_packets(site: Site, pod: EndpointId, packet_tors: Collection[EndpointId]) -> int:
-    """Ways out of a PoD beside circuits: one to each other PoD, so that by their number none is in another's way."""
-    return max(1, len(site.pods) - 1) if any(tor.id in packet_tors for tor in site.tors_of[pod]) else 0
 
 
 def station_of(peer: Peer, site: Site) -> NetworkStation:

@@ -42,28 +42,28 @@ _MODULES = {
     "daemon": ["daemon", "check-config"],
     "gateway": ["gateway"],
     "agent": ["agent"],
-    "fleet.status": ["status", "workers", "requests", "mode", "move"],
+    "fleet.status": [
+        *("status", "workers", "requests", "mode", "move", "moves"),
+        *(f"{part} {verb}" for part in HELD for verb in ("pause", "resume")),
+    ],
     "fleet.top": ["top"],
     "fleet.engine": ["engine simulated"],
     "fleet.engines": [f"engines {verb}" for verb in ("list", "add", "drain", "remove")],
     "fleet.pause": ["pause", "renew", "resume", "barrier", "cancel", "engines set-version"],
-    "fleet.moves": ["moves"],
     "fleet.redeploy": ["redeploy"],
     "journal": ["journal"],
     "fleet.balance": ["balance"],
     "sim.generation": ["sim gen", "sim paper"],
     "sim.cluster": [f"sim {verb}" for verb in ("run", "compare", "report", "daemon-config", "split", "sweep")],
-    "plan.live": [f"plan {verb}" for verb in ("explain", "list", "override", "pin", "release")],
+    "plan.live": [f"plan {verb}" for verb in ("explain", "list", "history", "override", "pin", "release")],
     "plan.solve": ["plan solve"],
     "plan.render": ["plan render"],
-    "plan.history": ["plan history"],
     "profile.score": ["profile score", "profile fit"],
     "profile.predict": ["profile predict"],
     "profile.measure": ["profile measure", "profile import", "profile show"],
     "fabric.live": [
         f"fabric {verb}" for verb in ("status", "periods", "announce", "pin", "override", "release", "mask")
     ],
-    "fleet.pause_loops": [f"{part} {verb}" for part in HELD for verb in ("pause", "resume")],
     "fabric.slack": ["fabric slack"],
     "fabric.trace": ["fabric trace"],
     "fabric.check": ["fabric check"],
@@ -101,7 +101,7 @@ def function_names(path: str) -> list[str]:
 def summary(path: str) -> str:
     """Return the first paragraph of a command's docstring, read from the source: listing commands imports none."""
     part, _, verb = path.partition(" ")
-    if MODULE_OF[path] == "fleet.pause_loops":
+    if part in HELD and verb in ("pause", "resume"):
         return f"Hold {HELD[part]}, until resumed or expired." if verb == "pause" else "Let it go on."
     file = Path(__file__).parent / f"{MODULE_OF[path].replace('.', '/')}.py"
     start = rf"^(async )?def ({'|'.join(function_names(path))})\("

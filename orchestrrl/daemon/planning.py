@@ -5,6 +5,7 @@ Telemetry comes in on the event loop; a question, once put, may be answered in a
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,6 @@ from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
 from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
-from orchestrrl.daemon.step_lengths import StepLengths
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport
@@ -28,6 +28,7 @@ from planner.model import (
     EngineId,
     EngineView,
     FastPolicy,
+    FinishedLength,
     Knowledge,
     Mode,
     MoveMethod,
@@ -42,7 +43,7 @@ from planner.move_methods import MovePricing
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
 from planner.sync_tree.nic_share import LeftForMoves
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
-from planner.workload.series import StepForecast
+from planner.workload.series import STEPS_REMEMBERED, LengthCounts, SeriesForecaster, StepForecast, StepStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Planning:
         known_output_tokens: Mapping[RequestId, int] | None = None,
     ) -> None:
         self.costs = LiveProfile(config.fleet, note, today)
-        self.lengths = _step_lengths(config)
+        self.lengths = StepLengths(config.slow.bin_tokens, config.slow.max_output_tokens)
         self.lines = config.fleet.configuration_values()  # of all configurations, as of the latest plan
         self.known_output_tokens = known_output_tokens
         self._nics = LeftForMoves()
@@ -103,7 +104,7 @@ class Planning:
         before, self._config = self._config.slow, config
         self._not_startable = self._unstartable(config.fleet)
         if (before.bin_tokens, before.max_output_tokens) != (config.slow.bin_tokens, config.slow.max_output_tokens):
-            self.lengths = _step_lengths(config)
+            self.lengths = StepLengths(config.slow.bin_tokens, config.slow.max_output_tokens)
             self.lengths.recover(journal)
         self.costs.configured(config.fleet)
         cost_estimates = self.costs.cost_estimates()
@@ -303,10 +304,6 @@ def _starts(body: Mapping[str, Any]) -> tuple[EngineStart, ...]:
     return (EngineStart(ConfigurationId(body["configuration"]), float(body["elapsed_s"]), float(body["expected_s"])),)
 
 
-def _step_lengths(config: Config) -> StepLengths:
-    return StepLengths(config.slow.bin_tokens, config.slow.max_output_tokens)
-
-
 def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProfile]) -> int:
     """Those that may serve. Without fleet.gpus, the ones that the engines have, by their configurations' `profiles`."""
     if config.fleet.gpus is not None:
@@ -338,3 +335,72 @@ def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerCon
         knowledge=slow.knowledge,
         can_deploy=can_deploy,
     )
+
+
+class StepLengths:
+    """What recent steps tell of output lengths: written down as steps end, recovered after a restart, and folded into
+    the forecast of the next step when somebody asks for it.
+
+    Folding takes a tenth of a second, and a second where statsmodels has still to be imported. So `step_ended` only
+    queues the step, from the event loop, and `expected` folds, from the thread that decides: one of each at a time.
+    """
+
+    def __init__(self, bin_tokens: int, max_output_tokens: int) -> None:
+        self._series = SeriesForecaster(bin_tokens, max_output_tokens)
+        self._waiting: deque[StepStatistics] = deque(maxlen=STEPS_REMEMBERED)
+
+    def recover(self, journal: Journal) -> None:
+        """Take up the steps that earlier generations wrote down, as far as they were counted in the same bins."""
+        for entry in journal.tail(STEPS_REMEMBERED, (EntryKind.STEP_ENDED,)):
+            step = journal.interpret(entry, self._written)
+            if step is not None:
+                self._waiting += step
+
+    def step_ended(self, finished: Sequence[FinishedLength]) -> dict[str, Any]:
+        """Queue an ended step; what the journal is to keep of it."""
+        bin_tokens, max_output_tokens = self._series.bin_tokens, self._series.max_output_tokens
+        step = StepStatistics.of(finished, bin_tokens, max_output_tokens)
+        self._waiting.append(step)
+        return {
+            "bin_tokens": bin_tokens,
+            "max_output_tokens": max_output_tokens,
+            "all": _sparse(step.lengths),
+            "tags": {tag: _sparse(counts) for tag, counts in step.tags},
+        }
+
+    def expected(self) -> StepForecast | None:
+        """The forecast of the next step, or of the one that runs. None: no step has ended yet."""
+        while self._waiting:
+            self._series = self._series.fold(self._waiting.popleft())
+        return self._series.next
+
+    def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
+        """None where it was counted in other bins, or not at all."""
+        written = body.get("lengths")
+        return (_statistics(written),) if written is not None and self._counted_alike(written) else ()
+
+    def _counted_alike(self, written: Mapping[str, Any]) -> bool:
+        bins = (self._series.bin_tokens, self._series.max_output_tokens)
+        return (written["bin_tokens"], written["max_output_tokens"]) == bins
+
+
+def _sparse(counts: LengthCounts) -> dict[str, Any]:
+    """Most of a hundred bins are empty, and the journal is read by people too."""
+    return {
+        name: {str(place): round(count) for place, count in enumerate(values) if count}
+        for name, values in (("ended", counts.ended), ("outlived", counts.outlived))
+    }
+
+
+def _statistics(written: Mapping[str, Any]) -> StepStatistics:
+    bins = -(-written["max_output_tokens"] // written["bin_tokens"])
+
+    def counts(sparse: Mapping[str, Any]) -> LengthCounts:
+        ended, outlived = sparse["ended"], sparse["outlived"]
+        return LengthCounts(
+            tuple(float(ended.get(str(place), 0)) for place in range(bins)),
+            tuple(float(outlived.get(str(place), 0)) for place in range(bins + 1)),
+        )
+
+    tags = tuple((tag, counts(sparse)) for tag, sparse in sorted(written["tags"].items()))
+    return StepStatistics(written["bin_tokens"], counts(written["all"]), tags)

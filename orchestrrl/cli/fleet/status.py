@@ -1,4 +1,4 @@
-"""What the daemon sees, and what it may do: status, workers, requests, mode, move."""
+"""What the daemon sees, and what it may do: status, workers, requests, mode, move, moves, and its loops' pauses."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -9,14 +9,16 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from orchestrrl.cli.command import Reason, daemon_command
+from orchestrrl.cli.command import Command, Reason, TimeToLive, daemon_command
+from orchestrrl.cli.commands import summary as summary_of
 from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.pause import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text, weights_pb2
-from orchestrrl.cli.output import Columns, Output, View, table
+from orchestrrl.cli.output import Columns, Output, View, raise_faults, table
 from orchestrrl.cli.plan.explain import calibration
 from orchestrrl.core.errors import Permanent
+from orchestrrl.core.ttl import lifetime_faults
 
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
 
@@ -110,6 +112,74 @@ async def move(
     if not found["done"]:
         return Output(found, [], failure=f"{request} was not moved: {found['detail']}")
     return Output(found, [escape(f"{request} continues on {to}")])
+
+
+@daemon_command
+async def moves(client: ControlClient) -> Output:
+    """Show the fast loop's last decision: load indices before and after, the moves, why no more. And how moves went.
+
+    Example: `orchestrrl moves`
+    """
+    found = await answer(client, client.control.GetBalance, control_pb2.GetBalanceRequest())
+    return Output(found, _moves_view(found))
+
+
+def _moves_view(found: dict[str, Any]) -> View:
+    yield table("Load index (equation 5)", LOAD_COLUMNS, found["load_index"])
+    if found["moves"]:
+        yield table("Moves, in order", MOVE_COLUMNS, found["moves"])
+    yield from balance_reasons(found)
+    if found["ended_moves"]:
+        yield table("Latest moves", ENDED_COLUMNS, found["ended_moves"])
+
+
+def balance_reasons(found: dict[str, Any]) -> list[str]:
+    """Return when and why it was decided so, a line each."""
+    spread = f"spread {_index(found['spread_before'])} before, {_index(found['spread_after'])} after"
+    return [
+        f"decided at {time_of_day(found['decided_unix_s'])} on inputs at most {duration(found['inputs_age_s'])} old: "
+        f"{escape(found['verdict_reason'])}",
+        f"{spread}, theta {load_index(found['theta'])}; {len(found['moves'])} moves, "
+        f"stopped because {escape(found['stopped_because'] or 'nothing was to be done')}",
+        *policy_summary(found["policy"], found["policy_reason"]),
+    ]
+
+
+def _index(value: float | None) -> str:
+    return "stalled" if value is None else load_index(value)
+
+
+def _method(move: dict[str, Any]) -> str:
+    """A method other than the ordered one is the one that a move fell back to."""
+    method, ordered = move["method"], move["ordered_method"]
+    return str(method) if method in ("", ordered) else f"{method}, not {ordered}"
+
+
+def _pause_commands(part: str) -> tuple[Command, Command]:
+    async def pause(client: ControlClient, reason: Reason = "", ttl_s: TimeToLive = 0.0) -> Output:
+        raise_faults(lifetime_faults(ttl_s, "--ttl-s", until="resumed"))
+        return await _set_pause(client, control_pb2.SetPauseRequest(part=part, paused=True, reason=reason, ttl_s=ttl_s))
+
+    async def resume(client: ControlClient, reason: Reason = "") -> Output:
+        return await _set_pause(client, control_pb2.SetPauseRequest(part=part, paused=False, reason=reason))
+
+    example = f'Example: `orchestrrl {part} pause --reason "looking at it" --ttl-s 600`'
+    pause.__doc__ = f"{summary_of(f'{part} pause')}\n\n{example}"
+    resume.__doc__ = f"{summary_of(f'{part} resume')}\n\nExample: `orchestrrl {part} resume`"
+    return daemon_command(pause), daemon_command(resume)
+
+
+async def _set_pause(client: ControlClient, order: "control_pb2.SetPauseRequest") -> Output:
+    found = await answer(client, client.control.SetPause, order)
+    part, in_force = order.part, {pause["part"]: pause for pause in found["pauses"]}
+    if part in in_force:
+        return Output(found, [escape(f"{part} is paused: {operator_pause_text(in_force[part])}")])
+    return Output(found, [f"{part} goes on" if found["changed"] else f"{part} was not paused"])
+
+
+balancer_pause, balancer_resume = _pause_commands("balancer")
+fabric_pause, fabric_resume = _pause_commands("fabric")
+sync_pause, sync_resume = _pause_commands("sync")
 
 
 async def fetch_status(client: ControlClient) -> dict[str, Any]:
@@ -332,3 +402,22 @@ IDENTITY_COLUMNS: Columns = {
 
 def _offer(worker: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> str | None:
     return None if worker["capabilities"] is None else text(worker["capabilities"])
+
+
+MOVE_COLUMNS: Columns = {"request": "request_id", "from": "from_engine_id", "to": "to_engine_id", "state": "state"}
+LOAD_COLUMNS: Columns = {
+    "worker": "engine_id",
+    "before": lambda load: _index(load["before"]),
+    "after": lambda load: _index(load["after"]),
+}
+ENDED_COLUMNS: Columns = {
+    "ended": lambda move: time_of_day(move["ended_unix_s"]),
+    "request": "request_id",
+    "from": "from_engine_id",
+    "to": "to_engine_id",
+    "by": _method,
+    "predicted": lambda move: duration(move["predicted_s"] or None),
+    "actual": lambda move: duration(move["actual_s"] or None),
+    "loaded": lambda move: f"{move['loaded_tokens']:,}",
+    "recomputed": lambda move: f"{move['recomputed_tokens']:,}",
+}

@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from orchestrrl.cli.command import JsonFlag
 from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
-from orchestrrl.cli.fleet.moves import reasons
 from orchestrrl.cli.fleet.status import (
     WORKER_COLUMNS,
+    balance_reasons,
     barrier_summary,
     control_text,
     fetch_status,
@@ -84,7 +84,7 @@ def picture(seen: dict[str, Any]) -> RenderableType:
     parts += redeploy_text.redeployment_summary(status["redeployment"])
     parts.append(table("", _columns(status["workers"]), status["workers"]))
     if balance is not None:
-        parts += [*reasons(balance), *_moves(balance["moves"])]
+        parts += [*balance_reasons(balance), *_moves(balance["moves"])]
     else:
         parts.append("fast loop: no decision yet")
     if plan is not None:

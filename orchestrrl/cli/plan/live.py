@@ -1,14 +1,17 @@
-"""`orchestrrl plan`: what the slow loop proposes and why, and an operator's word on it."""
+"""`orchestrrl plan`: what the slow loop proposes and why, what was carried out, and an operator's word on it."""
 
+import time
 from typing import Annotated, Any
 
 import typer
 
 from orchestrrl.cli.command import Reason, TimeToLive, daemon_command
 from orchestrrl.cli.control import answer
+from orchestrrl.cli.fleet.redeploy import fetch_redeployment
 from orchestrrl.cli.fleet.status import control_text, fetch_status
-from orchestrrl.cli.formats import seconds, time_of_day
+from orchestrrl.cli.formats import duration, seconds, time_of_day
 from orchestrrl.cli.lazy import ControlClient, control_pb2
+from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import Columns, Output, View, raise_faults, table
 from orchestrrl.cli.plan import explain
 from orchestrrl.core.ttl import lifetime_faults
@@ -50,7 +53,42 @@ async def list_(
     Example: `orchestrrl plan list --limit 5`
     """
     found = await answer(client, client.control.ListPlans, control_pb2.ListPlansRequest(limit=limit))
-    return Output(found, table("Plans", COLUMNS, found["plans"]))
+    return Output(found, table("Plans", PLAN_COLUMNS, found["plans"]))
+
+
+@daemon_command
+async def history(
+    client: ControlClient,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
+    redeployment_id: Annotated[
+        str, typer.Option("--id", metavar="REDEPLOYMENT", help="One in full, with a time line.")
+    ] = "",
+) -> Output:
+    """List the redeployments that were carried out, newest first; with --id, what took how long in one.
+
+    Example: `orchestrrl plan history --limit 5`
+    """
+    if redeployment_id:
+        report = await fetch_redeployment(client, redeployment_id)
+        return Output(report, _redeployment_view(report))
+    wanted = control_pb2.ListRedeploymentsRequest(limit=limit)
+    found = await answer(client, client.control.ListRedeployments, wanted)
+    if not found["redeployments"]:
+        return Output(found, ["no redeployment has been made yet"])
+    return Output(found, table("Redeployments", REDEPLOYMENT_COLUMNS, found["redeployments"]))
+
+
+def _redeployment_view(report: dict[str, Any]) -> View:
+    yield words.begun(report)
+    yield f"began {_moment(report)}"
+    yield from words.outcome(report)
+    yield words.engines_table(report)
+    if report["steps"]:
+        yield words.time_line(report, time.time())
+
+
+def _moment(report: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["created_unix_s"]))
 
 
 @daemon_command
@@ -94,7 +132,7 @@ def _control(control: dict[str, Any]) -> Output:
     return Output(control, [f"planner: {control_text(control)}{until}"])
 
 
-COLUMNS: Columns = {
+PLAN_COLUMNS: Columns = {
     "plan": "plan_id",
     "made": lambda plan: time_of_day(plan["created_unix_s"]),
     "decision": "decision",
@@ -105,4 +143,16 @@ COLUMNS: Columns = {
     "proposed": lambda plan: seconds(explain.proposed_s(plan)),
     "actual": lambda plan: seconds(plan["actual_makespan_s"]),
     "acted": "acted",
+}
+REDEPLOYMENT_COLUMNS: Columns = {
+    "redeployment": "redeployment_id",
+    "began": _moment,
+    "plan": "plan_id",
+    "why": "reason",
+    "change": lambda report: words.change_text(report),
+    "outcome": lambda report: words.spaced(report["state"]),
+    "took": lambda report: duration(words.elapsed_s(report)),
+    "stood still": lambda report: duration(report["closed_s"]),
+    "moved": "requests_moved",
+    "kept": "requests_parked",
 }

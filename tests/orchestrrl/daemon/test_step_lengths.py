@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.daemon.step_lengths import StepLengths
+from orchestrrl.daemon.planning import StepLengths
 from planner.model import FinishedLength
 
 STEP = [FinishedLength(5, tag="a"), FinishedLength(15), FinishedLength(15, tag="a"), FinishedLength(40, censored=True)]

@@ -36,7 +36,7 @@ from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.plan_book import PlanBook
-from orchestrrl.daemon.step_lengths import StepLengths
+from orchestrrl.daemon.planning import StepLengths
 from orchestrrl.daemon.wiring import Daemon, build_daemon
 from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_executor import CircuitExecutor

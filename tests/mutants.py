@@ -56,7 +56,7 @@ DOMAINS: dict[str, tuple[str, ...]] = {
         "orchestrrl/core/operation.py",
         "orchestrrl/core/delivery.py",
         "orchestrrl/core/operation_runner.py",
-        "orchestrrl/core/unknown_outcomes.py",
+        "orchestrrl/core/operations.py",
         "orchestrrl/core/nodes.py",
     ),
     "redeployment": (

@@ -24,12 +24,13 @@ from orchestrrl.core.operations import (
     MoveRequests,
     MovesOutcome,
     Operation,
+    OperationEvidence,
     OperationId,
     OperationItemResult,
     OperationResult,
     OperationStatus,
+    settle,
 )
-from orchestrrl.core.unknown_outcomes import OperationEvidence, settle
 from planner.model import NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)

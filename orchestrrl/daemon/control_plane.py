@@ -1,24 +1,28 @@
 """What the daemon decides: ticks take a snapshot of the fleet, request a decision, and begin what it wants done.
 
-observe -> state -> decide -> admit -> journal -> act -> observe. Time is the clock's; whoever owns the loops calls
-`fast_tick` and `slow_tick`. Reports and orders are fleet_coordinator.py's.
+observe -> state -> decide -> admit -> journal -> act -> observe. `run_loops` calls `fast_tick` and `slow_tick` on any
+clock; a simulation runs the same. Reports and orders are fleet_coordinator.py's.
 """
 
 import asyncio
 import hashlib
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 from balancer.balance import BalanceDecision, BalanceSituation, balanced_workers, decide_balance
+from orchestrrl.core.clock import Clock, until_set
 from orchestrrl.core.config.schema import Config
-from orchestrrl.core.defects import PLANS
+from orchestrrl.core.defects import FAST_LOOP, PLANS, SLOW_LOOP, Defects, is_cancelled
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.offload import Offload, inline
+from orchestrrl.core.operations import OperationEvidence
 from orchestrrl.core.operator_pauses import PauseRegistry, PauseScope
-from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
@@ -238,3 +242,53 @@ def _digest(inputs: object) -> str:
     """Names the inputs of a decision, so that a replay can tell whether it has the same. `repr` of frozen values is
     canonical."""
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
+
+
+logger = logging.getLogger(__name__)
+
+
+async def run_loops(control_plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
+    """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
+    there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
+    await control_plane.fleet.barrier.settle()
+    async with asyncio.TaskGroup() as loops:
+        fast_pause = partial(_interval, control_plane, clock)
+        slow_pause = partial(_interval_or_step, control_plane, clock)
+        loops.create_task(_repeat(FAST_LOOP, control_plane.fast_tick, fast_pause, defects))
+        loops.create_task(_repeat(SLOW_LOOP, control_plane.slow_tick, slow_pause, defects))
+
+
+async def _interval(control_plane: ControlPlane, clock: Clock) -> None:
+    await clock.sleep(control_plane.config.fast.interval_s)
+
+
+async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
+    """Until the slow loop's next turn: an interval, or a fast one into a new step, when its requests are there."""
+    began = control_plane.fleet.step_began
+    await until_set(clock, began, control_plane.config.slow.interval_s)
+    if began.is_set():
+        began.clear()
+        await clock.sleep(min(control_plane.config.fast.interval_s, control_plane.config.slow.interval_s))
+
+
+async def _repeat(
+    part: str, tick: Callable[[], Awaitable[Any] | Any], pause: Callable[[], Awaitable[None]], defects: Defects | None
+) -> None:
+    while True:
+        try:
+            outcome = tick()
+            if inspect.isawaitable(outcome):
+                await outcome
+        except OrchestrRLError as error:  # the world made it fail, e.g. by a full disk
+            if defects is None:
+                logger.error("%s failed: %s", part, error)
+            else:
+                defects.met(part, error)
+        except (Exception, asyncio.CancelledError) as error:
+            if defects is None or is_cancelled():
+                raise
+            defects.met(part, error)
+        else:
+            if defects is not None:
+                defects.passed(part)
+        await pause()

@@ -14,9 +14,8 @@ from orchestrrl.core.defects import keep_running
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import ReloadableConfig
-from orchestrrl.daemon.control_plane import ControlPlane
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
-from orchestrrl.daemon.loops import run_loops
 from orchestrrl.daemon.metrics import serve_metrics
 from orchestrrl.daemon.redeployment_wiring import deployment_of
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon

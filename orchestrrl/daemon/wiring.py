@@ -1,6 +1,6 @@
 """Construct the daemon's parts, each from those before it. The simulator and tests build the same with other edges."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -8,31 +8,50 @@ from time import perf_counter
 
 from ocs_drivers.base import OcsDriver
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.fabric import FabricSettings, RouterSettings
 from orchestrrl.core.config.schema import CircuitOwnership, Config
 from orchestrrl.core.journal.store import EntryKind, Journal
+from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.offload import Offload, inline
+from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
-from orchestrrl.daemon.fabric_wiring import fabric_of
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.planning import Planning
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
-from orchestrrl.daemon.weight_syncs import WeightSyncParts, weights_of
+from orchestrrl.daemon.weight_circuits import circuits_of as sync_circuits_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
-from orchestrrl.fabric.generation_circuits import GenerationCircuits
+from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
 from orchestrrl.fabric.packet_routing import FabricRouting
+from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
+from orchestrrl.fabric.route_drivers.driver import make_driver
+from orchestrrl.fabric.stage_commit import CommitRules
+from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
+from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
+from orchestrrl.fleet.pause_lease import PauseState
 from orchestrrl.fleet.redeployment.actions import FleetDeployment
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
 from orchestrrl.fleet.redeployment.turn import DeploymentTurn
+from orchestrrl.weights.controller.controller import WeightSync
+from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
-from planner.model import RequestId
+from orchestrrl.weights.controller.state import EngineNow
+from planner.cost.models import model_named
+from planner.fabric.commit_times import Allowance, CommitTimes
+from planner.fabric.light import interfaces_at
+from planner.fabric.model import EndpointId
+from planner.fabric.route_plan import PacketSide, RoutingDomain, TorRouter
+from planner.fabric.topology import Site
+from planner.model import EngineHealth, EngineId, RequestId
 from planner.sync_tree.nic_share import LeftForMoves
+
+FIRST_ROUTE_S = 1.0  # that routers are taken to need, before one change of theirs was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +66,24 @@ class DaemonEdges:
     known_output_tokens: Mapping[RequestId, int] | None = None  # for an oracle's plans
     offload: Offload = inline
     stopwatch: Callable[[], float] = perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class FabricParts:
+    """The parts that serve the fabric. The daemon keeps `coordinator.run` and `routing.maintain` as tasks."""
+
+    coordinator: CircuitCoordinator | None = None  # None: the configuration has no fabric
+    routing: FabricRouting | None = None  # None: it has no routers
+    verifier: FabricVerifier | None = None
+    gen_circuits: GenerationCircuits | None = None  # None: circuits do not follow the deployment
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSyncParts:
+    """`syncs` is kept running as a task; `hub` is whom peers attach to."""
+
+    hub: PeerHub
+    syncs: WeightSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +147,183 @@ def circuits_of(config: Config, drivers: Mapping[str, OcsDriver], journal: Journ
     circuits = CircuitExecutor(drivers, journal, clock, owns_all)
     circuits.recover()
     return circuits
+
+
+def fabric_of(
+    config: Config,
+    switches: Mapping[str, OcsDriver],
+    circuits: CircuitExecutor,
+    windows: WindowTracker,
+    pause_registry: PauseRegistry,
+    mode: ModeSwitch,
+    journal: Journal,
+    clock: Clock,
+    offload: Offload,
+) -> FabricParts:
+    site, settings = config.site_value(), config.fabric
+    if site is None or settings is None:
+        return FabricParts()
+    from planner.fabric.materialize import materialize  # heavy, and most configurations have no fabric
+
+    drivers = {switch.id: switches[switch.id] for switch in site.switches}
+    routing = (
+        _routing_of(site, settings, SwitchReader(site, drivers), journal, clock, offload) if settings.routers else None
+    )
+    fabric = CircuitCoordinator(
+        site,
+        SwitchReader(site, drivers, owners=circuits.owners),
+        circuits,
+        windows,
+        pause_registry,
+        journal,
+        clock,
+        materialise=partial(materialize, site),
+        mode=lambda: mode.current,
+        times=CommitTimes(
+            {switch.id: switch.device.reconfiguration_s for switch in site.switches},
+            allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
+        ),
+        rules=CommitRules(
+            settings.margin_s,
+            settings.within_s,
+            settings.boundary_within_s,
+            settings.min_fraction,
+            settings.max_moves_per_stage,
+            settings.route_s,
+            settings.most_risk,
+        ),
+        routing=routing,
+        offload=offload,
+    )
+    verifier = FabricVerifier(fabric, routing, circuits, SwitchReader(site, drivers, clock), pause_registry, clock)
+    return FabricParts(fabric, routing, verifier, _gen_circuits(config, settings, fabric, clock))
+
+
+def _gen_circuits(
+    config: Config, settings: FabricSettings, fabric: CircuitCoordinator, clock: Clock
+) -> GenerationCircuits | None:
+    if settings.model is None:
+        return None
+    volumes = TrafficVolumes(model_named(settings.model), settings.tokens_per_period, settings.first_fleet_gpu)
+    deployer = config.fleet.deployer
+    # A switch that is past its point of no return must not fail over its circuits.
+    within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
+    return GenerationCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
+
+
+def _routing_of(
+    site: Site, settings: FabricSettings, reader: SwitchReader, journal: Journal, clock: Clock, offload: Offload
+) -> FabricRouting:
+    tors = {EndpointId(each.tor): each for each in settings.routers}
+    drivers = {tor: make_driver(each.driver, each.tor, each.options, clock) for tor, each in tors.items()}
+    how = settings.rerouting
+    limits = ReroutingTimeouts(how.link_up_s, how.neighbour_s, how.settle_s)
+    return FabricRouting(
+        site,
+        interfaces_at(site, {tor: each.interfaces for tor, each in tors.items()}),
+        Rerouting(drivers, domain_of(settings.routers, how.packet_hops), clock, limits, offload),
+        reader.scan,
+        journal,
+        clock,
+        poll_s=how.poll_s,
+        offload=offload,
+    )
+
+
+def domain_of(routers: Iterable[RouterSettings], packet_hops: int | None = None) -> RoutingDomain:
+    return RoutingDomain(
+        {
+            EndpointId(each.tor): TorRouter(
+                each.address,
+                each.prefixes,
+                None if each.packet_side is None else PacketSide(each.packet_side.interface, each.packet_side.address),
+            )
+            for each in routers
+        },
+        packet_hops,
+    )
+
+
+def weights_of(
+    config: Config,
+    fleet: FleetCoordinator,
+    fabric: CircuitCoordinator | None,
+    turn: DeploymentTurn,
+    stale: StaleVersions,
+    pause_registry: PauseRegistry,
+    offload: Offload,
+) -> WeightSyncParts:
+    """For the daemon."""
+    settings, clock, journal = config.weights, fleet.clock, fleet.journal
+    hub = PeerHub(clock, journal.generation, settings.patience_s, config.limits.nodes)
+
+    def engines() -> Mapping[EngineId, EngineNow]:
+        return {
+            view.id: EngineNow(
+                str(view.configuration or ""), view.health in (EngineHealth.OK, EngineHealth.SLOW), view.url
+            )
+            for view in fleet.state.engines(clock.now_s())
+        }
+
+    syncs = WeightSync(
+        hub,
+        BarrierFence(fleet.barrier, fleet.nodes, lambda version: source_of(version, hub)),
+        sync_circuits_of(config, fabric, lambda: {id: state.peer for id, state in hub.peers.items()}),
+        journal,
+        pause_registry,
+        clock,
+        settings,
+        engines=engines,
+        deploying=lambda: turn.busy,
+        stale=stale,
+        offload=offload,
+    )
+    return WeightSyncParts(hub, syncs)
+
+
+def source_of(version: int, hub: PeerHub) -> str:
+    """The folder of a version that engines which are started later load it from: where every peer of engines has it
+    under the same path. On one machine one peer is enough for that."""
+    peers = [peer for peer in hub.attached().values() if peer.engines or peer.serves or peer.ranks_of]
+    folders = {peer.folder for peer in peers}
+    if len(folders) != 1 or "" in folders:
+        return ""
+    has = all(any(held.version == version and held.complete for held in peer.held) for peer in peers)
+    return f"{folders.pop()}/v{version}" if has else ""
+
+
+class BarrierFence:
+    """Over the fleet's barrier. `source` tells the folder that has a version wherever engines are started later; empty:
+    there is none that all of them could read."""
+
+    def __init__(self, barrier: PauseBarrier, nodes: NodeRegistry, source: Callable[[int], str]) -> None:
+        self._barrier = barrier
+        self._nodes = nodes
+        self._source = source
+
+    @property
+    def state(self) -> PauseState:
+        return self._barrier.state
+
+    def is_manned(self) -> bool:
+        return bool(self._nodes.gateways())
+
+    async def pause(self, holder: str, *, empty: bool, lease_s: float, deadline_s: float) -> str:
+        frozen = FrozenRequests.TAKEN_BACK if empty else FrozenRequests.RECOMPUTE
+        wish = PauseRequest(PauseMode.KEEP, frozen, holder, lease_s, deadline_s, weights_change=True)
+        state = await self._barrier.pause(wish)
+        assert state.lease is not None
+        return state.lease.id
+
+    async def renew(self, lease: str, lease_s: float) -> None:
+        await self._barrier.renew(lease, lease_s)
+
+    async def resume(self, lease: str, version: int | None, without: Collection[EngineId], reason: str) -> None:
+        source = "" if version is None else self._source(version)
+        await self._barrier.resume(lease, version, without, reason, source)
+
+    def set_version(self, engines: Collection[EngineId], version: int, reason: str) -> None:
+        self._barrier.set_version(engines, version, reason, self._source(version))
+
+    def forget(self, engines: Collection[EngineId], why: str) -> None:
+        self._barrier.forget(engines, why)

@@ -21,8 +21,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.config.schema import Config, EngineSettings, ListenSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import EngineRoute
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import connect
 from orchestrrl.gateway.core import Gateway

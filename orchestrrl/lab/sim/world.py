@@ -17,7 +17,7 @@ from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import Attachment, NodeHello, NodeKind
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import run_loops
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fleet.deployers.base import DeployedInstance
 from orchestrrl.fleet.deployers.command_line import EngineSpec

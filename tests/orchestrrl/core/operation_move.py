@@ -22,13 +22,13 @@ from orchestrrl.core.operations import (
     MoveRequests,
     MovesOutcome,
     Operation,
+    OperationEvidence,
     OperationItemResult,
     OperationResult,
     OperationStatus,
     SetRoutes,
     status_of,
 )
-from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 

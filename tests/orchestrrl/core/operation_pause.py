@@ -17,8 +17,7 @@ from orchestrrl.core.journal.kinds import FLEET_PAUSES
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import CloseBarrier, OpenBarrier, Operation, PauseMode
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.pause_operation import ANSWER_S

@@ -17,7 +17,7 @@ from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operation_runner import OperationRunner
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import run_loops
 from orchestrrl.daemon.metrics import DaemonCollector
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.wiring import build_daemon

@@ -15,13 +15,13 @@ from orchestrrl.core.operations import (
     CancelRequests,
     MoveRequests,
     Operation,
+    OperationEvidence,
     OperationId,
     OperationItemResult,
     OperationResult,
     OperationStatus,
     status_of,
 )
-from orchestrrl.core.unknown_outcomes import OperationEvidence
 from orchestrrl.fleet.state import FleetState
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 

@@ -16,8 +16,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal, JournalEntry
 from orchestrrl.core.nodes import Attachment
 from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult, SetRoutes, status_of
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.redeployment.book import RedeploymentOutcome
 from orchestrrl.fleet.redeployment.controller import RedeploymentController

@@ -22,8 +22,7 @@ from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.weight_syncs import WeightSyncParts
-from orchestrrl.daemon.wiring import build_daemon
+from orchestrrl.daemon.wiring import WeightSyncParts, build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase
 from orchestrrl.rpc.control_service import ControlService

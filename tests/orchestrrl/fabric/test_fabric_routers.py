@@ -10,8 +10,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.fabric_wiring import domain_of
-from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
+from orchestrrl.daemon.wiring import DaemonEdges, build_daemon, domain_of
 from orchestrrl.rpc.switches_service import drivers_of
 from planner.fabric.model import EndpointId, OcsId
 from planner.fabric.route_plan import PacketSide, TorRouter

@@ -23,8 +23,7 @@ from orchestrrl.core.operations import (
     SetRoutes,
 )
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.fleet.pause_barrier import PauseRequest
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport, FinishedRequest

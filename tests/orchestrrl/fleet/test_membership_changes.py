@@ -26,8 +26,7 @@ from orchestrrl.core.operations import (
     status_of,
 )
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.loops import run_loops
+from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.membership_changes import RETRY_CAP_S, EngineRemoval

@@ -12,7 +12,6 @@ import yaml
 from spoiling import ODD, places, spoil, spoilt
 
 from ocs_drivers import registry as ocs_registry
-from orchestrrl.core.config import loader
 from orchestrrl.core.config.example import EXAMPLE
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.daemon import configuration
@@ -75,7 +74,7 @@ def installed(group: str) -> Any:
 def document(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Documents are handed over as they are, and the site is read once: its text is a matter of other tests."""
     document = whole_document()
-    monkeypatch.setattr(loader, "parse_yaml", lambda spoilt_document: spoilt_document)
+    monkeypatch.setattr(configuration, "parse_yaml", lambda spoilt_document: spoilt_document)
 
     def read(section: Any, folder: Path) -> tuple[Site | None, list[str]]:
         is_named = isinstance(section, dict) and section.get("site") == SITE.name

@@ -14,8 +14,7 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.metrics import DaemonCollector
-from orchestrrl.daemon.weight_syncs import WeightSyncParts
-from orchestrrl.daemon.wiring import build_daemon
+from orchestrrl.daemon.wiring import WeightSyncParts, build_daemon
 from orchestrrl.weights.controller.metrics import SyncMetrics
 from orchestrrl.weights.controller.reports import EngineStatus, EngineSync, SyncPhase, SyncState
 from planner.model import EngineId

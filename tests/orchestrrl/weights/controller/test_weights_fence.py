@@ -6,7 +6,7 @@ import pytest
 
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operations import FrozenRequests, PauseMode
-from orchestrrl.daemon.weight_syncs import BarrierFence
+from orchestrrl.daemon.wiring import BarrierFence
 from orchestrrl.fleet.pause_barrier import PauseBarrier, PauseRequest
 from orchestrrl.fleet.pause_lease import PauseLease, PauseState
 from planner.model import EngineId

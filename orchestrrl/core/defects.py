@@ -8,15 +8,17 @@ import logging
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError, cut
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Parts that change the fleet by themselves: the two loops, and what these begin.
 FAST_LOOP, SLOW_LOOP, MOVES, PLANS = "fast_loop", "slow_loop", "moves", "plans"
@@ -57,6 +59,7 @@ class Defects:
     def __init__(self, clock: Clock, on_repeated: Callable[[Defect], None]) -> None:
         self.counts: Counter[str] = Counter()
         self.errors: list[BaseException] = []  # the first of each kind, for a caller that wants them raised
+        self.tasks: dict[asyncio.Task[Any], str] = {}  # turns that were begun as tasks and run, with their parts
         self._clock = clock
         self._on_repeated = on_repeated
         self._latest: dict[str, Defect] = {}
@@ -87,9 +90,16 @@ class Defects:
         if defect is not None and defect.running:
             self._latest[part] = replace(defect, running=0)
 
-    def ended(self, part: str, task: "asyncio.Task[Any]") -> None:
-        """Record how a task that was one turn of the part ended. A failure of the world, which the next turn may not
-        meet, is only logged."""
+    def begin(self, part: str, turn: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run one turn of the part as a task. A failure of the world, which the next turn may not meet, is only
+        logged."""
+        task = asyncio.create_task(turn)
+        self.tasks[task] = part
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        part = self.tasks.pop(task)
         if task.cancelled():
             return
         error = task.exception()

@@ -66,7 +66,6 @@ class ControlPlane:
         self._left_for_moves = left_for_moves
         self._offload = offload
         self._stopwatch = stopwatch
-        self._acting: set[asyncio.Task[None]] = set()  # plans that are being carried out
         self._planning = False  # the slow loop waits for a quiet fleet, or decides
 
     def fast_tick(self) -> BalanceDecision:
@@ -116,9 +115,7 @@ class ControlPlane:
         finally:
             self._planning = False
         if isinstance(plan.verdict, Act):
-            task = asyncio.create_task(self._act_on(plan, snapshot))
-            self._acting.add(task)
-            task.add_done_callback(self._acted)
+            self.defects.begin(PLANS, self._act_on(plan, snapshot))
         return plan
 
     async def _plan(self) -> tuple[Plan, Snapshot]:
@@ -164,14 +161,10 @@ class ControlPlane:
         self.fleet.routes.send(self.fleet.state.engines(now_s))
         self.mode.reconfigure(config.mode)
 
-    async def close(self, drain_s: float) -> None:
-        """Let results that are on their way come in; what stays open is the next generation's to settle."""
-        await self.fleet.close(drain_s, self._acting)
-
     @property
     def changes_open(self) -> int:
         """Operations that move requests and have no result yet, those included that are about to be sent."""
-        return max(self.fleet.moves_open, self.fleet.moves_beginning + len(self._acting))
+        return max(self.fleet.moves_open, len(self.defects.tasks))
 
     def _history(self, snapshot: Snapshot) -> History:
         return History(
@@ -217,10 +210,6 @@ class ControlPlane:
             outcome = RedeploymentOutcome(done=False, detail=str(error), ended_s=self.clock.now_s())
         self.planning.costs.started(outcome.starts)
         self.plans.deployment_ended(plan.id, outcome)
-
-    def _acted(self, task: asyncio.Task[None]) -> None:
-        self._acting.discard(task)
-        self.defects.ended(PLANS, task)
 
     def _note_balance(self, decision: BalanceDecision, snapshot: Snapshot) -> None:
         verdict, balance = decision.verdict, decision.balance
@@ -279,15 +268,14 @@ async def _repeat(
             outcome = tick()
             if inspect.isawaitable(outcome):
                 await outcome
-        except OrchestrRLError as error:  # the world made it fail, e.g. by a full disk
+        except (Exception, asyncio.CancelledError) as error:
+            is_of_the_world = isinstance(error, OrchestrRLError)  # e.g. a full disk
+            if not is_of_the_world and (defects is None or is_cancelled()):
+                raise
             if defects is None:
                 logger.error("%s failed: %s", part, error)
             else:
                 defects.met(part, error)
-        except (Exception, asyncio.CancelledError) as error:
-            if defects is None or is_cancelled():
-                raise
-            defects.met(part, error)
         else:
             if defects is not None:
                 defects.passed(part)

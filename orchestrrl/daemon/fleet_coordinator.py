@@ -79,7 +79,6 @@ class FleetCoordinator:
         self._health: dict[EngineId, EngineHealth] = {}
         self._remarks: dict[EngineId, tuple[str, ...]] = {}  # on how engines are named and reported, as written down
         self._doubles: dict[NodeId, NodeId] = {}  # nodes that have one id with another node, as written down
-        self._moving: set[asyncio.Task[MovesOutcome]] = set()
         plans.recover()
         planning.recover(journal)
         self.routes.recover()
@@ -93,12 +92,11 @@ class FleetCoordinator:
         self.routes.reconfigure(config)
         self.membership_changes.reconfigure(config)
 
-    async def close(self, drain_s: float, acting: Iterable["asyncio.Task[Any]"] = ()) -> None:
-        """Let results that are on their way come in; what stays open is the next generation's to settle. The tasks in
-        `acting` end too."""
+    async def close(self, drain_s: float) -> None:
+        """Let results that are on their way come in; what stays open is the next generation's to settle."""
         left = await self.runner.drain(drain_s)
         self.routes.close()
-        await stop(*self._moving, *acting, *self.barrier.waiting, *self.canceller.waiting)
+        await stop(*self.defects.tasks, *self.barrier.waiting, *self.canceller.waiting)
         self.nodes.end_all()
         self.plans.close()
         self.note(EntryKind.DAEMON_STOPPED, "", {"open_operations": left})
@@ -208,24 +206,12 @@ class FleetCoordinator:
         return await self.runner.run_moves(named, self.state.gateway_of, self.config.fast.operation_expiry_s)
 
     def start_moves(self, moves: Sequence[RequestMove], snapshot: Snapshot) -> asyncio.Task[MovesOutcome]:
-        task = asyncio.create_task(self.carry_out(moves, snapshot))
-        self._moving.add(task)
-        task.add_done_callback(self._moved)
-        return task
-
-    def _moved(self, task: asyncio.Task[MovesOutcome]) -> None:
-        self._moving.discard(task)
-        self.defects.ended(MOVES, task)
+        return self.defects.begin(MOVES, self.carry_out(moves, snapshot))
 
     @property
     def moves_open(self) -> int:
         """Operations that move requests and have no result yet."""
         return sum(isinstance(opened.order.action, MoveRequests) for opened in self.runner.open)
-
-    @property
-    def moves_beginning(self) -> int:
-        """Tasks that move requests, those included whose operations are about to be sent."""
-        return len(self._moving)
 
     def _closed(self, operation: Operation, result: OperationResult) -> None:
         if isinstance(operation.action, MoveRequests):

@@ -39,11 +39,6 @@ class PlanEvent:
     control: OperatorControl
 
 
-def never_still(from_s: float, to_s: float) -> float:
-    """Where nobody holds the fleet at rest."""
-    return 0.0
-
-
 class PlanBook:
     """Every recent plan, newest last, how they came out, and the operator's word in force."""
 
@@ -59,8 +54,7 @@ class PlanBook:
     def recover(self) -> None:
         """What earlier generations left: the latest plans with their outcomes, and the operator's word."""
         for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN,)):
-            plan = self._journal.interpret(entry, _plan_from)
-            if plan is not None:
+            if (plan := self._journal.interpret(entry, _plan_from)) is not None:
                 self._plans[plan.id] = plan
         for entry in self._journal.tail(REMEMBERED, (EntryKind.PLAN_ACTED,)):
             held = self._plans.get(PlanId(entry.subject))
@@ -97,9 +91,10 @@ class PlanBook:
         return plans[:limit] if limit else plans
 
     def add(self, plan: Plan, inputs_digest: str) -> None:
-        self._journal.append(
-            plan.created_s, EntryKind.PLAN, plan.id, {**_body_of(plan), "inputs_digest": inputs_digest}
-        )
+        # Act and Hold have the same fields, so which of them it is must be said.
+        acts = isinstance(plan.verdict, Act)
+        body = {**_PLAN.dump_python(plan, mode="json"), "acts": acts, "inputs_digest": inputs_digest}
+        self._journal.append(plan.created_s, EntryKind.PLAN, plan.id, body)
         self._plans[plan.id] = plan
         for old in list(self._plans)[:-REMEMBERED]:
             del self._plans[old]
@@ -120,24 +115,24 @@ class PlanBook:
         if plan:
             self.acted(plan, outcome.done, outcome.detail)
 
-    def step_ended(self, step: GenerationStep, still_s: Callable[[float, float], float] = never_still) -> None:
+    def step_ended(
+        self, step: GenerationStep, still_s: Callable[[float, float], float] = lambda from_s, to_s: 0.0
+    ) -> None:
         """Fill in what really happened: seconds from each of the step's plans to the step's end, less those in which
         the fleet was held at rest, which no plan foresees. `still_s`: of the time from, to."""
         assert step.ended_s is not None
         ended_s = step.ended_s
-        of_step = [
-            plan
+        outcomes = [
+            (plan, ended_s - plan.created_s - still_s(plan.created_s, ended_s))
             for plan in self._plans.values()
             if plan.actual_makespan_s is None and step.started_s <= plan.created_s <= ended_s
         ]
-        elapsed_s = {plan.id: ended_s - plan.created_s - still_s(plan.created_s, ended_s) for plan in of_step}
-        for plan in of_step:
-            actual_s = elapsed_s[plan.id]
+        for plan, actual_s in outcomes:
             body = {"actual_makespan_s": actual_s, "predicted_makespan_s": plan.predicted_s}
             self._journal.append(ended_s, EntryKind.PLAN_ACTUAL, plan.id, body)
             self._plans[plan.id] = replace(plan, actual_makespan_s=actual_s)
             self._notify_watchers(self._plans[plan.id])
-        self._calibrate(ended_s, [(plan, elapsed_s[plan.id]) for plan in of_step])
+        self._calibrate(ended_s, outcomes)
 
     def _calibrate(self, ended_s: float, plans: Sequence[tuple[Plan, float]]) -> None:
         """What a plan foresaw holds until the next one is acted on, so those before that are not counted."""
@@ -202,11 +197,6 @@ class PlanBook:
     def _notify_watchers(self, plan: Plan | None) -> None:
         for queue in self._watchers:
             queue.put_nowait(PlanEvent(plan, self.control))
-
-
-def _body_of(plan: Plan) -> dict[str, Any]:
-    # Act and Hold have the same fields, so which of them it is must be said.
-    return {**_PLAN.dump_python(plan, mode="json"), "acts": isinstance(plan.verdict, Act)}
 
 
 def _plan_from(body: Mapping[str, Any]) -> Plan:

@@ -66,7 +66,7 @@ async def run_daemon(
         stack.push_async_callback(server.stop, GRACE_S)
         stack.callback(daemon.weights.hub.close)  # peers attach to the next daemon at once
         # Undone in reverse: results come in while the server still serves.
-        stack.push_async_callback(plane.close, DRAIN_S)
+        stack.push_async_callback(plane.fleet.close, DRAIN_S)
         if config.metrics is not None:
             stack.push_async_callback((await serve_metrics(daemon, config.metrics.address)).cleanup)
         _reload_on_hangup(file, plane, mode, stack)

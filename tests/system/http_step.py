@@ -154,7 +154,7 @@ async def controlled(
             parts, ListenSettings(address="127.0.0.1:0"), SwitchesService({}, parts.circuits)
         )
         stack.push_async_callback(server.stop, 0.5)
-        stack.push_async_callback(plane.close, 0.0)
+        stack.push_async_callback(plane.fleet.close, 0.0)
         fleet = EngineBackends(lambda url: connect("simulated", url), clock=clock)
         stack.push_async_callback(fleet.close)
         gateway = Gateway(NodeId("gateway"), fleet, limits=RelayLimits(stall_s=NO_END_S))

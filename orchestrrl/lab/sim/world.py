@@ -149,7 +149,7 @@ class World:
         for transfer in self._under_way:
             transfer.cancel()
         self.network.close()
-        await self.control_plane.close(0.0)
+        await self.control_plane.fleet.close(0.0)
         await self.deployment.close()
         self.machines.shut_down()
         await self.gateway.fleet.close()

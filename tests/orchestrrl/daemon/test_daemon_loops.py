@@ -552,6 +552,6 @@ async def test_a_stop_lets_results_come_in_and_leaves_the_rest_open(harness: Har
     harness.fleet.submit("e0", *[4000] * 10)
     async with harness.running():
         await harness.clock.advance(3.0)
-        await plane.close(drain_s=0.01)
+        await plane.fleet.close(drain_s=0.01)
     assert harness.entries(EntryKind.DAEMON_STOPPED)[0].body == {"open_operations": 1}
     assert len(harness.start().fleet.runner.open) == 1

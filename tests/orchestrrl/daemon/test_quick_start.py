@@ -87,7 +87,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 async def daemon(journal: Journal) -> AsyncIterator[Daemon]:
     made = Daemon(journal)
     yield made
-    await made.plane.close(0.0)
+    await made.plane.fleet.close(0.0)
 
 
 async def test_engines_that_report_model_and_gpu_are_packed_from_the_first_tick(daemon: Daemon) -> None:
@@ -173,7 +173,7 @@ async def test_the_configured_fleet_wins(journal: Journal) -> None:
     plan = await daemon.plane.slow_tick()
     assert plan.current_configuration == "tp1", "the planner chooses among what is configured alone"
     assert {option.configuration for option in plan.alternatives} <= {"tp1", None}
-    await daemon.plane.close(0.0)
+    await daemon.plane.fleet.close(0.0)
 
 
 async def test_engines_that_go_are_forgotten_and_come_back_as_they_were(daemon: Daemon) -> None:

@@ -146,7 +146,7 @@ def test_every_view_shows_whatever_passed_the_boundary(messages: list[tuple[Any,
                     plane.fast_tick()
                     await plane.slow_tick()
                     look(parts)
-            await plane.close(0.0)
+            await plane.fleet.close(0.0)
 
     with TemporaryDirectory() as folder:
         asyncio.run(run(Path(folder)))

@@ -216,7 +216,7 @@ def _reload(plane: ControlPlane, draw: Drawn) -> None:
 
 
 def _stopped(plane: ControlPlane, draw: Drawn) -> None:
-    asyncio.run(plane.close(0.0))
+    asyncio.run(plane.fleet.close(0.0))
 
 
 def _engines(shelf: Shelf, draw: Drawn) -> None:

@@ -458,7 +458,7 @@ class Harness:
         """The daemon ends; engines and the gateway go on."""
         try:
             await self.redeployer.close()
-            await self.plane.close(0.0)
+            await self.plane.fleet.close(0.0)
         finally:
             for task in self._tasks:
                 task.cancel()

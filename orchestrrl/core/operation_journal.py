@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from orchestrrl.core.clock import Clock
@@ -60,7 +59,7 @@ def left_open(
     """Return the operations without a result whose intent `parse` can read, oldest first."""
     found = []
     for entry in journal.open_operations(entries):
-        intent = journal.interpret(entry, partial(_parsed, parse, entry))
+        intent = journal.interpret(entry, lambda _, entry=entry: parse(entry))  # type: ignore[misc]
         if intent is None:
             continue
         steps: tuple[JournalEntry, ...] = ()
@@ -69,7 +68,3 @@ def left_open(
             steps = tuple(step for step in written if step.subject == entry.subject)
         found.append(OpenIntent(entry.subject, entry.sequence, intent, steps))
     return found
-
-
-def _parsed(parse: Callable[[JournalEntry], T], entry: JournalEntry, _: Mapping[str, Any]) -> T:
-    return parse(entry)

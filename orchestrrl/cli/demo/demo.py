@@ -177,7 +177,7 @@ def _summary(demo: "DemoOutcome") -> Iterator[str]:
 
 
 def sync_demo_view(synced: "SyncOutcome") -> View:
-    yield words.phases_table("New weights while requests run", synced.profile)
+    yield words.phases_table("New weights while requests run", [synced.profile])
     yield from _sync_summary(synced)
     yield from words.advice_lines([synced.profile])
 

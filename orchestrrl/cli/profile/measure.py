@@ -8,6 +8,7 @@ import typer
 
 from orchestrrl.cli.command import command
 from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table, writing
+from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import until_stopped
 from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import ProblemFaults
@@ -77,7 +78,7 @@ def measure(
     except ValueError as error:
         raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
     measured: list[MeasuredProfile] = []
-    until_stopped(_measure(connect(engine, url), wanted, existing, measured))
+    with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report, measured)))
     if not measured:
         fail(f"stopped: {out} is as it was")
     profile = _merged(existing, measured[0], gpu, link)
@@ -148,29 +149,19 @@ def _output(profile: "Profile", left_out: Iterable[str]) -> Output:
 
 
 async def _measure(
-    engine: "Engine", wanted: "MeasurementInputs", existing: "Profile | None", found: "list[MeasuredProfile]"
+    engine: "Engine",
+    wanted: "MeasurementInputs",
+    existing: "Profile | None",
+    report: Callable[[str, int, int], None],
+    found: "list[MeasuredProfile]",
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from orchestrrl.core.clock import WallClock
     from orchestrrl.engines.profiles.measure import measure as measured
 
-    columns = (
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        "{task.fields[doing]}",
-    )
     try:
         if existing is not None:
             _same(existing, await engine.capabilities())
-        with Progress(*columns, console=stderr()) as bar:
-            task = bar.add_task("", total=1, doing="")
-
-            def on_step(done: int, total: int, doing: str) -> None:
-                bar.update(task, completed=done, total=total, doing=doing)
-
-            found.append(await measured(engine, wanted, WallClock(), on_step))
+        found.append(await measured(engine, wanted, WallClock(), lambda done, total, doing: report(doing, done, total)))
     finally:
         await engine.close()
 

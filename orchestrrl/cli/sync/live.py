@@ -196,7 +196,7 @@ def _profile_view(profile: "SyncProfile") -> View:
     yield from words.profile_lines(profile)
     if not profile.rows:
         return
-    yield words.phases_table("Phases", profile)
+    yield words.phases_table("Phases", [profile])
     if profile.report.slowest:
         yield words.edges_table(profile.report.slowest)
     if profile.report.engines:
@@ -205,7 +205,7 @@ def _profile_view(profile: "SyncProfile") -> View:
 
 
 def _profiles_view(profiles: "list[SyncProfile]") -> View:
-    yield words.medians_table(profiles)
+    yield words.phases_table(f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases", profiles)
     yield from words.advice_lines(profiles)
 
 

@@ -194,14 +194,25 @@ def history_table(reports: Sequence[SyncReport], now_s: float) -> Table:
     return table("Versions", columns, reports)
 
 
-def phases_table(title: str, profile: SyncProfile) -> Table:
-    rows: list[tuple[SyncPhase | None, float, float]] = [(row.phase, row.seconds, row.share) for row in profile.rows]
-    if profile.unnamed_s >= PATH_SHARE * profile.whole_s > 0:
-        rows.append((None, profile.unnamed_s, profile.unnamed_s / profile.whole_s))
-    cells = (
-        (phase_text(phase), duration(seconds), _share(phase, share), _bar(share)) for phase, seconds, share in rows
-    )
-    return cells_table(title, ("phase", "seconds", "share", ""), cells)
+def phases_table(title: str, profiles: Sequence[SyncProfile]) -> Table:
+    """A phase a row: its seconds, of several versions the median and the longest, and its share of all their time."""
+    whole_s, several = sum(each.whole_s for each in profiles), len(profiles) > 1
+    took: dict[SyncPhase | None, list[tuple[float, int, float]]] = {phase: [] for phase in (*SyncPhase, None)}
+    for each in profiles:
+        for row in each.rows:
+            took[row.phase].append((row.seconds, each.report.version, row.waited_s))
+        took[None].append((each.unnamed_s, each.report.version, each.unnamed_s))
+    shares = {p: sum(waited_s for *_, waited_s in rows) / whole_s if whole_s > 0 else 0.0 for p, rows in took.items()}
+
+    def cells(phase: SyncPhase | None, rows: list[tuple[float, int, float]]) -> tuple[object, ...]:
+        longest_s, version, _ = max(rows, key=lambda row: row[0])
+        longest = (duration(longest_s), version) if several else (None, None)
+        share = ("beside", "") if phase in BESIDE else (percent(shares[phase]), _bar(shares[phase]))
+        return phase_text(phase), duration(median(seconds for seconds, *_ in rows)), *longest, *share
+
+    shown = ((p, rows) for p, rows in took.items() if rows and (p is not None or shares[None] >= PATH_SHARE))
+    columns = ("phase", "median" if several else "seconds", "longest", "of version", "share", "")
+    return cells_table(title, columns, (cells(*each) for each in shown))
 
 
 def edges_table(edges: Sequence[EdgeTime]) -> Table:
@@ -214,39 +225,6 @@ def edges_table(edges: Sequence[EdgeTime]) -> Table:
         "Gb/s": lambda edge: f"{edge.gbps:.3g}",
     }
     return table("", columns, edges[:EDGES_SHOWN])
-
-
-def medians_table(profiles: Sequence[SyncProfile]) -> Table:
-    """Of several versions, a phase a row: its median, its longest with the version, its share of all their time."""
-    whole_s = sum(each.whole_s for each in profiles)
-    took: dict[SyncPhase | None, list[tuple[float, int, float]]] = {phase: [] for phase in (*SyncPhase, None)}
-    for each in profiles:
-        for row in each.rows:
-            took[row.phase].append((row.seconds, each.report.version, row.waited_s))
-        took[None].append((each.unnamed_s, each.report.version, each.unnamed_s))
-    shares = {p: sum(waited_s for *_, waited_s in rows) / whole_s if whole_s > 0 else 0.0 for p, rows in took.items()}
-    cells = (
-        (
-            phase_text(phase),
-            duration(median(seconds for seconds, *_ in rows)),
-            *_longest(rows),
-            _share(phase, shares[phase]),
-            _bar(0.0 if phase in BESIDE else shares[phase]),
-        )
-        for phase, rows in took.items()
-        if rows and (phase is not None or shares[None] >= PATH_SHARE)
-    )
-    title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
-    return cells_table(title, ("phase", "median", "longest", "of version", "share", ""), cells)
-
-
-def _longest(rows: list[tuple[float, int, float]]) -> tuple[str, int]:
-    seconds, version, _ = max(rows, key=lambda row: row[0])
-    return duration(seconds), version
-
-
-def _share(phase: SyncPhase | None, share: float) -> str:
-    return "beside" if phase in BESIDE else percent(share)
 
 
 # --- where the time went

@@ -30,30 +30,30 @@ def _check_address(address: str) -> str:
     return address
 
 
-def _check_local(address: str, section: str, info: ValidationInfo) -> str:
-    """`info` has the section's `allow_remote`, unless that is faulty itself."""
-    fault = remote_fault(parse_address(address)[0], f"set {section}.allow_remote: true")
-    if fault and not info.data.get("allow_remote", True):
-        raise ValueError(fault)
-    return address
-
-
 Address = Annotated[str, AfterValidator(_check_address)]
 Url = Annotated[str, AfterValidator(check_url)]
 
 
-class ListenSettings(Section):
-    """Where the gRPC server listens. No authentication yet, so anything but loopback must be asked for."""
+class LoopbackListener(Section):
+    """Where a server listens. No authentication yet, so anything but loopback must be asked for."""
 
     # allow_remote stands first because the check of the address reads it.
     allow_remote: bool = False
-    address: Address = "127.0.0.1:7070"
-    socket: Name | None = None  # path of a Unix socket, beside the address
+    address: Address
 
     @field_validator("address")
     @classmethod
     def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
-        return _check_local(address, "listen", info)
+        section = cls.__name__.removesuffix("Settings").lower()
+        fault = remote_fault(parse_address(address)[0], f"set {section}.allow_remote: true")
+        if fault and not info.data.get("allow_remote", True):  # which is there, unless it is faulty itself
+            raise ValueError(fault)
+        return address
+
+
+class ListenSettings(LoopbackListener):
+    address: Address = "127.0.0.1:7070"
+    socket: Name | None = None  # path of a Unix socket, beside the address
 
 
 class JournalSettings(Section):
@@ -62,15 +62,8 @@ class JournalSettings(Section):
     max_entries: Annotated[int, AfterValidator(require(lambda value: value >= 1000, ">= 1000"))] = 1_000_000
 
 
-class MetricsSettings(Section):
-    # As for `listen`.
-    allow_remote: bool = False
+class MetricsSettings(LoopbackListener):
     address: Address = "127.0.0.1:9107"
-
-    @field_validator("address")
-    @classmethod
-    def _local_unless_allowed(cls, address: str, info: ValidationInfo) -> str:
-        return _check_local(address, "metrics", info)
 
 
 class FastSettings(Section):

@@ -239,21 +239,20 @@ def _examine_database(
         if text != b"ok":
             found.fault(f"it is damaged: {bytes(text).decode(errors='replace')}")
     total, last, broken = meta.get("pruned", 0), 0, []
-    later: list[tuple[int, int]] = []  # entries after the tail, which a killed process may leave
+    later = 0  # the checksums of entries after the tail, which a killed process may leave
     for row in rows_of(db, guarded):
         if not is_intact(row):
             broken.append(str(row[0]))
             continue
         last = row[0]
         if tail is not None and last > tail.sequence:
-            later.append((last, row[6]))
+            later += row[6]
         else:
             total += row[6]
     if broken:
         found.fault(f"{len(broken)} entries are damaged: {few(broken, between=', ')}")
     _compare(db, tail, found, total & MASK, last)
-    whole = (total + sum(each for _, each in later)) & MASK
-    found.tail = JournalTail(int(meta.get("generation", 0)), last, whole)
+    found.tail = JournalTail(int(meta.get("generation", 0)), last, (total + later) & MASK)
 
 
 def _compare(
@@ -313,22 +312,15 @@ def _checksum_of(row: Row) -> int | None:
 # --- replace
 
 
-@dataclass(frozen=True, slots=True)
-class JournalReplacement:
-    """A new journal's content beside what could be read of the damaged one."""
-
-    schema: str
-    kind: str  # of the entry that records the damage
-    at_s: float
-
-
-def replace_damaged(path: Path, found: JournalExamination, new: JournalReplacement) -> None:
-    """Put a journal with everything that can still be read in the place of a damaged one, which is kept beside it. The
-    files are exchanged at the end: a process that is killed before leaves them as they were, and one that is killed
-    meanwhile leaves the rest to `finish`. Raises OSError and sqlite3.Error."""
+def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: str, at_s: float) -> None:
+    """Put a journal with everything that can still be read in the place of a damaged one, which is kept beside it; the
+    entry that records the damage is of that `kind`. The files are exchanged at the end: a process that is killed before
+    leaves them as they were, and one that is killed meanwhile leaves the rest to `finish`. Raises OSError and
+    sqlite3.Error."""
     with suppress(ValueError):
-        found.tail = _later(found.tail, read_tail(path) or JournalTail())
-    stamp = datetime.fromtimestamp(datetime.now(UTC).timestamp(), UTC).strftime("%Y%m%dT%H%M%SZ")
+        tail, written = found.tail, read_tail(path) or JournalTail()
+        found.tail = JournalTail(max(tail.generation, written.generation), max(tail.sequence, written.sequence))
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     kept_as = next(
         name
         for name in (f"{path.name}.damaged-{stamp}{f'-{n}' if n else ''}" for n in range(1000))
@@ -339,7 +331,7 @@ def replace_damaged(path: Path, found: JournalExamination, new: JournalReplaceme
     with closing(sqlite3.connect(draft, isolation_level=None)) as db:
         db.execute("PRAGMA synchronous = FULL")
         db.text_factory = bytearray
-        db.executescript(new.schema)
+        db.executescript(schema)
         db.execute("BEGIN")
         kept, highest, total, generation = 0, found.tail.sequence, 0, found.tail.generation
         for row in _readable(path, found.version != UNGUARDED):
@@ -354,10 +346,10 @@ def replace_damaged(path: Path, found: JournalExamination, new: JournalReplaceme
         body = {"faults": found.faults, "kept_as": kept_as, "entries_kept": kept}
         text = json.dumps(body, separators=(",", ":"), ensure_ascii=False)
         sequence = highest + 1
-        sum_ = checksum(sequence, new.at_s, generation, new.kind.encode(), b"", text.encode())
+        sum_ = checksum(sequence, at_s, generation, kind.encode(), b"", text.encode())
         db.execute(
             f"INSERT INTO entries ({COLUMNS}, checksum) VALUES (?, ?, ?, ?, '', ?, ?)",
-            (sequence, new.at_s, generation, new.kind, text, sum_),
+            (sequence, at_s, generation, kind, text, sum_),
         )
         write_meta(db, {"generation": generation, "pruned": 0})
         db.execute("COMMIT")
@@ -402,10 +394,6 @@ def write_meta(db: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
     """Write the journal's own numbers, with their checksums. The connection reads texts as bytearray."""
     sums = {"generation_sum": number_sum(numbers), "schema": schema_sum(db)}
     db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", {**numbers, **sums}.items())
-
-
-def _later(one: JournalTail, other: JournalTail) -> JournalTail:
-    return JournalTail(max(one.generation, other.generation), max(one.sequence, other.sequence))
 
 
 def _remove_draft(draft: Path) -> None:

@@ -36,7 +36,6 @@ from orchestrrl.core.journal.damage import (
     SCHEMA_VERSION,
     UNGUARDED,
     JournalExamination,
-    JournalReplacement,
     JournalTail,
     Row,
     TailFile,
@@ -47,6 +46,7 @@ from orchestrrl.core.journal.damage import (
     meta_of,
     replace_damaged,
     roll_back,
+    rows_of,
     write_meta,
 )
 from orchestrrl.core.journal.kinds import NODE_OPERATIONS, OPERATIONS, OperationEntries
@@ -90,7 +90,6 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 _READ = f"{COLUMNS}, checksum"
-_ADD_CHECKSUMS = "ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0"
 # How many entries of a kind are tried where the newest cannot be read.
 TRIED = 8
 
@@ -266,7 +265,7 @@ class Journal(JournalReader):
             roll_back(self.path)
             found = self._examine()
             if found.faults:
-                replace_damaged(self.path, found, JournalReplacement(_SCHEMA, EntryKind.JOURNAL_DAMAGED, at_s))
+                replace_damaged(self.path, found, _SCHEMA, EntryKind.JOURNAL_DAMAGED, at_s)
                 found = self._examine()
         except OSError as error:
             raise Permanent(f"{self.path}: is damaged, and cannot be moved aside: {error.strerror or error}") from error
@@ -289,9 +288,9 @@ class Journal(JournalReader):
         self._db.execute("PRAGMA synchronous = FULL")  # a generation must never be given out twice
         self._db.execute("BEGIN IMMEDIATE")
         if found.version == UNGUARDED:
-            self._db.create_function("checksum_of", 6, _checksum_of, deterministic=True)
-            self._db.execute(_ADD_CHECKSUMS)
-            self._db.execute(f"UPDATE entries SET checksum = checksum_of({COLUMNS})")
+            sums = [(row[6], row[0]) for row in rows_of(self._db, guarded=False)]
+            self._db.execute("ALTER TABLE entries ADD COLUMN checksum INTEGER NOT NULL DEFAULT 0")
+            self._db.executemany("UPDATE entries SET checksum = ? WHERE sequence = ?", sums)
         for statement in _SCHEMA.split(";"):
             self._db.execute(statement)
         meta = meta_of(self._db)
@@ -487,10 +486,6 @@ def _check_identity(path: Path, db: sqlite3.Connection) -> None:
         raise Permanent(f"{path}: has journal format {version}; a daemon started on it brings it to {SCHEMA_VERSION}")
     if version != SCHEMA_VERSION:
         raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
-
-
-def _checksum_of(sequence: int, at_s: float, generation: int, kind: str, subject: str, body: str) -> int:
-    return checksum(sequence, at_s, generation, kind.encode(), subject.encode(), body.encode())
 
 
 def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:

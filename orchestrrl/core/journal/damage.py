@@ -318,8 +318,8 @@ def replace_damaged(path: Path, found: JournalExamination, schema: str, kind: st
     leaves them as they were, and one that is killed meanwhile leaves the rest to `finish`. Raises OSError and
     sqlite3.Error."""
     with suppress(ValueError):
-        tail, written = found.tail, read_tail(path) or JournalTail()
-        found.tail = JournalTail(max(tail.generation, written.generation), max(tail.sequence, written.sequence))
+        told, read = read_tail(path) or JournalTail(), found.tail
+        found.tail = JournalTail(max(told.generation, read.generation), max(told.sequence, read.sequence))
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     kept_as = next(
         name

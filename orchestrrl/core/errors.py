@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, Union, get_args, get_origin
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # every process raises errors, few check models
     from pydantic import BaseModel, ValidationError
@@ -78,42 +78,32 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def _fields_beside(model: "type[BaseModel] | None", location: tuple[int | str, ...]) -> Iterable[str]:
-    """Return the names of the known fields where a fault of a model lies."""
-    where: Any = model
+    """Return the names of the known fields where a fault of a model lies, by the model's JSON schema."""
+    whole = {} if model is None else _schema(model)
+
+    def objects(node: dict[str, Any]) -> list[dict[str, Any]]:
+        if "$ref" in node:
+            node = whole["$defs"][node["$ref"].rpartition("/")[2]]
+        return [each for one in node["anyOf"] for each in objects(one)] if "anyOf" in node else [node]
+
+    here = objects(whole)
     for part in location[:-1]:
-        where = _within(where, part)
-    section = _section(where)
-    return section.model_fields if section is not None else ()
+        within = [
+            node.get("properties", {}).get(part) or node.get("items") or node.get("additionalProperties")
+            for node in here
+        ]
+        here = [inner for node in within if isinstance(node, dict) for inner in objects(node)]
+    return [name for node in here for name in node.get("properties", ())]
 
 
-def _within(annotation: Any, part: int | str) -> Any:
-    """Return the annotation of a member: a model's field, a list's or a mapping's value."""
-    for each in _alternatives(annotation):
-        if _is_model(each):
-            if isinstance(part, str) and part in each.model_fields:
-                return each.model_fields[part].annotation
-        elif (arguments := get_args(each)) and (isinstance(part, int) or get_origin(each) is dict):
-            return arguments[0] if isinstance(part, int) else arguments[-1]
-    return None
+@cache
+def _schema(model: "type[BaseModel]") -> dict[str, Any]:
+    from pydantic import PydanticUserError
 
-
-def _section(annotation: Any) -> "type[BaseModel] | None":
-    return next(filter(_is_model, _alternatives(annotation)), None)
-
-
-def _is_model(annotation: Any) -> "TypeGuard[type[BaseModel]]":
-    from pydantic import BaseModel
-
-    return isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel)
-
-
-def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, `Annotated` taken off; of anything else itself."""
-    if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [inner for each in get_args(annotation) for inner in _alternatives(each)]
-    return [annotation]
+    try:
+        return model.model_json_schema()
+    except PydanticUserError:  # of a plug-in, with a type that has none
+        return {}
 
 
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:

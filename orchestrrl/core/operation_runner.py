@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from pydantic import TypeAdapter
 
@@ -18,6 +17,7 @@ from orchestrrl.core.delivery import OpenOrder, OpenOrders
 from orchestrrl.core.errors import Retryable
 from orchestrrl.core.journal.kinds import NODE_OPERATIONS
 from orchestrrl.core.journal.store import Journal, JournalEntry
+from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.operation_journal import OperationJournal
 from orchestrrl.core.operations import (
     Action,
@@ -42,14 +42,6 @@ _RESULT = TypeAdapter(OperationResult)
 GIVE_UP_AFTER_S = 60.0
 
 
-class NodeOrders(Protocol):
-    """Where operations go."""
-
-    def send(self, node: NodeId, operation: Operation) -> None:
-        """Hand the operation to the node's stream. Raises Retryable when the node is not attached."""
-        ...
-
-
 Closed = Callable[[Operation, OperationResult], None]
 
 
@@ -59,7 +51,7 @@ OpenOperation = OpenOrder[NodeId, Operation, OperationResult]
 class OperationRunner:
     """Sends operations to nodes and sees every one of them closed, once."""
 
-    def __init__(self, journal: Journal, nodes: NodeOrders, clock: Clock, on_closed: Closed) -> None:
+    def __init__(self, journal: Journal, nodes: NodeRegistry, clock: Clock, on_closed: Closed) -> None:
         self._log = OperationJournal(journal, clock, NODE_OPERATIONS)
         self._nodes = nodes
         self._clock = clock

@@ -3,6 +3,7 @@
 `ReloadableConfig` keeps the last good one when the file has become faulty.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from ocs_drivers.errors import DriverFaults
 from ocs_drivers.registry import make_driver
-from orchestrrl.core.addresses import ServerAddress, server_address
+from orchestrrl.core.addresses import server_address
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import Config
 from orchestrrl.core.documents import parse_yaml, read_text
@@ -159,10 +160,10 @@ def cross_faults(document: dict[Any, Any], profile: "Profile | None") -> list[st
     fleet = document.get("fleet")
     fleet = fleet if isinstance(fleet, dict) else {}
     configurations, engines = entries(fleet, "configurations"), entries(fleet, "engines")
-    faults = _double_ids("fleet.configurations", configurations)
-    faults += _double_ids("fleet.engines", engines)
-    faults += _double_urls("fleet.engines", engines)
-    faults += _double_ids("ocs", entries(document, "ocs"))
+    faults = _doubles("fleet.configurations", configurations)
+    faults += _doubles("fleet.engines", engines)
+    faults += _doubles("fleet.engines", engines, "url", server_address, "that of")
+    faults += _doubles("ocs", entries(document, "ocs"))
     profiled = [str(engine.id) for engine in profile.configurations] if profile is not None else []
     for index, entry in configurations:
         if entry.get("id") in profiled:
@@ -201,28 +202,20 @@ def entries(section: dict[Any, Any], key: str) -> list[tuple[int, dict[Any, Any]
     )
 
 
-def _double_ids(path: str, entries: list[tuple[int, dict[Any, Any]]]) -> list[str]:
-    first: dict[str, int] = {}
+def _doubles(
+    path: str,
+    entries: list[tuple[int, dict[Any, Any]]],
+    field: str = "id",
+    meaning: Callable[[str], object] = str,  # None: of nothing that could be double
+    words: str = "the id of",
+) -> list[str]:
+    first: dict[object, int] = {}
     faults = []
     for index, entry in entries:
-        if not isinstance(entry.get("id"), str):
-            continue
-        if entry["id"] in first:
-            faults.append(f"{path}[{index}].id: is the id of {path}[{first[entry['id']]}] already, got {entry['id']!r}")
-        first.setdefault(entry["id"], index)
-    return faults
-
-
-def _double_urls(path: str, entries: list[tuple[int, dict[Any, Any]]]) -> list[str]:
-    first: dict[ServerAddress, int] = {}
-    faults = []
-    for index, entry in entries:
-        address = server_address(entry["url"]) if isinstance(entry.get("url"), str) else None
-        if address is None:
-            continue
-        if address in first:
-            faults.append(f"{path}[{index}].url: is that of {path}[{first[address]}] already, got {entry['url']!r}")
-        first.setdefault(address, index)
+        value = entry.get(field)
+        means = meaning(value) if isinstance(value, str) else None
+        if means is not None and first.setdefault(means, index) != index:
+            faults.append(f"{path}[{index}].{field}: is {words} {path}[{first[means]}] already, got {value!r}")
     return faults
 
 

@@ -1,7 +1,7 @@
 """What is believed of engines' costs, as plans, people and metrics take it; live_profile.py learns."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from orchestrrl.daemon.profile_refit import EngineRefitter, RefittedFigure
 from planner.cost.fit import StepSample
 from planner.cost.profile import EngineProfile, ProfileSource
 from planner.model import Configuration, ConfigurationId, Snapshot
-from planner.solver.phases import line_ahead, worth_evaluating
+from planner.solver.phases import line_ahead
 
 LOADS_REMEMBERED = 64  # loads seen last, over which step times are compared
 
@@ -122,9 +122,3 @@ class CostEstimates:
             self.as_written.get(profile.id) or line_ahead(profile, remaining_tokens, context, gpus_count)
             for profile in self.profiles
         )
-
-    def worth(
-        self, snapshot: Snapshot, gpus_count: int, always: Collection[ConfigurationId] = ()
-    ) -> tuple[ConfigurationId, ...]:
-        """Those that a plan should choose from: all of a few, of many those that fit the step's phase."""
-        return worth_evaluating(self.profiles, snapshot, gpus_count, always)

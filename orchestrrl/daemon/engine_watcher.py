@@ -8,13 +8,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from orchestrrl.agent.watch import EngineWatch, HealthLimits
-from orchestrrl.core.clock import Clock, stop
-from orchestrrl.core.nodes import NodeKind, NodeRegistry
+from orchestrrl.core.clock import stop
+from orchestrrl.core.nodes import NodeKind
+from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.engines.base import Engine, connect
-from orchestrrl.fleet.reports import EngineReport, ReportAck
+from orchestrrl.fleet.reports import EngineReport
 from orchestrrl.fleet.state import STAND_IN
 from planner.model import EngineId, NodeId
 
@@ -24,15 +24,6 @@ WATCHER = NodeId("daemon")
 INTERVAL_S = 0.25  # as agents scrape
 SILENT_AFTER_S = 3.0  # an agent that has said nothing for so long is stood in for
 LOOK_S = 1.0  # whether that is so is asked this often
-
-
-class EngineReportSink(Protocol):
-    """What is told of engines."""
-
-    clock: Clock
-    nodes: NodeRegistry
-
-    def engine_reported(self, report: EngineReport, stream: int) -> ReportAck: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +39,14 @@ class DeployedEngineWatcher:
 
     def __init__(
         self,
-        control_plane: EngineReportSink,
+        fleet: FleetCoordinator,
         *,
         make_engine: Callable[[str, str], Engine] = connect,
         interval_s: float = INTERVAL_S,
         limits: HealthLimits | None = None,
     ) -> None:
         """`make_engine`: a client, from product and URL."""
-        self._control_plane = control_plane
+        self._fleet = fleet
         self._make_engine = make_engine
         self._interval_s = interval_s
         self._limits = limits or HealthLimits()
@@ -96,7 +87,7 @@ class DeployedEngineWatcher:
                     watch = None
                 if watch is None and alone:
                     watch = asyncio.create_task(self._watch(engine, client).run())
-                await self._control_plane.clock.sleep(LOOK_S)
+                await self._fleet.clock.sleep(LOOK_S)
         finally:
             if watch is not None:
                 await self._end(engine, watch)
@@ -108,7 +99,7 @@ class DeployedEngineWatcher:
             client,
             partial(self._publish, client),
             agent=WATCHER,
-            clock=self._control_plane.clock,
+            clock=self._fleet.clock,
             interval_s=self._interval_s,
             limits=self._limits,
         )
@@ -123,12 +114,12 @@ class DeployedEngineWatcher:
         if watched is None or watched.client is not client or self._spoken_for(report.engine):
             return
         self._sequence += 1
-        self._control_plane.engine_reported(replace(report, sequence=self._sequence), STAND_IN)
+        self._fleet.engine_reported(replace(report, sequence=self._sequence), STAND_IN)
 
     def _spoken_for(self, engine: EngineId) -> bool:
         """By an agent that has been heard of late."""
-        since_s = self._control_plane.clock.now_s() - SILENT_AFTER_S
+        since_s = self._fleet.clock.now_s() - SILENT_AFTER_S
         return any(
             state.hello.kind is NodeKind.AGENT and engine in state.hello.engines and state.last_report_s >= since_s
-            for state in self._control_plane.nodes.states()
+            for state in self._fleet.nodes.states()
         )

@@ -115,8 +115,8 @@ class FleetCoordinator:
                 self.barrier.sampled(report.engine, report.sample)
             # An engine that stands still teaches nothing.
             closed = self.barrier.state.lease is not None
-            configured = self.state.configuration_of(report.engine)
-            self.planning.offered(report.engine, configured, self.state.capabilities(report.engine))
+            if self.state.configuration_of(report.engine) is None:
+                self.planning.offered(report.engine, self.state.capabilities(report.engine))
             self.planning.observe(report, None if closed else self._configuration_of(report.engine))
         if taken and self._health.get(report.engine) is not report.health:
             before = self._health.get(report.engine)

@@ -1,8 +1,6 @@
 """The daemon's mode, and why it is what it is. An operator's word on it lasts over restarts."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.defects import ACTING, REPEATED, Defect, Defects
@@ -72,7 +70,9 @@ class ModeSwitch:
         if journal.damage:
             self.reason = _damage_of(journal)
             return Mode.ADVISE
-        written = journal.newest(EntryKind.MODE, _mode_in)
+        written = journal.newest(
+            EntryKind.MODE, lambda body: (Mode(body["mode"]), str(body["configured"]), str(body.get("reason", "")))
+        )
         latest = journal.latest(EntryKind.MODE)
         if latest is not None and latest.sequence in journal.set_aside:
             self.reason = f"the last mode that was set cannot be read (journal entry {latest.sequence})"
@@ -84,11 +84,6 @@ class ModeSwitch:
             words = (mode, self.reason or "no reason given", configured)
             logger.warning("mode is %s, as it was set (%s); configured is %s", *words)
         return mode
-
-
-def _mode_in(body: Mapping[str, Any]) -> tuple[Mode, str, str]:
-    """The mode, the one that was configured then, and why it was set."""
-    return Mode(body["mode"]), str(body["configured"]), str(body.get("reason", ""))
 
 
 def _damage_of(journal: Journal) -> str:

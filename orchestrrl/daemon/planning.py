@@ -41,6 +41,7 @@ from planner.model import (
 )
 from planner.move_methods import MovePricing
 from planner.plan import History, PlannerConfig, make_plan, remaining_of
+from planner.solver.phases import worth_evaluating
 from planner.sync_tree.nic_share import LeftForMoves
 from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 from planner.workload.series import STEPS_REMEMBERED, LengthCounts, SeriesForecaster, StepForecast, StepStatistics
@@ -118,14 +119,10 @@ class Planning:
         """A report that was taken in. Steps on crowded links say nothing of the engine."""
         self.costs.observe(report, configuration, crowded_links=self._nics.share < NICS_CROWDED)
 
-    def offered(
-        self, engine: EngineId, configuration: ConfigurationId | None, capabilities: EngineCapabilities | None
-    ) -> None:
-        """Take in what an engine reports of itself: its implicit configuration, where none is configured."""
-        if configuration is not None or capabilities is None:
-            return
+    def offered(self, engine: EngineId, capabilities: EngineCapabilities | None) -> None:
+        """Take in what an engine without a configuration reports of itself: its implicit one."""
         before = self._assumed.get(engine)
-        if before is None or (before[0] is not capabilities and before[0] != capabilities):
+        if capabilities is not None and (before is None or before[0] != capabilities):
             assumed = assumed_of(engine, capabilities)
             self._assumed[engine] = capabilities, assumed
             self.costs.assume(assumed)
@@ -147,9 +144,8 @@ class Planning:
             own = self.implicit_configuration(engine.id)
             if engine.configuration is not None or own is None:
                 return engine
-            return replace(
-                engine, configuration=own if own in cost_estimates else stand_ins.get(self._model_of(engine.id))
-            )
+            model = self._assumed[engine.id][0].serving.model
+            return replace(engine, configuration=own if own in cost_estimates else stand_ins.get(model))
 
         return replace(snapshot, engines=tuple(map(identified, snapshot.engines)))
 
@@ -162,9 +158,6 @@ class Planning:
             if model and name in cost_estimates:
                 best[model] = max(best.get(model, (-1, name)), (self.costs.batches_taken(name), name))
         return {model: name for model, (_, name) in best.items()}
-
-    def _model_of(self, engine: EngineId) -> str:
-        return self._assumed[engine][0].serving.model
 
     def step_times(self, snapshot: Snapshot) -> Mapping[EngineId, StepTimeEstimates]:
         """Where the step times of each engine come from, or why there are none."""
@@ -246,7 +239,8 @@ class Planning:
         barred = {id: why for id, why in self._not_startable.items() if id not in running}
         # Engines of implicit configurations are what they are: none is started, and the configured fleet comes first.
         usable = configured or running
-        worth = [id for id in costs.worth(snapshot, gpus, overriding) if id not in barred and id in usable]
+        worth = worth_evaluating(costs.profiles, snapshot, gpus, overriding)  # of many, those for the step's phase
+        worth = tuple(id for id in worth if id not in barred and id in usable)
         notes = (*notes, *(f"{id} is left out: {why}" for id, why in sorted(barred.items())))
         unknown = self._unknown(snapshot)
         notes = (*notes, unknown) if unknown and worth else notes
@@ -376,12 +370,10 @@ class StepLengths:
 
     def _written(self, body: Mapping[str, Any]) -> tuple[StepStatistics, ...]:
         """None where it was counted in other bins, or not at all."""
-        written = body.get("lengths")
-        return (_statistics(written),) if written is not None and self._counted_alike(written) else ()
-
-    def _counted_alike(self, written: Mapping[str, Any]) -> bool:
-        bins = (self._series.bin_tokens, self._series.max_output_tokens)
-        return (written["bin_tokens"], written["max_output_tokens"]) == bins
+        written, bins = body.get("lengths"), (self._series.bin_tokens, self._series.max_output_tokens)
+        if written is None or (written["bin_tokens"], written["max_output_tokens"]) != bins:
+            return ()
+        return (_statistics(written),)
 
 
 def _sparse(counts: LengthCounts) -> dict[str, Any]:

@@ -38,19 +38,18 @@ def render(
         orchestrrl plan render orchestrrl.yaml --configuration tp2 --gpus 4,5
     """
     from orchestrrl.daemon.configuration import load_config
-    from orchestrrl.fleet.deployers.command_line import url_of
-    from orchestrrl.fleet.launch import launch_of
 
-    fleet = load_config(file).fleet
-    rendered = _rendered(fleet, _wanted(fleet, configuration, gpus))
-    launch = launch_of(fleet)
-    engines = [_json(spec, url_of(spec, launch), lines) for spec, lines in rendered]
-    blocks = [block for spec, lines in rendered for block in _blocks(spec, url_of(spec, launch), lines)]
-    return Output({"engines": engines}, "\n".join(blocks))
+    rendered = _rendered(load_config(file).fleet, configuration, gpus)
+    blocks = [block for each in rendered for block in _blocks(*each)]
+    return Output({"engines": [_json(*each) for each in rendered]}, "\n".join(blocks))
 
 
-def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[EngineSpec]":
+def _rendered(
+    fleet: "FleetSettings", configuration: str, gpus: str
+) -> "list[tuple[EngineSpec, str, tuple[CommandLine, ...]]]":
+    """Return the engines that are wanted, each with its URL and its command lines. Raises ProblemFaults."""
     from orchestrrl.fabric.site_parts import numbers_in
+    from orchestrrl.fleet.deployers.command_line import render, url_of
     from orchestrrl.fleet.launch import configured_engines, filled, launch_of
 
     faults, named = [], None
@@ -68,30 +67,19 @@ def _wanted(fleet: "FleetSettings", configuration: str, gpus: str) -> "list[Engi
         beyond = [gpu for gpu in named or () if gpu >= count]
         faults += [f"--gpus: must be less than fleet.gpus.count ({count}), got {gpu}" for gpu in beyond]
     try:
-        launch_of(fleet)
+        launch = launch_of(fleet)
     except ProblemFaults as error:
         faults += error.faults
     if not configuration and not fleet.engines:
         faults.append("fleet.engines: has none, got nothing; or name a --configuration")
     raise_faults(faults)
-    return filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet)
-
-
-def _rendered(
-    fleet: "FleetSettings", specs: "Sequence[EngineSpec]"
-) -> "list[tuple[EngineSpec, tuple[CommandLine, ...]]]":
-    """Raises ProblemFaults with those of all engines."""
-    from orchestrrl.fleet.deployers.command_line import render
-    from orchestrrl.fleet.launch import launch_of
-
-    launch, found, faults = launch_of(fleet), [], list[str]()
-    for spec in specs:
+    found = []
+    for spec in filled(fleet, ConfigurationId(configuration), named) if configuration else configured_engines(fleet):
         try:
-            found.append((spec, render(spec, launch)))
+            found.append((spec, url_of(spec, launch), render(spec, launch)))
         except ProblemFaults as error:
             faults += error.faults
-    if faults:
-        raise ProblemFaults(list(dict.fromkeys(faults)))
+    raise_faults(dict.fromkeys(faults))
     return found
 
 

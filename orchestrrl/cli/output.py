@@ -205,10 +205,8 @@ def yaml_values(flag: str, given: Iterable[str], faults: list[str]) -> dict[str,
 
 def write_file(path: Path, text: str) -> None:
     """Write a result, or end the command with the reason why it cannot be written."""
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fail(f"{path}: {error.strerror}")
 
 
 @contextmanager

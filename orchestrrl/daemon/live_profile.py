@@ -96,7 +96,7 @@ class LiveProfile:
 
     def configured(self, fleet: FleetSettings) -> None:
         """Take over a reloaded configuration. What was learnt stays, unless what it rests on has changed."""
-        if _costs_of(fleet) != self._costs:
+        if (fleet.configurations, fleet.profile_value()) != self._costs:
             self._begin(fleet)
         elif _rates_of(fleet.kv_transfer) != _rates_of(self._links):
             self._begin_transfers(fleet.kv_transfer)
@@ -227,7 +227,7 @@ class LiveProfile:
     def moving(self, nic_share: float = 1.0) -> MoveEstimate:
         """The same for a plan. KV is handed over only where the configuration says that engines can; between nodes with
         that share of the NICs."""
-        moves, links, learnt = self.moves(), self._links, self._learnt_transfer()
+        moves, links = self.moves(), self._links
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
         recompute_s = self.recompute_fixed_s
         if links is None:
@@ -236,7 +236,9 @@ class LiveProfile:
         latency_s = self._fixed[MoveMethod.TRANSFER].seconds
         inside_gbps = links.intra_node_gbps_per_gpu or across_gbps
         kv_bytes = links.kv_bytes_per_token or (moves.kv_bytes_per_token if moves is not None else 0.0)
-        if learnt is not None:  # moves by KV were measured, whatever way they went
+        fitted = None if self._transfers is None else self._transfers.fitted()
+        if fitted is not None:  # moves by KV were measured, whatever way they went
+            learnt = replace(self._priced, transfer_s=fitted.curve)
             latency_s, across_gbps = max(0.0, learnt.transfer_s.at(0.0)), learnt.transfer_gbps or across_gbps
             inside_gbps = learnt.transfer_gbps or inside_gbps
         transfer = KvTransferCost(across_gbps * nic_share, inside_gbps, latency_s, rebuilt_tokens, recompute_s)
@@ -246,11 +248,6 @@ class LiveProfile:
     def recompute_fixed_s(self) -> float:
         """What a running request stands still for when it moves, beside the prefill of its context."""
         return self._fixed[MoveMethod.RECOMPUTE].seconds
-
-    def _learnt_transfer(self) -> MoveCosts | None:
-        """What moves by KV are now believed to cost; None while few were measured."""
-        fitted = None if self._transfers is None else self._transfers.fitted()
-        return None if fitted is None else replace(self._priced, transfer_s=fitted.curve)
 
     def notes(self) -> tuple[str, ...]:
         """For a plan's reader."""
@@ -265,7 +262,7 @@ class LiveProfile:
     # --- inside
 
     def _begin(self, fleet: FleetSettings) -> None:
-        self._costs = _costs_of(fleet)
+        self._costs = fleet.configurations, fleet.profile_value()
         profile, lines = fleet.profile_value(), {settings.id: settings.value() for settings in fleet.configurations}
         moves = self._moves = profile.moves if profile is not None else None
         rebuilt_tokens = moves.rebuilt_tokens() if moves is not None else None
@@ -386,10 +383,6 @@ def _line(transfer: KvTransferCost) -> Curve:
 
 def _rates_of(links: KvTransfer | None) -> object:
     return None if links is None else links.model_copy(update={"weights": ""})
-
-
-def _costs_of(fleet: FleetSettings) -> object:
-    return fleet.configurations, fleet.profile_value()
 
 
 def _fit_of(provenance: Provenance) -> dict[str, Any]:

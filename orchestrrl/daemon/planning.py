@@ -308,7 +308,6 @@ def gpus_count(config: Config, snapshot: Snapshot, profiles: Sequence[EngineProf
 
 def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerConfig:
     """The planner's settings, with no configuration to choose from yet."""
-    slow = config.slow
     # The fast loop packs every second by the same lengths: a plan that moves requests as well undoes what that has
     # settled, unless it knows the lengths (which waives the share).
     moves_itself = config.fast.policy is not FastPolicy.PACKING
@@ -316,18 +315,10 @@ def planner_config(config: Config, gpus: int, *, can_deploy: bool) -> PlannerCon
         configurations=(),
         gpus_count=gpus,
         per_node=config.fleet.gpus.per_node if config.fleet.gpus else 8,
-        epsilon_s=slow.epsilon_s,
         rebalance_share=REBALANCE_SHARE if moves_itself else 1.0,
-        cooldown_s=slow.cooldown_s,
-        interval_s=slow.interval_s,
-        stale_after_s=slow.stale_after_s,
-        bin_tokens=slow.bin_tokens,
-        max_output_tokens=slow.max_output_tokens,
         max_moves_per_request=config.fast.max_moves_per_request,
-        scenarios=slow.scenarios,
-        work_budget=slow.work_budget,
-        knowledge=slow.knowledge,
         can_deploy=can_deploy,
+        **config.slow.model_dump(exclude={"correct_predictions"}),
     )
 
 

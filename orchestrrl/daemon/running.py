@@ -19,7 +19,6 @@ from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.metrics import serve_metrics
 from orchestrrl.daemon.redeployment_wiring import deployment_of
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
-from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.rpc.server import DaemonServer
 from orchestrrl.rpc.switches_service import SwitchesService, drivers_of
@@ -73,11 +72,15 @@ async def run_daemon(
         announce(server.address)
         async with asyncio.TaskGroup() as tasks:
 
+            def on_news(switch: str) -> None:
+                if fabric is not None and switch in fabric.site.switch:
+                    fabric.poll_soon()
+
             def keep(part: str, work: Callable[[], Awaitable[None]]) -> None:
                 tasks.create_task(keep_running(part, work, plane.defects, clock))
 
             keep("switches", daemon.circuits.run)
-            keep("switch_events", SwitchEvents(edges.drivers, clock, partial(_on_news, fabric)).run)
+            keep("switch_events", SwitchEvents(edges.drivers, clock, on_news).run)
             keep("loops", partial(run_loops, plane, clock, plane.defects))
             keep("weight_syncs", syncs.run)
             if redeployer is not None:
@@ -88,11 +91,6 @@ async def run_daemon(
                 keep("packet_routes", routing.maintain)
             if gen_circuits is not None and redeployer is not None:
                 keep("generation_circuits", partial(gen_circuits.maintain, redeployer))
-
-
-def _on_news(fabric: CircuitCoordinator | None, switch: str) -> None:
-    if fabric is not None and switch in fabric.site.switch:
-        fabric.poll_soon()
 
 
 def _with_mode(config: Config, mode: Mode | None) -> Config:

@@ -1,7 +1,7 @@
 """Construct the daemon's parts, each from those before it. The simulator and tests build the same with other edges."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
@@ -183,15 +183,7 @@ def fabric_of(
             {switch.id: switch.device.reconfiguration_s for switch in site.switches},
             allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
         ),
-        rules=CommitRules(
-            settings.margin_s,
-            settings.within_s,
-            settings.boundary_within_s,
-            settings.min_fraction,
-            settings.max_moves_per_stage,
-            settings.route_s,
-            settings.most_risk,
-        ),
+        rules=CommitRules(**settings.model_dump(include={each.name for each in fields(CommitRules)})),
         routing=routing,
         offload=offload,
     )

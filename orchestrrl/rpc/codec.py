@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -31,13 +31,8 @@ _Descriptor = Any
 _Field = Any
 
 
-class Converter(Protocol):
-    """Converts a value to that of its field and back; None: unchanged."""
-
-    @property
-    def to_pb(self) -> Convert | None: ...
-    @property
-    def from_pb(self) -> Convert | None: ...
+# What converts a value to that of its field and back; a function that is None leaves it unchanged.
+Converter = Union["Via", "EnumCodec[Any]", "Codec[Any, Any]", "_Items"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """`orchestrrl sync status|history|profile|watch|abort|install`: new weights of a running daemon's fleet."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -21,9 +21,6 @@ from orchestrrl.rpc.plain_values import plain
 if TYPE_CHECKING:
     from orchestrrl.weights.controller.profile import SyncProfile
     from orchestrrl.weights.controller.reports import SyncReport, WeightsStatus
-
-Message = TypeVar("Message")
-Value = TypeVar("Value")
 
 SHOWN = 20
 LARGEST = 2**64 - 1
@@ -45,7 +42,7 @@ async def status(client: ControlClient) -> Output:
 
 
 def _status_view(message: "pb.WeightsStatus") -> View:
-    seen = _status(message)
+    seen: WeightsStatus = _read("STATUS", message)
     yield from words.status_lines(seen, time.time())
     if seen.sync is not None and not seen.sync.over and seen.sync.engines:
         yield words.engines_table(seen.sync.engines)
@@ -103,9 +100,12 @@ async def profile(
     if picture is not None:
         _draw(profiles, picture)
     documents = [_profile_json(each) for each in profiles]
-    view = list(_profile_view(profiles[0]) if last == 1 else _profiles_view(profiles))
     wrote = [] if picture is None else [f"wrote {escape(str(picture))}"]
-    return Output(documents[0] if last == 1 else {"profiles": documents}, [*view, *wrote])
+    if last == 1:
+        return Output(documents[0], [*_profile_view(profiles[0]), *wrote])
+    title = f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases"
+    lines = [*words.advice_lines(profiles), *wrote]
+    return Output({"profiles": documents}, [words.phases_table(title, profiles), *lines])
 
 
 @daemon_command
@@ -171,20 +171,15 @@ async def _profiled(client: ControlClient, version: int | None, last: int) -> "l
 
 
 def _report(message: "pb.SyncReport") -> "SyncReport":
-    from orchestrrl.rpc.codecs.weights import SYNC
-
-    return _known(SYNC.from_pb, message)
-
-
-def _status(message: "pb.WeightsStatus") -> "WeightsStatus":
-    from orchestrrl.rpc.codecs.weights import STATUS
-
-    return _known(STATUS.from_pb, message)
+    report: SyncReport = _read("SYNC", message)
+    return report
 
 
-def _known(convert: Callable[[Message], Value], message: Message) -> Value:
+def _read(codec: str, message: Any) -> Any:
+    from orchestrrl.rpc.codecs import weights
+
     try:
-        return convert(message)
+        return getattr(weights, codec).from_pb(message)
     except ValueError as error:
         raise Permanent(f"the daemon is newer than this command: {error}") from None
 
@@ -202,11 +197,6 @@ def _profile_view(profile: "SyncProfile") -> View:
     if profile.report.engines:
         yield words.engines_table(profile.report.engines)
     yield from words.advice_lines([profile])
-
-
-def _profiles_view(profiles: "list[SyncProfile]") -> View:
-    yield words.phases_table(f"Phases of {len(profiles)} versions" if len(profiles) > 1 else "Phases", profiles)
-    yield from words.advice_lines(profiles)
 
 
 def _profile_json(profile: "SyncProfile") -> dict[str, Any]:

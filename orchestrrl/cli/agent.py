@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from orchestrrl.cli.control import DaemonOption, address_faults
+from orchestrrl.cli.command import DaemonOption, address_faults
 from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import VerboseFlag, serve

@@ -1,24 +1,38 @@
-"""How a function becomes a command: `--json` for every result, `--daemon` for every call of a daemon."""
+"""How a function becomes a command, with `--json` for every result, and how a command converses with a daemon."""
 
 import functools
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from importlib.resources import files
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import typer
 
-from orchestrrl.cli.control import DaemonOption, call_daemon, follow
 from orchestrrl.cli.lazy import ControlClient
-from orchestrrl.cli.output import Output, print_json, print_line
-from orchestrrl.core.addresses import DEFAULT_TARGET
+from orchestrrl.cli.output import Output, print_json, print_line, raise_faults
+from orchestrrl.cli.running import until_stopped
+from orchestrrl.core.addresses import DEFAULT_TARGET, parse_address
+from orchestrrl.rpc.plain_values import plain
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
 
 P = ParamSpec("P")
 Flags = TypeVar("Flags")
 Result = TypeVar("Result")
+Request = TypeVar("Request")
+Response = TypeVar("Response", bound="Message")
 Command = Callable[..., None]
 
+DAEMON_VARIABLE = "ORCHESTRRL_DAEMON"
+
+DaemonOption = Annotated[
+    str,
+    typer.Option("--daemon", envvar=DAEMON_VARIABLE, metavar="ADDRESS", help="The daemon, as HOST:PORT or unix:PATH."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 ProblemFile = Annotated[str, typer.Argument(metavar="FILE.json", help="The problem; - reads standard input.")]
 Reason = Annotated[str, typer.Option("--reason", help="Who and why, for the journal.")]
@@ -122,3 +136,45 @@ def set_signature(function: Callable[..., Any], parameters: Iterable[inspect.Par
     signature = inspect.Signature(list(parameters))
     vars(function)["__signature__"] = signature
     function.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+
+
+def address_faults(address: str) -> list[str]:
+    """Return the faults of the value of --daemon."""
+    if address.startswith("unix:"):
+        return [] if address.removeprefix("unix:") else [f"--daemon: names no socket, got {address!r}"]
+    try:
+        parse_address(address)
+    except ValueError as error:
+        return [f"--daemon: {error}, or unix:PATH, got {address!r}"]
+    return []
+
+
+def call_daemon(address: str, conversation: Callable[[ControlClient], Awaitable[Result]]) -> Result:
+    """Return the result of a conversation with the daemon. Raises OrchestrRLError."""
+    import asyncio
+
+    return asyncio.run(_converse(address, conversation))
+
+
+def follow(address: str, conversation: Callable[[ControlClient], Awaitable[None]]) -> None:
+    """Hold a conversation until the daemon or the operator ends it. Raises OrchestrRLError."""
+    until_stopped(_converse(address, conversation))
+
+
+async def _converse(address: str, conversation: Callable[[ControlClient], Awaitable[Result]]) -> Result:
+    from orchestrrl.rpc import control_client
+
+    raise_faults(address_faults(address))
+    async with control_client.ControlClient(address) as client:
+        return await conversation(client)
+
+
+async def answer(
+    client: ControlClient,
+    method: "grpc.aio.UnaryUnaryMultiCallable[Request, Response]",
+    request: Request,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Return the daemon's answer to one request, as plain values."""
+    response = await client.call(method, request, timeout_s)
+    return plain(response)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrrl.cli.control import address_faults
+from orchestrrl.cli.command import address_faults
 from orchestrrl.cli.output import choice_faults, fields, number_faults, raise_faults
 from orchestrrl.core.addresses import check_url, parse_address, remote_fault, same_address
 from orchestrrl.core.errors import Permanent

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from redeploying_daemon import RedeploymentDaemon
 
-from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.output import EXIT_LEFT
 from orchestrrl.core.operation import OperationState, StepState
 from tests.orchestrrl.cli.test_redeploy_command import DEADLINE_S, ended, harness, object_of, run, said

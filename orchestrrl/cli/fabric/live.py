@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import JsonFlag, Reason, TimeToLive, daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import JsonFlag, Reason, TimeToLive, answer, daemon_command
 from orchestrrl.cli.fleet.status import fabric_control_text, name_of_period, period_text
 from orchestrrl.cli.formats import duration, time_of_day
 from orchestrrl.cli.lazy import ControlClient, fabric_pb2

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import command
-from orchestrrl.cli.control import DaemonOption, call_daemon
+from orchestrrl.cli.command import DaemonOption, call_daemon, command
 from orchestrrl.cli.formats import bar, count, duration, percent, size
 from orchestrrl.cli.lazy import ControlClient, fabric_pb2
 from orchestrrl.cli.output import EXIT_MALFORMED, Columns, Output, View, cells_table, fail, raise_faults, table, writing

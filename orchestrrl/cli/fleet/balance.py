@@ -30,10 +30,10 @@ def balance(file: ProblemFile) -> Output:
         orchestrrl balance - --json < fleet.json
     """
     from balancer.load_index_moves import decide
-    from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument, workers_of
     from orchestrrl.cli.problem import read_problem
+    from orchestrrl.cli.problems import BALANCE_CHECKS, BalanceDocument, workers_of
 
-    read = read_problem(file, BalanceDocument, CHECKS)
+    read = read_problem(file, BalanceDocument, BALANCE_CHECKS)
     result = decide(read.theta, workers_of(read))
     return Output(_json(result), _view(result))
 

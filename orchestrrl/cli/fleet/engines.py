@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import Reason, daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import Reason, answer, daemon_command
 from orchestrrl.cli.fleet.status import fetch_status, remarks
 from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.output import Columns, Output, View, note, raise_faults, table

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import Reason, daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import Reason, answer, daemon_command
 from orchestrrl.cli.formats import count, time_of_day
 from orchestrrl.cli.lazy import ControlClient, agent_pb2, control_pb2
 from orchestrrl.cli.output import Columns, Output, View, note, table

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import JsonFlag, Reason, daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import JsonFlag, Reason, answer, daemon_command
 from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.lazy import redeploy_text as words
 from orchestrrl.cli.output import Output, View, raise_faults

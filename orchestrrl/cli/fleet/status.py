@@ -9,9 +9,8 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from orchestrrl.cli.command import Command, Reason, TimeToLive, daemon_command
+from orchestrrl.cli.command import Command, Reason, TimeToLive, answer, daemon_command
 from orchestrrl.cli.commands import summary as summary_of
-from orchestrrl.cli.control import answer
 from orchestrrl.cli.fleet.pause import barrier_lines
 from orchestrrl.cli.formats import UNKNOWN, count, duration, load_index, percent, rate, time_of_day
 from orchestrrl.cli.lazy import ControlClient, control_pb2, redeploy_text, weights_pb2

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 
-from orchestrrl.cli.command import JsonFlag
-from orchestrrl.cli.control import DaemonOption, answer, call_daemon, follow
+from orchestrrl.cli.command import DaemonOption, JsonFlag, answer, call_daemon, follow
 from orchestrrl.cli.fleet.status import (
     WORKER_COLUMNS,
     balance_reasons,

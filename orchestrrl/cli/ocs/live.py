@@ -8,8 +8,7 @@ import typer
 from rich.markup import escape
 
 from ocs_drivers.model import ChangeMode, CrossConnect
-from orchestrrl.cli.command import daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import answer, daemon_command
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.lazy import ControlClient, control_pb2, fabric_pb2, ocs_pb2
 from orchestrrl.cli.output import Columns, Output, View, note, raise_faults, stderr, table

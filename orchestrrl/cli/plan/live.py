@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrrl.cli.command import Reason, TimeToLive, daemon_command
-from orchestrrl.cli.control import answer
+from orchestrrl.cli.command import Reason, TimeToLive, answer, daemon_command
 from orchestrrl.cli.fleet.redeploy import fetch_redeployment
 from orchestrrl.cli.fleet.status import control_text, fetch_status
 from orchestrrl.cli.formats import duration, seconds, time_of_day

@@ -30,13 +30,13 @@ def solve(file: ProblemFile) -> Output:
         orchestrrl plan solve - --json < problem.json
     """
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
-    from orchestrrl.cli.plan.solve_problem import CHECKS, SolveProblem, problem_of
     from orchestrrl.cli.problem import infeasible, read_problem
+    from orchestrrl.cli.problems import SOLVE_CHECKS, SolveProblem, makespan_problem_of
     from planner.solver import makespan
 
     gc.disable()  # the process ends soon, and looking through so many requests again and again is slow
-    read = read_problem(file, SolveProblem, CHECKS)
-    problem = problem_of(read)
+    read = read_problem(file, SolveProblem, SOLVE_CHECKS)
+    problem = makespan_problem_of(read)
     started_s = time.perf_counter()
     until_s = math.inf if read.time_budget_s is None else started_s + read.time_budget_s
     try:

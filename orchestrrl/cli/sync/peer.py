@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrrl.cli.command import with_flags
-from orchestrrl.cli.control import DaemonOption
+from orchestrrl.cli.command import DaemonOption, with_flags
 from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.running import VerboseFlag, serve
 from orchestrrl.core.addresses import DEFAULT_TARGET

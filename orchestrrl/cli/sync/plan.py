@@ -39,11 +39,11 @@ def plan(file: ProblemFile) -> Output:
     """
     # Imported here so that no other command waits for them; before the clock starts, which is for solving.
     from orchestrrl.cli.problem import read_problem
-    from orchestrrl.cli.sync.plan_problem import CHECKS, SyncPlanProblem, problem_of
+    from orchestrrl.cli.problems import SYNC_CHECKS, SyncPlanProblem, sync_problem_of
     from planner.sync_tree.model import Unreachable
     from planner.sync_tree.plan import make_plan
 
-    problem = problem_of(read_problem(file, SyncPlanProblem, CHECKS))
+    problem = sync_problem_of(read_problem(file, SyncPlanProblem, SYNC_CHECKS))
     started_s = time.perf_counter()
     try:
         made = make_plan(problem)

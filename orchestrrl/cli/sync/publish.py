@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import JsonFlag, command
-from orchestrrl.cli.control import DaemonOption, address_faults
+from orchestrrl.cli.command import DaemonOption, JsonFlag, address_faults, command
 from orchestrrl.cli.formats import size
 from orchestrrl.cli.lazy import sync_text as words
 from orchestrrl.cli.output import EXIT_LEFT, Output, note, raise_faults

@@ -10,7 +10,7 @@ import pytest
 from fake_daemon import PLAN, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.cli.plan.explain import headline, predictions
 from orchestrrl.rpc.pb import control_pb2 as pb

@@ -13,7 +13,7 @@ from builders import engine_report, gateway_hello, gateway_report, request, samp
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.core.clock import WallClock
 from orchestrrl.core.config.schema import ListenSettings

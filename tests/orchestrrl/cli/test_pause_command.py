@@ -7,7 +7,7 @@ import pytest
 from fake_daemon import BARRIER, FakeDaemon, Serving
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.fleet.pause import barrier_lines
 from orchestrrl.cli.fleet.status import barrier_summary
 from orchestrrl.cli.formats import time_of_day

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from orchestrrl.cli.fleet.balance_problem import CHECKS, BalanceDocument
 from orchestrrl.cli.problem import ProblemPart, ids_exist, infeasible, read_problem, unique, values_at
+from orchestrrl.cli.problems import BALANCE_CHECKS, BalanceDocument
 from orchestrrl.core.errors import ProblemFaults
 
 
@@ -151,7 +151,7 @@ def test_no_document_at_all_makes_a_traceback(tmp_path_factory: pytest.TempPathF
     path.write_text(json.dumps(document))
     problem, faults = None, [""]
     try:
-        problem = read_problem(str(path), BalanceDocument, CHECKS)
+        problem = read_problem(str(path), BalanceDocument, BALANCE_CHECKS)
     except ProblemFaults as error:
         faults = error.faults
     assert problem is not None or all(": " in fault for fault in faults)

@@ -15,7 +15,7 @@ import pytest
 from redeploying_daemon import RedeploymentDaemon
 from typer.testing import CliRunner, Result
 
-from orchestrrl.cli.control import DAEMON_VARIABLE
+from orchestrrl.cli.command import DAEMON_VARIABLE
 from orchestrrl.cli.main import application
 from orchestrrl.core.operation import StepDirection
 from orchestrrl.fleet.redeployment.steps import (

@@ -14,10 +14,11 @@ from typing import Any
 
 from orchestrrl.core.config.schema import FleetSettings, KvTransfer
 from orchestrrl.core.operations import MoveRequests, OperationItemResult, OperationResult
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate, CostEstimates
 from orchestrrl.daemon.priors import AssumedProfile
 from orchestrrl.daemon.profile_refit import (
     LEAST_SAMPLES,
+    ConfigurationEstimate,
+    CostEstimates,
     CurveRefitter,
     EngineRefitter,
     RefittedFigure,

@@ -13,10 +13,9 @@ from typing import Any
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import Config, FleetSettings
 from orchestrrl.core.journal.store import EntryKind, Journal
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import MOVE_FIXED, LiveProfile, Note
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
-from orchestrrl.daemon.profile_refit import LEAST_SAMPLES
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, ConfigurationEstimate
 from orchestrrl.engines.base import EngineCapabilities
 from orchestrrl.fleet.redeployment.book import EngineStart
 from orchestrrl.fleet.reports import EngineReport

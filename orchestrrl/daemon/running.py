@@ -15,9 +15,8 @@ from orchestrrl.core.errors import OrchestrRLError, ProblemFaults
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.daemon.configuration import ReloadableConfig
 from orchestrrl.daemon.control_plane import ControlPlane, run_loops
-from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.metrics import serve_metrics
-from orchestrrl.daemon.redeployment_wiring import deployment_of
+from orchestrrl.daemon.redeployment_wiring import DeployedEngineWatcher, deployment_of
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
 from orchestrrl.fabric.switch_events import SwitchEvents
 from orchestrrl.rpc.server import DaemonServer

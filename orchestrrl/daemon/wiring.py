@@ -8,20 +8,18 @@ from time import perf_counter
 
 from ocs_drivers.base import OcsDriver
 from orchestrrl.core.clock import Clock
-from orchestrrl.core.config.fabric import FabricSettings, RouterSettings
-from orchestrrl.core.config.schema import CircuitOwnership, Config
+from orchestrrl.core.config.schema import CircuitOwnership, Config, FabricSettings, RouterSettings
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.nodes import NodeRegistry
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.daemon.control_plane import ControlPlane
-from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
 from orchestrrl.daemon.fleet_coordinator import FleetCoordinator
 from orchestrrl.daemon.mode import ModeSwitch
 from orchestrrl.daemon.plan_book import PlanBook
 from orchestrrl.daemon.planning import Planning
-from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
+from orchestrrl.daemon.redeployment_wiring import DeployedEngineWatcher, RedeployedFleet
 from orchestrrl.daemon.weight_circuits import circuits_of as sync_circuits_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator

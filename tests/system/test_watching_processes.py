@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.daemon.engine_watcher import DeployedEngineWatcher
+from orchestrrl.daemon.redeployment_wiring import DeployedEngineWatcher
 from planner.model import EngineHealth
 from tests.orchestrrl.daemon.test_engine_watcher import E0, Sink
 

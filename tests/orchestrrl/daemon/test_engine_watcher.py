@@ -13,7 +13,7 @@ from orchestrrl.core.errors import Permanent, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.nodes import NodeHello, NodeKind
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.engine_watcher import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedEngineWatcher
+from orchestrrl.daemon.redeployment_wiring import LOOK_S, SILENT_AFTER_S, WATCHER, DeployedEngineWatcher
 from orchestrrl.daemon.wiring import build_daemon
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.fleet.reports import EngineReport, ReportAck

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from implicit_fleet import ON_A100, ON_H200, UNKNOWN, step_of
 
 from orchestrrl.daemon.configuration import parse_config
-from orchestrrl.daemon.cost_estimates import ConfigurationEstimate
 from orchestrrl.daemon.live_profile import LiveProfile
 from orchestrrl.daemon.priors import AssumedProfile, assumed_of
-from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, batch_between, steady_batch
+from orchestrrl.daemon.profile_refit import LEAST_SAMPLES, STEADY, ConfigurationEstimate, batch_between, steady_batch
 from orchestrrl.engines.base import EngineCapabilities, EngineSample
 from orchestrrl.engines.serving import ServingFacts
 from planner.cost.profile import EngineProfile

@@ -68,10 +68,6 @@ class CrossConnectModel:
                 return pair.egress_port if port == pair.ingress_port else pair.ingress_port
         return None
 
-    def holds(self, pair: CrossConnect) -> bool:
-        """Whether this circuit is there, in place or moving."""
-        return pair in self._tuned_at_s
-
     @property
     def present(self) -> set[CrossConnect]:
         """The circuits that are there, in place or moving."""

@@ -66,6 +66,7 @@ class EmulatedDevice:
     """The glass, and a record of the setters that reached it."""
 
     def __init__(self, facts: SwitchFacts, panel: DevicePanel, clock: DeviceClock | None = None) -> None:
+        self.facts = facts
         self.clock = clock or SystemClock()
         self.switched_on_s = self.clock.now_s()
         rng = random.Random(panel.seed)
@@ -73,10 +74,6 @@ class EmulatedDevice:
         self.setters: list[str] = []  # as received: what a driver sends is counted here
         self.on_setter: Callable[[str], None] | None = None  # is told of each, as it is received
         self.holding_back = asyncio.Event()  # set once an answer is being held back
-
-    @property
-    def facts(self) -> SwitchFacts:
-        return self.model.facts
 
     def session(self) -> int:
         """The number of a session that begins now. It is dead, and its connection to be closed, once `is_alive` says

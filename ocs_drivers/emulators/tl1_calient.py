@@ -57,14 +57,14 @@ class CalientTl1Device(Tl1Device):
         """What the glass has lost is not provisioned any more."""
         if not self.device.is_alive(self._session):
             self._session = self.device.session()
-            for pair in [pair for pair in self._groups if not self.device.model.holds(pair)]:
+            for pair in self._groups.keys() - self.device.model.present:
                 self._forget(pair)
 
     def _take_over(self) -> None:
         """Circuits that came to the glass by other ways than by our commands are connections too."""
         while not self._changes.empty():
             pair = self._changes.get_nowait().cross_connect
-            if pair is None or pair in self._groups or not self.device.model.holds(pair):
+            if pair is None or pair in self._groups or pair not in self.device.model.present:
                 continue
             for held in {self._held[end] for end in self.device.facts.ends(pair) if end in self._held}:
                 self._forget(held)
@@ -113,7 +113,7 @@ class CalientTl1Device(Tl1Device):
             await self.set(Action.ADD, [pair], command)
         elif verb == "CANC-CRS":
             await self.set(Action.REMOVE, [pair], command)
-        elif self.device.model.holds(pair):
+        elif pair in self.device.model.present:
             raise Tl1Refusal("SROF", f"Invalid Connection: {_name(pair)} is active")
         else:
             self._forget(pair)

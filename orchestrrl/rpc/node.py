@@ -47,11 +47,7 @@ class NodeLink:
         self._operations = ReceivedOrders(self._carry_out, self._not_done, clock, REMEMBERED)
         self._running: set[asyncio.Task[None]] = set()
         self._outbox: Outbox[pb.NodeMessage] = Outbox()
-        self._connected = False
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
+        self.connected = False
 
     async def run(self) -> None:
         """Attach, and attach again whenever the daemon went away. Ends only by cancellation."""
@@ -67,12 +63,12 @@ class NodeLink:
         try:
             await call.wait_for_connection()
             await call.write(pb.NodeMessage(hello=self._hello))
-            self._connected = True
+            self.connected = True
             established()
             logger.info("%s: attached to %s", self._hello.node_id, self._target)
             await first_of(self._receive(call), self._outbox.write_all(call.write))
         finally:
-            self._connected = False
+            self.connected = False
             call.cancel()
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.NodeMessage, pb.Operation]) -> None:
@@ -127,12 +123,8 @@ class ReportStream:
         self._clock = clock
         self._on_ack = on_ack
         self._on_open = on_open
-        self._connected = False
+        self.connected = False
         self._acked = 0.0, 0.0  # the daemon's time in its latest acknowledgement, and when that arrived
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
 
     async def run(self) -> None:
         """Report, and open the stream again whenever the daemon went away. Ends only by cancellation."""
@@ -142,14 +134,14 @@ class ReportStream:
         call = getattr(telemetry_pb2_grpc.TelemetryStub(channel), self._method_name)()
         try:
             await call.wait_for_connection()
-            self._connected = True
+            self.connected = True
             established()
             if self._on_open:
                 self._on_open()
             self._acked = 0.0, 0.0  # what an earlier daemon sent is by its clock
             await first_of(self._receive(call), self._send(call))
         finally:
-            self._connected = False
+            self.connected = False
             call.cancel()
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[Any, telemetry_pb2.ReportAck]) -> None:

@@ -49,9 +49,8 @@ class CalientTl1Device(Tl1Device):
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT and event.port is not None:
             return "*C", "REPT ALM PORT", f'"{calient_port(event.port)}:CR,{event.text.upper()},NSA"'
-        if event.cross_connect is not None:
-            return "A", "REPT DBCHG CRS", f'"{_name(event.cross_connect)}:{event.text}"'
-        return "**", "REPT ALM EQPT", f'"NE:MJ,RESTART,NSA,,,,:\\"{event.text}\\""'
+        assert event.cross_connect is not None
+        return "A", "REPT DBCHG CRS", f'"{_name(event.cross_connect)}:{event.text}"'
 
     def _forget_after_restart(self) -> None:
         """What the glass has lost is not provisioned any more."""

@@ -94,7 +94,8 @@ class Tl1Device(ABC):
 
     @abstractmethod
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
-        """Return severity, verb and line of the report of an event."""
+        """Return severity, verb and line of the report of an event on a port or a circuit. There is none on a restart,
+        which ends every session."""
 
     async def set(self, action: Action, pairs: Sequence[CrossConnect], command: Tl1Command) -> None:
         """Hand a change to the device, and turn what it says against it into a refusal."""

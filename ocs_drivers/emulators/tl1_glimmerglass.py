@@ -60,11 +60,10 @@ class GlimmerglassTl1Device(Tl1Device):
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT and event.port is not None:
             return "**", "REPT ALM PORT", f'"GGN:PORTID={10000 + event.port},PORTHEALTH={event.text.split()[-1]}"'
-        if event.cross_connect is not None:
-            pair = event.cross_connect
-            ends = f"IPORTID={10000 + pair.ingress_port},OPORTID={20000 + pair.egress_port}"
-            return "A", "REPT EVT CRS", f'"GGN:{ends},CONNSTATE={event.text.split()[-1]}"'
-        return "**", "REPT ALM EQPT", f'"GGN:\\"{event.text}\\""'
+        pair = event.cross_connect
+        assert pair is not None
+        ends = f"IPORTID={10000 + pair.ingress_port},OPORTID={20000 + pair.egress_port}"
+        return "A", "REPT EVT CRS", f'"GGN:{ends},CONNSTATE={event.text.split()[-1]}"'
 
     def _port(self, side: int, state: PortState) -> str:
         health = "bad" if state.status is PortStatus.FAILED else "good"

@@ -50,10 +50,9 @@ class PolatisTl1Device(Tl1Device):
     def report(self, event: SwitchEvent) -> tuple[str, str, str]:
         if event.kind is EventKind.PORT:
             return "A", "REPT EVT EQPT", f'"{event.text.replace("port", "Port")}"'
-        if event.cross_connect is not None:
-            pair = event.cross_connect
-            return "A", "REPT EVT PATCH", f'"{pair.ingress_port},{pair.egress_port}"'
-        return "**", "REPT ALM EQPT", f'"{event.text}"'
+        pair = event.cross_connect
+        assert pair is not None
+        return "A", "REPT EVT PATCH", f'"{pair.ingress_port},{pair.egress_port}"'
 
     async def _patches(self, aid: str) -> Sequence[str]:
         while math.isfinite(moving_s := self.device.model.moving_s()):

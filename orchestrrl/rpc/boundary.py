@@ -24,13 +24,6 @@ from orchestrrl.rpc.refusals import Context, refuse
 logger = logging.getLogger(__name__)
 
 DEFECT = "a defect of the server's, which its log names"
-# By what streams: in, out.
-_METHOD_HANDLERS: dict[tuple[bool, bool], Callable[..., "grpc.RpcMethodHandler[Any, Any]"]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
@@ -51,9 +44,10 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:  # no such method, which gRPC answers
             return None
         call = _Call(self, str(handler_call_details.method), handler)
+        make: Any = getattr(grpc, f"{call.kind}_rpc_method_handler")
         behaviour = call.stream if handler.response_streaming else call.once
-        make = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
-        return make(behaviour, None, handler.response_serializer)
+        handled: grpc.RpcMethodHandler[Any, Any] = make(behaviour, None, handler.response_serializer)
+        return handled
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -98,11 +92,9 @@ class _Call:
         self._method = method
         self._deserialize = handler.request_deserializer
         self._streams_in = handler.request_streaming
-        self._behaviour = next(
-            each
-            for each in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
-            if each is not None
-        )
+        sides = (handler.request_streaming, handler.response_streaming)
+        self.kind = "_".join("stream" if is_stream else "unary" for is_stream in sides)  # as gRPC names it
+        self._behaviour = getattr(handler, self.kind)
         self._refused: OrchestrRLError | None = None
 
     async def once(self, raw: Any, context: Context) -> Any:

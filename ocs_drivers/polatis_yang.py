@@ -14,7 +14,6 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -30,7 +29,7 @@ from ocs_drivers.model import (
     PortStatus,
     SwitchFacts,
 )
-from ocs_drivers.options import must_be
+from ocs_drivers.options import as_text, must_be
 from ocs_drivers.settling import Settling
 
 MODULE = "optical-switch"
@@ -125,8 +124,7 @@ Size = Annotated[
 Revision = Annotated[
     str,
     must_be("a date as 2017-08-04", lambda value: isinstance(value, str) and (not value or is_revision(value))),
-    # A date is text; YAML reads it as a date.
-    BeforeValidator(lambda value: value.isoformat() if isinstance(value, date) else value),
+    BeforeValidator(as_text),
 ]
 
 

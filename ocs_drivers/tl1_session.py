@@ -40,7 +40,7 @@ class Tl1Session:
         self._waiting: dict[str, asyncio.Future[Tl1Message]] = {}
         self._framer = Tl1Framer()
         self._has_received = asyncio.Event()  # more, or the end
-        self._lost = ""  # why there is no connection any more
+        self.lost = ""  # why there is no connection any more
 
     async def open(self, host: str, port: int) -> None:
         try:
@@ -49,16 +49,11 @@ class Tl1Session:
             raise DriverRetryable(f"cannot connect to {host}:{port}: {reason_of(error)}") from error
         self._reading = asyncio.create_task(self._read(reader))
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the connection has broken, which `on_loss` was told."""
-        return bool(self._lost)
-
     async def prompt(self, text: str) -> None:
         """Wait until the device shows this prompt."""
         while not self._framer.line_so_far.rstrip().endswith(text):
-            if self._lost:
-                raise DriverRetryable(f"the connection broke before the prompt: {self._lost}", after_s=0.0)
+            if self.lost:
+                raise DriverRetryable(f"the connection broke before the prompt: {self.lost}", after_s=0.0)
             self._has_received.clear()
             await self._has_received.wait()
 
@@ -68,8 +63,8 @@ class Tl1Session:
         ctag = next(self._ctag)
         line = command.replace("<ctag>", ctag, 1)
         shown = shown or line
-        if self._lost:
-            raise DriverRetryable(f"the connection broke: {self._lost}", after_s=0.0, command=shown)
+        if self.lost:
+            raise DriverRetryable(f"the connection broke: {self.lost}", after_s=0.0, command=shown)
         unclear = DriverOutcomeUnknown if is_setter else DriverRetryable
         reply: asyncio.Future[Tl1Message] = asyncio.get_running_loop().create_future()
         self._waiting[ctag] = reply
@@ -98,7 +93,7 @@ class Tl1Session:
     async def close(self, goodbye: str) -> None:
         """Log out as far as the connection allows, without waiting for an answer."""
         with suppress(OSError):
-            if not self._lost:
+            if not self.lost:
                 line = goodbye.replace("<ctag>", next(self._ctag), 1)
                 self._writer.write(line.encode("latin-1", "replace") + b"\r\n")
             self._writer.close()
@@ -135,7 +130,7 @@ class Tl1Session:
             waiting.set_result(message)
 
     def _lose(self, reason: str) -> None:
-        self._lost = self._lost or reason
+        self.lost = self.lost or reason
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionError(reason))

@@ -146,7 +146,7 @@ class Tl1Wire(SwitchWire):
     async def close(self) -> None:
         session, self._open_session = self._open_session, None
         if session is not None:
-            if not session.is_lost:
+            if not session.lost:
                 self._on_loss()
             await session.close(f"CANC-USER::{quote(self._options.user)}:<ctag>:;")
 

@@ -25,7 +25,7 @@ from ocs_drivers.emulators import netconf_store as text
 from ocs_drivers.emulators.base import DevicePanel, EmulatedDevice, address_text
 from ocs_drivers.emulators.netconf_store import NC, Framing, FramingError, NetconfDatastores, child, local
 from ocs_drivers.emulators.polatis import PolatisStore, YangRefusal, polatis_facts
-from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, is_text, must_be
+from ocs_drivers.options import CheckedOptions, Flag, YamlText, as_text, must_be
 
 T = TypeVar("T")
 
@@ -65,12 +65,7 @@ class NetconfQuirks(CheckedOptions):
     `lists_late`: pairs are listed once their mirrors are in place; `power`: every port has a monitor."""
 
     revision: yang.Revision = "2018-03-22"
-    base: Annotated[
-        str,
-        must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")),
-        must_be("text", is_text),
-        BeforeValidator(as_text),
-    ] = "1.1"
+    base: Annotated[str, must_be("1.0 or 1.1", lambda value: value in ("1.0", "1.1")), BeforeValidator(as_text)] = "1.1"
     candidate: Flag = False
     one_session: Flag = False
     any_to_any: Flag = False

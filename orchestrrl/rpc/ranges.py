@@ -132,7 +132,8 @@ class _Checks:
     def __init__(self, descriptor: _Descriptor) -> None:
         self._numbers: list[tuple[str, float, float]] = []  # field, least, most
         self._may_lack: set[str] = set()
-        self._others: list[tuple[str, _Check]] = []  # texts and enums
+        self._texts: list[tuple[str, int, float, _Check]] = []  # field, characters that need no further check
+        self._enums: list[tuple[str, _Check]] = []
         self._lists: list[tuple[str, _Descriptor | None, _Check, _Rule]] = []
         self._messages: list[tuple[str, _Descriptor]] = []
         rules = _RULES.get(descriptor.name, {})
@@ -148,8 +149,11 @@ class _Checks:
                 self._numbers.append((field.name, *numbers))
                 if field.has_presence and rule.least > 0:
                     self._may_lack.add(field.name)
-            elif field.type == field.TYPE_STRING or field.enum_type is not None:
-                self._others.append((field.name, _check_of(field, rule)))
+            elif field.type == field.TYPE_STRING:
+                most = 0 if rule.is_url else _characters(field.name, rule)
+                self._texts.append((field.name, int(rule.needed), most, _check_of(field, rule)))
+            elif field.enum_type is not None:
+                self._enums.append((field.name, _check_of(field, rule)))
 
     def check(self, message: Any, path: str, limits: "LimitSettings", faults: list[str]) -> Iterator[None]:
         faults += [f"{path}{fault}" for fault in self._faults(message)]
@@ -183,7 +187,11 @@ class _Checks:
                 if name in self._may_lack and not message.HasField(name):
                     continue
                 faults.append(f"{name}: {_beyond(value, least, most)}")
-        for name, check in self._others:
+        for name, least, most, check in self._texts:
+            text = getattr(message, name)
+            if not (least <= len(text) <= most and text.isprintable()) and (fault := check(text)):
+                faults.append(f"{name}: {fault}")
+        for name, check in self._enums:
             if fault := check(getattr(message, name)):
                 faults.append(f"{name}: {fault}")
         return faults

@@ -41,13 +41,6 @@ class CalientConnection:
         return f"{self.halves[0].source}{'-' if len(self.halves) == 2 else '>'}{self.halves[0].target}"
 
 
-@dataclass(frozen=True, slots=True)
-class CalientPort:
-    name: str
-    status: PortStatus = PortStatus.ENABLED
-    power_dbm: float | None = None
-
-
 class PortNames:
     """Numbers from 1 for the names of a switch's ports, by the numbers in the names."""
 
@@ -66,18 +59,19 @@ class PortNames:
         return self._numbers[name]
 
 
-def ports(body: object) -> list[CalientPort]:
-    """Rows of `ports/?id=summary` or `?id=detail`. States only come with the latter: `as` the administrator's (IS, or
-    OOS-MA, OOS-MT and the like; OOS-NP: not provisioned, so free), `os` and `oc` the hardware's."""
-    found: dict[str, CalientPort] = {}
+def ports(body: object) -> dict[str, tuple[PortStatus, float | None]]:
+    """Return status and power in dBm by name, of rows of `ports/?id=summary` or `?id=detail`. States only come with the
+    latter: `as` the administrator's (IS, or OOS-MA, OOS-MT and the like; OOS-NP: not provisioned, so free), `os` and
+    `oc` the hardware's."""
+    found: dict[str, tuple[PortStatus, float | None]] = {}
     for row in _rows(body, "port"):
         name = _name(row.get("port"))
         if name in found:
             raise ValueError(f"port {name} is listed twice")
-        found[name] = CalientPort(name, _status(row), _power(row.get("inpower")))
+        found[name] = _status(row), _power(row.get("inpower"))
     if not 2 <= len(found) <= MAX_PORTS:
         raise ValueError(f"must list 2..{MAX_PORTS} ports, got {len(found)}")
-    return list(found.values())
+    return found
 
 
 def connections(body: object) -> list[CalientConnection]:

@@ -17,7 +17,7 @@ port is ever shown as failed); all words of the states `as`, `os` and `oc` (FAIL
 other than OOS-NP as disabled); how an expired cookie is answered (401 is taken for it). `deleteall` is not in here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, TypeVar
@@ -80,7 +80,7 @@ class CalientRestWire(SwitchWire):
 
     async def open(self) -> None:
         await self._session.open()
-        self._accept_port_names([port.name for port in await self._get("ports/", {"id": "summary"}, parse.ports)])
+        self._accept_port_names(await self._get("ports/", {"id": "summary"}, parse.ports))
 
     async def close(self) -> None:
         await self._session.close()
@@ -101,10 +101,12 @@ class CalientRestWire(SwitchWire):
         )
 
     async def read_ports(self) -> Sequence[PortState]:
-        rows = await self._get("ports/", {"id": self._options.port_source.value}, parse.ports)
-        known = self._accept_port_names([row.name for row in rows])
-        has_power = self.capabilities.port_power
-        return [PortState(known.number(row.name), row.status, row.power_dbm if has_power else None) for row in rows]
+        told = await self._get("ports/", {"id": self._options.port_source.value}, parse.ports)
+        known, has_power = self._accept_port_names(told), self.capabilities.port_power
+        return [
+            PortState(known.number(name), status, power_dbm if has_power else None)
+            for name, (status, power_dbm) in told.items()
+        ]
 
     async def read_circuits(self) -> Sequence[DeviceCircuit]:
         moving = self._settling.moving()
@@ -171,7 +173,7 @@ class CalientRestWire(SwitchWire):
             raise DriverPermanent("the ports have not been read")
         return self._names
 
-    def _accept_port_names(self, names: Sequence[str]) -> parse.PortNames:
+    def _accept_port_names(self, names: Iterable[str]) -> parse.PortNames:
         """What is listed now, which must be what was listed first."""
         listed = parse.PortNames(names)
         if self._options.ports not in (None, len(listed.names)):

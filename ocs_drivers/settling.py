@@ -28,11 +28,8 @@ class Settling:
         self._due_s = {key: due_s for key, due_s in self._due_s.items() if due_s > now_s}
         return frozenset(self._due_s)
 
-    def circuits(
-        self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]] | None = None
-    ) -> list[DeviceCircuit]:
-        """The circuits of a reading before which `moving` was asked; None: now, for a reading that took no time."""
-        keys = self.moving() if moving is None else moving
+    def circuits(self, listed: Iterable[CrossConnect], moving: frozenset[frozenset[int]]) -> list[DeviceCircuit]:
+        """The circuits of a reading before which `moving` was asked."""
         return [
-            DeviceCircuit(pair, CircuitState.TUNING if pair.ports in keys else CircuitState.TUNED) for pair in listed
+            DeviceCircuit(pair, CircuitState.TUNING if pair.ports in moving else CircuitState.TUNED) for pair in listed
         ]

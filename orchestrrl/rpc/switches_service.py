@@ -17,7 +17,6 @@ from ocs_drivers.model import (
     ChangeMode,
     CircuitChange,
     CircuitDiff,
-    CrossConnect,
     CrossConnectResult,
     PortState,
     SwitchFacts,
@@ -32,7 +31,7 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.rpc.codec import Codec, optional
 from orchestrrl.rpc.codecs import ocs as convert
 from orchestrrl.rpc.pb import control_pb2 as pb
-from orchestrrl.rpc.pb import control_pb2_grpc, ocs_pb2
+from orchestrrl.rpc.pb import control_pb2_grpc
 from orchestrrl.rpc.refusals import Context, status_text
 
 logger = logging.getLogger(__name__)
@@ -195,16 +194,13 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
 
 
 def _planned(switch: str, diff: CircuitDiff) -> pb.SwitchChange:
-    results = [_would(Action.REMOVE, pair) for pair in diff.remove] + [_would(Action.ADD, pair) for pair in diff.add]
+    both = ((Action.REMOVE, diff.remove), (Action.ADD, diff.add))
+    results = [CrossConnectResult(pair, action, done=False) for action, pairs in both for pair in pairs]
     return pb.SwitchChange(
         switch_id=switch,
-        results=results,
+        results=map(convert.ITEM.to_pb, results),
         evicted=convert.pairs_to_pb(diff.evicted),
         revision=diff.revision,
         detail="was so already" if diff.empty else "",
         dry_run=True,
     )
-
-
-def _would(action: Action, pair: CrossConnect) -> ocs_pb2.CrossConnectResult:
-    return convert.ITEM.to_pb(CrossConnectResult(pair, action, done=False))

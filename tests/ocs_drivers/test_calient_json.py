@@ -25,9 +25,10 @@ def test_a_port_as_a_switch_has_told_it() -> None:
         "port": "3.3.1", "inas": "IS", "inos": "OOS", "inoc": "NOHW", "inpower": "-3.4", "incircuit": "3.3.1>3.3.2",
         "outas": "OOS-NP", "outos": "OOS", "outoc": "NOHW", "outpower": "-4.8", "outcircuit": "", "inowner": "TRANSIT",
     }  # fmt: skip
-    one, other = parse.ports([row, {**row, "port": "3.3.2", "inas": "OOS-MA", "inpower": ""}])
-    assert one == parse.CalientPort("3.3.1", PortStatus.ENABLED, -3.4)
-    assert other == parse.CalientPort("3.3.2", PortStatus.DISABLED, None)
+    assert parse.ports([row, {**row, "port": "3.3.2", "inas": "OOS-MA", "inpower": ""}]) == {
+        "3.3.1": (PortStatus.ENABLED, -3.4),
+        "3.3.2": (PortStatus.DISABLED, None),
+    }
 
 
 def test_connections_of_one_and_of_both_directions() -> None:

@@ -146,27 +146,24 @@ class ShardRuns:
 
 def gather(files: Sequence[Bytes], runs: Iterator[ByteRun], into: Bytes) -> None:
     """Bytes of a range, out of the files."""
-    for run in runs:
-        source, target = _both_sides(files, run, into)
+    for source, target in _both_sides(files, runs, into):
         target[...] = source
 
 
 def scatter(files: Sequence[Bytes], runs: Iterator[ByteRun], data: Bytes) -> None:
     """The same the other way round."""
-    for run in runs:
-        target, source = _both_sides(files, run, data)
+    for target, source in _both_sides(files, runs, data):
         target[...] = source
 
 
-def _both_sides(files: Sequence[Bytes], run: ByteRun, wire: Bytes) -> tuple[Bytes, Bytes]:
-    file = files[run.file]
-    if run.times == 1:
-        return file[run.start : run.start + run.length], wire[run.at : run.at + run.length]
-    shape = run.times, run.length
-    return (
-        np.ndarray(shape, np.uint8, file, run.start, (run.stride, 1)),
-        np.ndarray(shape, np.uint8, wire, run.at, (run.period, 1)),
-    )
+def _both_sides(files: Sequence[Bytes], runs: Iterator[ByteRun], wire: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+    for at, number, start, length, times, stride, period in runs:
+        file, shape = files[number], (times, length)
+        if times == 1:
+            yield file[start : start + length], wire[at : at + length]
+        else:
+            in_file = np.ndarray(shape, np.uint8, file, start, (stride, 1))
+            yield in_file, np.ndarray(shape, np.uint8, wire, at, (period, 1))
 
 
 def locate(shard: ShardMap, tensors: Mapping[str, TensorMeta], sources: Sequence[SourceFile]) -> ShardRuns:

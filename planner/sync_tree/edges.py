@@ -7,14 +7,14 @@ all; within that, trees are as shallow as can be.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from planner.sync_tree.model import BITS, Ints, SyncProblem, WaveEdges, seconds_together
-from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut
+from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, cut
 
 _LESS = 1 - 1e-6  # what rounding may cost
 
@@ -58,7 +58,8 @@ class LocalTree:
 @lru_cache(maxsize=4096)  # regular sites ask the same for every pod and wave
 def spread(pod: LocalPod) -> tuple[LocalTree, ...]:
     """A tree for each piece. Receivers in ToRs without any way in stay without: they are left out."""
-    return _Spreading(pod).trees()
+    spreading = _Spreading(pod)
+    return tuple(spreading.tree(piece) for piece in pod.pieces)
 
 
 class _Spreading:
@@ -71,127 +72,71 @@ class _Spreading:
         self._tor_budget = [
             max(0.0, pod.floor_s - sent_s) * gbps for sent_s, gbps in zip(pod.tor_sent_s, pod.tor_gbps, strict=True)
         ]
-        # Pieces are of one kind that have the same receivers. Of each kind and ToR: what these can still send, and what
-        # of that the edges inside the ToR will take, so that an edge to another ToR must leave it.
-        tors = len(pod.tor_gbps)
-        kinds = {receivers: kind for kind, receivers in enumerate(dict.fromkeys(each.receivers for each in pod.pieces))}
-        self._kind = [kinds[piece.receivers] for piece in pod.pieces]
-        self._kinds_of: list[list[int]] = [[] for _ in pod.tor]
-        self._together = [[0.0] * tors for _ in kinds]
-        self._inside = [[0.0] * tors for _ in kinds]
-        for receivers, kind in kinds.items():
-            for receiver in receivers:
-                self._kinds_of[receiver].append(kind)
-                self._together[kind][pod.tor[receiver]] += self._budget[receiver]
-        for piece, kind in zip(pod.pieces, self._kind, strict=True):
-            there = {pod.tor[source] for source in piece.sources}
-            for receiver in piece.receivers:
-                self._inside[kind][pod.tor[receiver]] += piece.gigabits
-            for tor in {pod.tor[receiver] for receiver in piece.receivers} - there:
-                self._inside[kind][tor] -= piece.gigabits
-
         for piece in pod.pieces:  # a tree that begins at one endpoint finds it with time for at least one child
             if len(piece.sources) == 1 and piece.receivers:
                 self._budget[piece.sources[0]] -= piece.gigabits
 
-    def trees(self) -> tuple[LocalTree, ...]:
-        return tuple(self._tree(piece, kind) for piece, kind in zip(self._pod.pieces, self._kind, strict=True))
-
-    def _tree(self, piece: LocalPiece, kind: int) -> LocalTree:
-        growing = _Growing(piece.gigabits, kind)
-        tor_of = self._pod.tor
+    def tree(self, piece: LocalPiece) -> LocalTree:
         if len(piece.sources) == 1 and piece.receivers:
             self._budget[piece.sources[0]] += piece.gigabits
+        tor_of = self._pod.tor
+        growing = _Growing(piece.gigabits)
         for receiver in sorted(piece.receivers, key=lambda each: (self._budget[each], -each)):
             growing.missing.setdefault(tor_of[receiver], []).append(receiver)  # the freest last, and taken first
         there = {tor_of[source] for source in piece.sources}
         away = [tor for tor in growing.missing if tor not in there and self._pod.tor_gbps[tor] > 0]
-        growing.away = sorted(away, key=lambda tor: (self._spare(kind, tor), -tor))
+        # The ToR whose receivers can send most on is entered first.
+        growing.away = sorted(away, key=lambda tor: (sum(self._budget[each] for each in growing.missing[tor]), -tor))
         for source in piece.sources:
             self._enter(growing, source, 0)
-        while (edge := self._next(growing)) is not None:
+        while (edge := self._next(growing) or self._over(growing)) is not None:
             self._add(growing, *edge)
         columns = np.array(growing.edges, dtype=np.int64).reshape(-1, 3).T
         return LocalTree(columns[0], columns[1], columns[2])
 
     def _enter(self, growing: "_Growing", endpoint: int, depth: int) -> None:
         growing.depth[endpoint] = depth
-        growing.below.setdefault(self._pod.tor[endpoint], []).append(endpoint)
         heapq.heappush(growing.queue, (depth, -self._budget[endpoint], endpoint))
 
-    def _next(self, growing: "_Growing") -> tuple[int, int, bool] | None:
-        """Parent, its ToR or the one to enter, and whether it is another one; None: all is done, or nothing can be."""
+    def _next(self, growing: "_Growing") -> tuple[int, int] | None:
+        """Return a parent that has time for a child, the highest first, and the ToR of the child: another one where
+        some are to be entered and the parent can serve its own beside it."""
         size = growing.gigabits * _LESS
         while growing.queue:
             parent = growing.queue[0][2]
             tor = self._pod.tor[parent]
-            if self._budget[parent] < size:
-                heapq.heappop(growing.queue)
-                continue
-            is_missing = bool(growing.missing.get(tor))
-            if growing.away and self._may_leave(growing, parent, size):
-                return parent, growing.away[-1], True
-            if is_missing:
-                return parent, tor, False
+            if self._budget[parent] >= size:
+                is_free = not growing.missing.get(tor) or self._budget[parent] >= 2 * size
+                if growing.away and is_free and self._tor_budget[tor] >= size:
+                    return parent, growing.away[-1]
+                if growing.missing.get(tor):
+                    return parent, tor
             heapq.heappop(growing.queue)
-        return self._over(growing)
+        return None
 
-    def _may_leave(self, growing: "_Growing", parent: int, size: float) -> bool:
-        """Whether another ToR can be entered from here, and those that wait below this one still be served."""
-        tor = self._pod.tor[parent]
-        if self._tor_budget[tor] < size or self._spare(growing.kind, tor) < size:
-            return False
-        is_free = not growing.missing.get(tor) or self._budget[parent] >= 2 * size
-        return is_free or self._others_can(growing, parent, size)
+    def _over(self, growing: "_Growing") -> tuple[int, int] | None:
+        """Return the parent that is over its time by least, and the ToR of the child; None: nothing more can be."""
+        pod, best = self._pod, None
+        for tor in (tor for tor, missing in growing.missing.items() if missing):
+            for parent, depth in growing.depth.items():
+                own, nic_gbps = pod.tor[parent], pod.nic_gbps[parent]
+                after_s = (growing.gigabits - self._budget[parent]) / nic_gbps
+                if own != tor:
+                    if pod.tor_gbps[own] <= 0 or pod.tor_gbps[tor] <= 0:
+                        continue
+                    after_s = max(after_s, (growing.gigabits - self._tor_budget[own]) / pod.tor_gbps[own])
+                rank = max(after_s, 0.0), own != tor, depth, parent, tor
+                best = min(best or rank, rank)
+        return None if best is None else best[3:]
 
-    def _spare(self, kind: int, tor: int) -> float:
-        return self._together[kind][tor] - self._inside[kind][tor]
-
-    def _others_can(self, growing: "_Growing", parent: int, size: float) -> bool:
-        others = growing.below[self._pod.tor[parent]]
-        return any(self._budget[other] >= size for other in others if other != parent)
-
-    def _over(self, growing: "_Growing") -> tuple[int, int, bool] | None:
-        """Into a ToR once more where somebody elsewhere has time left; else whoever is busied least by it."""
-        size = growing.gigabits * _LESS
-        stuck = [tor for tor, missing in growing.missing.items() if missing and tor in growing.below]
-        if stuck:
-            able = [
-                (depth, parent)
-                for parent, depth in growing.depth.items()
-                if self._budget[parent] >= size and self._tor_budget[self._pod.tor[parent]] >= size
-            ]
-            if able:
-                return min(able)[1], stuck[0], True
-        best: tuple[float, int, int, bool] | None = None
-        for tor, missing in growing.missing.items():
-            for parent in growing.below.get(tor, ()) if missing else ():
-                after_s = (growing.gigabits - self._budget[parent]) / self._pod.nic_gbps[parent]
-                best = min(best or (after_s, parent, tor, False), (after_s, parent, tor, False))
-        if best is None and growing.away:
-            for tor, parents in growing.below.items():
-                for parent in parents if self._pod.tor_gbps[tor] > 0 else ():
-                    after_s = max(
-                        (growing.gigabits - self._budget[parent]) / self._pod.nic_gbps[parent],
-                        (growing.gigabits - self._tor_budget[tor]) / self._pod.tor_gbps[tor],
-                    )
-                    found = (after_s, parent, growing.away[-1], True)
-                    best = min(best or found, found)
-        return None if best is None else best[1:]
-
-    def _add(self, growing: "_Growing", parent: int, tor: int, is_between: bool) -> None:
+    def _add(self, growing: "_Growing", parent: int, tor: int) -> None:
         child = growing.missing[tor].pop()
         growing.edges.append((parent, child, growing.depth[parent]))
-        own = self._pod.tor[parent]
         self._budget[parent] -= growing.gigabits
-        for kind in self._kinds_of[parent]:
-            self._together[kind][own] -= growing.gigabits
-        if is_between:
-            if growing.away and growing.away[-1] == tor:
-                growing.away.pop()
-            self._tor_budget[own] -= growing.gigabits
-        else:
-            self._inside[growing.kind][own] -= growing.gigabits
+        if tor != self._pod.tor[parent]:
+            self._tor_budget[self._pod.tor[parent]] -= growing.gigabits
+        if tor in growing.away:
+            growing.away.remove(tor)
         self._enter(growing, child, growing.depth[parent] + 1)
 
 
@@ -200,11 +145,9 @@ class _Growing:
     """A tree as it grows."""
 
     gigabits: float
-    kind: int
     missing: dict[int, list[int]] = field(default_factory=dict)  # [ToR]
     away: list[int] = field(default_factory=list)  # ToRs that it has not entered
     depth: dict[int, int] = field(default_factory=dict)  # of who has it
-    below: dict[int, list[int]] = field(default_factory=dict)  # [ToR], who has it
     queue: list[tuple[int, float, int]] = field(default_factory=list)
     edges: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -220,18 +163,17 @@ class EdgeLaying:
         for members in self._members:
             self._place[members] = np.arange(len(members))
 
-    def edges(
-        self, load: WaveLoad, crossings: Sequence[PodCrossing], filled: Mapping[int, Sequence[ShardPiece]]
-    ) -> WaveEdges:
+    def edges(self, wave: WaveDraft) -> WaveEdges:
         """Phase A and phase B with their rates."""
-        floor_s = _floor_s(load)
+        crossings, filled = wave.crossings, wave.filled
+        floor_s = float(max(wave.received_s.max(initial=0.0), wave.tor_in_s.max(initial=0.0)))
         for crossing in crossings:
             circuit_gbps = self._problem.circuit_gbps(self._pod(crossing.src), self._pod(crossing.dst))
             floor_s = max(floor_s, crossing.piece.gigabits / (crossing.circuits * circuit_gbps))
         seeds = {(id(each.piece), self._pod(each.dst)): each.dst for each in crossings}
         trees: dict[tuple[int, int], list[LocalTree]] = {}
         for pod, pieces in sorted(filled.items()):
-            found = iter(spread(self._local(load, pod, pieces, seeds, floor_s)))
+            found = iter(spread(self._local(wave, pod, pieces, seeds, floor_s)))
             for piece in pieces:
                 trees[id(piece), pod] = [next(found) for _ in self._parts(piece)]
         columns = _Columns()
@@ -273,7 +215,7 @@ class EdgeLaying:
         return [(piece.offset + offset, size) for offset, size in stripes]
 
     def _local(
-        self, load: WaveLoad, pod: int, pieces: Sequence[ShardPiece], seeds: dict[tuple[int, int], int], floor_s: float
+        self, wave: WaveDraft, pod: int, pieces: Sequence[ShardPiece], seeds: dict[tuple[int, int], int], floor_s: float
     ) -> LocalPod:
         problem = self._problem
         members = self._members[pod]
@@ -288,8 +230,8 @@ class EdgeLaying:
             nic_gbps=tuple(problem.nic_gbps[members].tolist()),
             tor=tuple(tor.tolist()),
             tor_gbps=tuple(problem.tor_gbps[tors].tolist()),
-            sent_s=tuple(load.sent_s[members].tolist()),
-            tor_sent_s=tuple(load.tor_out_s[tors].tolist()),
+            sent_s=tuple(wave.sent_s[members].tolist()),
+            tor_sent_s=tuple(wave.tor_out_s[tors].tolist()),
             pieces=tuple(local),
             floor_s=floor_s,
         )
@@ -348,7 +290,3 @@ def equalise(problem: SyncProblem, crossings: Sequence[PodCrossing], left: Ints,
         left[ends] -= 1
         each.circuits += 1
         heapq.heappush(queue, (-each.piece.gigabits / scale[number] / each.circuits, number))
-
-
-def _floor_s(load: WaveLoad) -> float:
-    return float(max(load.received_s.max(initial=0.0), load.tor_in_s.max(initial=0.0)))

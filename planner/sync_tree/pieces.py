@@ -1,7 +1,8 @@
 """What a wave is filled with: pieces of shards, their ways into pods, and what the wave has taken of everything."""
 
 import itertools
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from planner.sync_tree.model import BITS, Floats, Ints
 
@@ -41,8 +42,8 @@ class PodCrossing:
 
 
 @dataclass(slots=True)
-class WaveLoad:
-    """What a wave takes of everything, in seconds, and the circuits that it leaves."""
+class WaveDraft:
+    """A wave in the making: what it takes of everything, in seconds, the circuits that it leaves, and what is in it."""
 
     sent_s: Floats  # [endpoint]
     received_s: Floats  # [endpoint]
@@ -55,3 +56,11 @@ class WaveLoad:
     relaying: Ints  # [pod], of these, may leave for other pods
     least: dict[tuple[int, int], tuple[int, Ints]]  # [receivers or holders, bytes], who is least busy; as of changes
     changes: list[int]  # [pod], how often what it sends has changed
+    floor_s: float = 0.0  # what it takes as far as is known
+    delivered: float = 0.0  # bytes
+    crossings: list[PodCrossing] = field(default_factory=list)
+    filled: dict[int, list[ShardPiece]] = field(default_factory=dict)  # [pod]
+    # Edges from pods that need nothing: their circuits are shared by families and pieces, which else spread by relays.
+    roots: Counter[int] = field(default_factory=Counter)  # [piece]
+    family_roots: Counter[int] = field(default_factory=Counter)  # [family]
+    seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # [piece][pod], and the pods above it

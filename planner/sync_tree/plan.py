@@ -4,8 +4,8 @@ Several ways to cut shards and to fill waves are planned in full, and the one wh
 that are small against a chunk wait longest below others: these go in rounds of their own, where nobody waits.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _TRIED = ((4, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1), (8, 1, 1), (1, 4, 1), (4, 
 _TRIED_SCARCE = ((1, 1, 1), (1, 2, 1), (1, 1, 4), (1, 2, 4), (2, 1, 1), (1, 1, 8), (4, 1, 1))  # one at once is all
 
 Waves = tuple[Wave, ...]
+Cost = Callable[[Waves], float]  # seconds
 
 
 def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
@@ -32,33 +33,29 @@ def make_plan(problem: SyncProblem, *, wave_s: float = 0.0) -> SyncPlan:
     fewer waves may be better then. Raises Unreachable where no plan exists."""
     problem = _with_boundaries(_with_islands(problem))
     bound_s = lower_bound_s(problem)
-    best = _best(problem, _Costs(wave_s))
+
+    def cost_s(found: Waves) -> float:
+        return _seconds(found) + wave_s * len(found)
+
+    best = _best(problem, cost_s)
     return SyncPlan(best, _seconds(best), bound_s, max(bound_s, naive_s(problem)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    wave_s: float
-
-    def seconds(self, found: Sequence[Wave]) -> float:
-        return _seconds(found) + self.wave_s * len(found)
-
-
-def _best(problem: SyncProblem, costs: _Costs) -> Waves:
+def _best(problem: SyncProblem, cost_s: Cost) -> Waves:
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     small = [size for size in needed if size <= _SMALL_CHUNKS * problem.chunk_bytes]
     if not small:
-        return _or_rounds(problem, _in_trees(problem, MOST_WORK, costs), costs) if needed else ()
+        return _or_rounds(problem, _in_trees(problem, MOST_WORK, cost_s), cost_s) if needed else ()
     alone, rest = _only(problem, 0, max(small)), _only(problem, max(small), np.inf)
     work = (MOST_WORK - _rounds_work(alone, max(small))) // 2
     best: Waves = tuple(rounds(alone, max(small)))
     if len(small) < len(needed):
-        best += _or_rounds(rest, _in_trees(rest, work, costs), costs)
-    together = _in_trees(problem, work, costs, needs_one=False)
-    return _or_rounds(problem, min(best, together or best, key=costs.seconds), costs)
+        best += _or_rounds(rest, _in_trees(rest, work, cost_s), cost_s)
+    together = _in_trees(problem, work, cost_s, needs_one=False)
+    return _or_rounds(problem, min(best, together or best, key=cost_s), cost_s)
 
 
-def _or_rounds(problem: SyncProblem, best: Waves, costs: _Costs) -> Waves:
+def _or_rounds(problem: SyncProblem, best: Waves, cost_s: Cost) -> Waves:
     """With the finest pieces that there is time for; instead of `best`, which is there already."""
     needed = [shard.bytes for shard in problem.shards if shard.receivers]
     more_pieces, clearly = _MORE_PIECES, _CLEARLY
@@ -69,11 +66,11 @@ def _or_rounds(problem: SyncProblem, best: Waves, costs: _Costs) -> Waves:
         pieces = sum(-(-each // size) for each in needed)
         if pieces <= len(needed) + more_pieces and _rounds_work(problem, size) <= MOST_ROUNDS_WORK:
             found = tuple(rounds(problem, size))
-            return found if costs.seconds(found) < clearly * costs.seconds(best) else best
+            return found if cost_s(found) < clearly * cost_s(best) else best
     return best
 
 
-def _seconds(found: Sequence[Wave]) -> float:
+def _seconds(found: Waves) -> float:
     return float(sum(wave.seconds for wave in found))
 
 
@@ -85,14 +82,10 @@ def _only(problem: SyncProblem, above: float, most: float) -> SyncProblem:
     return replace(problem, shards=tuple(shards))
 
 
-def _in_trees(problem: SyncProblem, most_work: int, costs: _Costs, *, needs_one: bool = True) -> Waves:
+def _in_trees(problem: SyncProblem, most_work: int, cost_s: Cost, *, needs_one: bool = True) -> Waves:
     """The best of what can be tried; `needs_one`: one way is tried, whatever it takes."""
-    best: Waves = ()
-    for style in _styles(problem, most_work, needs_one):
-        found = tuple(waves(problem, style))
-        if not best or costs.seconds(found) < costs.seconds(best):
-            best = found
-    return best
+    tried = (tuple(waves(problem, style)) for style in _styles(problem, most_work, needs_one))
+    return min(tried, key=cost_s, default=())
 
 
 def _rounds_work(problem: SyncProblem, piece_bytes: int) -> int:
@@ -113,18 +106,14 @@ def _with_islands(problem: SyncProblem) -> SyncProblem:
         return problem
     pod_of = {int(tor): len(problem.pods) + number for number, tor in enumerate(islands)}
     pods = [pod_of.get(tor, pod) for tor, pod in zip(problem.tor.tolist(), problem.pod.tolist(), strict=True)]
+    pairs, more = problem.pairs, (0, len(islands))
     return replace(
         problem,
         pods=(*problem.pods, *(f"(ToR {problem.tors[tor]})" for tor in islands)),
         boundary_circuits=np.concatenate([problem.boundary_circuits, np.zeros(len(islands), dtype=np.int64)]),
         pod=np.array(pods, dtype=np.int64),
-        pairs=_with_more(problem.pairs, len(islands)),
+        pairs=pairs and ShardPairs(np.pad(pairs.circuits, more), np.pad(pairs.gbps, more)),
     )
-
-
-def _with_more(pairs: ShardPairs | None, pods: int) -> ShardPairs | None:
-    """Of which no circuit leads anywhere."""
-    return pairs and ShardPairs(np.pad(pairs.circuits, (0, pods)), np.pad(pairs.gbps, (0, pods)))
 
 
 def _with_boundaries(problem: SyncProblem) -> SyncProblem:
@@ -143,15 +132,11 @@ def _styles(problem: SyncProblem, most_work: int, needs_one: bool) -> Iterator[B
         return
     largest = max(shard.bytes for shard in needed)
     crossing = _crossing(problem)
-    whole = float(int(crossing))
     at_once = crossing / _kinds(problem)  # pieces that each endpoint can receive, by circuits
     if at_once >= 2:
         tried = [(crossing, *each) for each in sorted(_TRIED, key=lambda each: each[0] > at_once)]
     else:
-        tried = [(each, *first) for each in dict.fromkeys((crossing, whole)) for first in _TRIED_SCARCE[:2]]
-        tried += [(crossing, *each) for each in _TRIED_SCARCE[2:]]
-    if problem.pairs is not None:  # circuits lead not everywhere: more of them have to be for relaying
-        tried += [(2 * crossing, 1, stripes, 4) for stripes in (1, 2)]
+        tried = [(crossing, *each) for each in _TRIED_SCARCE]
     work = 0
     for entering, together, stripes, parts in tried:
         size = max(1, -(-largest // parts))

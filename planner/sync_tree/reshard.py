@@ -49,7 +49,7 @@ def reshard(
         key = parameter.shape, parameter.split, stages
         if key not in known:  # layers are alike
             known[key] = _cells(parameter.name, _boxes(parameter, [trainer]), _boxes(parameter, engines))
-        _add(parts, known[key], _Of(parameter.name, parameter.dtype_bytes))
+        _add(parts, known[key], (parameter.name, parameter.dtype_bytes))
     return _numbered(parts)
 
 
@@ -70,16 +70,11 @@ def reshard_boxes(
         key = shape, tuple(has.items()), tuple(needs.items())
         if key not in known:
             known[key] = _cells(name, has, needs)
-        _add(parts, known[key], _Of(name, dtype_bytes))
+        _add(parts, known[key], (name, dtype_bytes))
     return _numbered(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Of:
-    name: str
-    dtype_bytes: int
-
-
+_Of = tuple[str, int]  # a parameter's name, and the bytes of an element
 _Cell = tuple[Ends, Ends, list[Box]]  # who has these, who needs them
 _Parts = dict[tuple[Ends, Ends], list[tuple[_Of, Box]]]
 
@@ -99,9 +94,9 @@ def _numbered(parts: _Parts) -> tuple[ReshardedVersion, ...]:
 def _resharded(name: str, holders: Ends, needing: Ends, pieces: Iterable[tuple[_Of, Box]]) -> ReshardedVersion:
     slices: list[ShardSlice] = []
     offset = 0
-    for of, box in pieces:
-        size = of.dtype_bytes * math.prod(last - first for first, last in box)
-        slices.append(ShardSlice(of.name, box, offset, size))
+    for (parameter, dtype_bytes), box in pieces:
+        size = dtype_bytes * math.prod(last - first for first, last in box)
+        slices.append(ShardSlice(parameter, box, offset, size))
         offset += size
     held = set(holders)
     receivers = tuple(end for end in needing if end not in held)

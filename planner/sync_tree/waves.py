@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.sync_tree.edges import EdgeLaying, equalise
 from planner.sync_tree.model import Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
-from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveLoad, cut_to
+from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
@@ -38,21 +38,6 @@ class PieceGroup:
     receivers: Ints
     pieces: list[ShardPiece] = field(default_factory=list)
     left: float = 0.0  # bytes
-
-
-@dataclass(slots=True)
-class _Wave:
-    """One in the making."""
-
-    load: WaveLoad
-    floor_s: float = 0.0  # what it takes as far as is known
-    delivered: float = 0.0  # bytes
-    crossings: list[PodCrossing] = field(default_factory=list)
-    filled: dict[int, list[ShardPiece]] = field(default_factory=dict)  # [pod]
-    # Edges from pods that need nothing: their circuits are shared by families and pieces, which else spread by relays.
-    roots: Counter[int] = field(default_factory=Counter)  # [piece]
-    family_roots: Counter[int] = field(default_factory=Counter)  # [family]
-    seeds: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # [piece][pod], and the pods above it
 
 
 def waves(problem: SyncProblem, style: BroadcastStrategy) -> Iterator[Wave]:
@@ -82,16 +67,16 @@ class _Filling:
         return any(group.pieces for group in self._groups)
 
     def wave(self) -> Wave:
-        making = _Wave(self._new_load(self._style.crossing))
+        making = self._draft(self._style.crossing)
         self._fill(making)
         if not making.filled:  # each pod waits for something and keeps its circuits for that
-            making = _Wave(self._new_load(0.0))
+            making = self._draft(0.0)
             self._fill(making)
         self._waves += 1
         if not making.filled:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
-        equalise(self._problem, making.crossings, making.load.circuits, making.load.between)
-        edges = self._laying.edges(making.load, making.crossings, making.filled)
+        equalise(self._problem, making.crossings, making.circuits, making.between)
+        edges = self._laying.edges(making)
         for pod, pieces in making.filled.items():
             for piece in pieces:
                 receivers = piece.missing.pop(pod)
@@ -102,7 +87,7 @@ class _Filling:
             group.left = sum(piece.bytes for piece in group.pieces)
         return Wave(float(edge_seconds(self._problem, edges).max()), edges)
 
-    def _new_load(self, average: float) -> WaveLoad:
+    def _draft(self, average: float) -> WaveDraft:
         """`average`: circuits that a pod keeps for what it has to receive."""
         problem = self._problem
         wanting = np.zeros(len(problem.pods), dtype=np.int64)
@@ -116,7 +101,7 @@ class _Filling:
         ends, tors = len(problem.endpoints), len(problem.tors)
         circuits = problem.boundary_circuits.copy()
         relaying = np.maximum(0, circuits - reserved)
-        return WaveLoad(
+        return WaveDraft(
             sent_s=np.zeros(ends),
             received_s=np.zeros(ends),
             seeded_s=np.zeros(ends),
@@ -130,12 +115,12 @@ class _Filling:
             changes=[0] * len(problem.pods),
         )
 
-    def _fill(self, making: _Wave) -> None:
-        most_roots = self._most_roots(making.load)
+    def _fill(self, making: WaveDraft) -> None:
+        most_roots = self._most_roots(making)
         refused = np.array([not group.pieces for group in self._groups])
         taken: list[set[int]] = [set() for _ in self._groups]  # pieces of each group that are in the wave
         while not refused.all():
-            number = self._next_group(making.load, refused)
+            number = self._next_group(making, refused)
             group = self._groups[number]
             candidates = [piece for piece in group.pieces if id(piece) not in taken[number]][:_LOOK_AHEAD]
             piece = self._take(making, group, candidates, most_roots)
@@ -145,37 +130,36 @@ class _Filling:
                 taken[number].add(id(piece))
                 self._turn += 1
 
-    def _most_roots(self, load: WaveLoad) -> tuple[int, int]:
+    def _most_roots(self, making: WaveDraft) -> tuple[int, int]:
         """Of a piece, and of all pieces of a family, in one wave."""
         needed = {group.pod for group in self._groups if group.pieces}
         free = [pod for pod in range(len(self._problem.pods)) if pod not in needed]
-        circuits = int(load.circuits[free].sum())
+        circuits = int(making.circuits[free].sum())
         families = {piece.family for group in self._groups for piece in group.pieces[:1]}
         return max(1, int(circuits / self._style.crossing)), max(1, circuits // max(1, len(families)))
 
-    def _next_group(self, load: WaveLoad, refused: "np.typing.NDArray[np.bool_]") -> int:
-        most_s = np.maximum.reduceat(load.received_s[self._everyone], self._starts)
+    def _next_group(self, making: WaveDraft, refused: "np.typing.NDArray[np.bool_]") -> int:
+        most_s = np.maximum.reduceat(making.received_s[self._everyone], self._starts)
         most_s[refused] = np.inf
         least = np.flatnonzero(most_s <= most_s.min() / _LESS)
         return int(max(least, key=lambda number: (self._groups[number].left, -number)))
 
     def _take(
-        self, making: _Wave, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
+        self, making: WaveDraft, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
     ) -> ShardPiece | None:
         """The one of the candidates that disturbs the wave least is in it then; None: none can be."""
-        load = making.load
         best: tuple[tuple[float, ...], ShardPiece, int, int] | None = None
         for order, piece in enumerate(candidates):
-            after_s = self._received_s(load, group, piece)
+            after_s = self._received_s(making, group, piece)
             floor_s = self._floor_s(making, group, piece, after_s)
             amount = piece.bytes * len(group.receivers)
             if (making.delivered + amount) * making.floor_s < making.delivered * floor_s * _LESS:
                 continue
-            if making.delivered and not self._can_spread(load, group, piece, floor_s):
+            if making.delivered and not self._can_spread(making, group, piece, floor_s):
                 continue
             if group.pod in piece.sources:
                 return self._booked(making, group, piece, floor_s)
-            if load.circuits[group.pod] <= 0:
+            if making.circuits[group.pod] <= 0:
                 continue
             for rank, sender, above in self._ways(making, piece, group.pod, floor_s, most_roots):
                 if rank[0] > 0 and making.delivered:
@@ -186,104 +170,113 @@ class _Filling:
             return None
         _, piece, sender, above = best
         self._cross(making, group, piece, sender, above)
-        floor_s = self._floor_s(making, group, piece, self._received_s(load, group, piece))
+        floor_s = self._floor_s(making, group, piece, self._received_s(making, group, piece))
         floor_s = max(floor_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), group.pod))
         return self._booked(making, group, piece, floor_s)
 
-    def _floor_s(self, making: _Wave, group: PieceGroup, piece: ShardPiece, received_s: float) -> float:
+    def _floor_s(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, received_s: float) -> float:
         own_s = received_s if making.delivered else received_s * self._style.together
         if group.pod not in piece.sources:  # over one circuit, where NICs are faster
             own_s = max(own_s, piece.gigabits / self._into_gbps[group.pod])
         return max(making.floor_s, own_s)
 
-    def _can_spread(self, load: WaveLoad, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
+    def _can_spread(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> bool:
         """Whether its receivers can send it to each other beside what they send already."""
         number = piece.groups[group.pod]
         inside = self._sent_inside(group, piece) * piece.gigabits
-        return not inside or load.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
+        return not inside or making.group_sent[number] + inside <= floor_s * self._group_gbps[number] / _LESS
 
     def _sent_inside(self, group: PieceGroup, piece: ShardPiece) -> int:
         return len(group.receivers) - (group.pod not in piece.sources)
 
-    def _received_s(self, load: WaveLoad, group: PieceGroup, piece: ShardPiece) -> float:
+    def _received_s(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece) -> float:
         nic_gbps = self._problem.nic_gbps[group.receivers]
-        return float((load.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
+        return float((making.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
 
-    def _booked(self, making: _Wave, group: PieceGroup, piece: ShardPiece, floor_s: float) -> ShardPiece:
-        problem, load, pod = self._problem, making.load, group.pod
-        load.received_s[group.receivers] += piece.gigabits / problem.nic_gbps[group.receivers]
+    def _booked(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> ShardPiece:
+        problem, pod = self._problem, group.pod
+        making.received_s[group.receivers] += piece.gigabits / problem.nic_gbps[group.receivers]
         there = set(problem.tor[piece.sources[pod]].tolist()) if pod in piece.sources else set()
         for tor in set(problem.tor[group.receivers].tolist()) - there:
             if problem.tor_gbps[tor] > 0:
-                load.tor_in_s[tor] += piece.gigabits / problem.tor_gbps[tor]
-        making.floor_s = max(floor_s, float(load.tor_in_s.max(initial=0.0)))
+                making.tor_in_s[tor] += piece.gigabits / problem.tor_gbps[tor]
+        making.floor_s = max(floor_s, float(making.tor_in_s.max(initial=0.0)))
         making.delivered += piece.bytes * len(group.receivers)
-        load.group_sent[piece.groups[pod]] += self._sent_inside(group, piece) * piece.gigabits
+        making.group_sent[piece.groups[pod]] += self._sent_inside(group, piece) * piece.gigabits
         making.filled.setdefault(pod, []).append(piece)
         return piece
 
     def _ways(
-        self, making: _Wave, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
+        self, making: WaveDraft, piece: ShardPiece, into: int, floor_s: float, most_roots: tuple[int, int]
     ) -> Iterator[tuple[tuple[float, ...], int, int]]:
         """Senders for a piece into another pod: how they rank, who they are, and the pods above."""
-        load = making.load
         most, most_of_family = most_roots
         is_rooted = making.roots[id(piece)] >= most or making.family_roots[piece.family] >= most_of_family
         for pod, ends in piece.sources.items():
-            if self._may_send(load, pod, into):
+            if self._may_send(making, pod, into):
                 if is_rooted and pod not in piece.groups:
                     continue
-                yield self._rank(load, piece, self._least_busy(load, piece, ends, pod), into, 0, floor_s)
+                yield self._rank(making, piece, self._least_busy(making, piece, ends, pod), into, 0, floor_s)
         for pod, (seed, above) in making.seeds.get(id(piece), {}).items():
-            if self._may_send(load, pod, into):
-                yield self._rank(load, piece, seed, into, above, floor_s)
+            if self._may_send(making, pod, into):
+                yield self._rank(making, piece, seed, into, above, floor_s)
                 if self._style.stripes > 1:
                     continue  # others have it in parts, none of which comes as fast as it would have to go
                 # Whoever has it from the seed: later, but the seed may have its hands full with its own pod.
-                other = self._least_busy(load, piece, piece.missing[pod], pod)
-                yield self._rank(load, piece, other, into, above + 1, floor_s)
+                other = self._least_busy(making, piece, piece.missing[pod], pod)
+                yield self._rank(making, piece, other, into, above + 1, floor_s)
 
-    def _may_send(self, load: WaveLoad, pod: int, into: int) -> bool:
-        if load.between is not None and load.between[pod, into] <= 0:
+    def _may_send(self, making: WaveDraft, pod: int, into: int) -> bool:
+        if making.between is not None and making.between[pod, into] <= 0:
             return False
-        return bool(load.relaying[pod] > 0 and load.circuits[pod] > 0)
+        return bool(making.relaying[pod] > 0 and making.circuits[pod] > 0)
 
     def _rank(
-        self, load: WaveLoad, piece: ShardPiece, sender: int, into: int, above: int, floor_s: float
+        self, making: WaveDraft, piece: ShardPiece, sender: int, into: int, above: int, floor_s: float
     ) -> tuple[tuple[float, ...], int, int]:
-        after_s = self._after_sending_s(load, piece, sender)
-        if load.between is not None:
+        after_s = self._after_sending_s(making, piece, sender)
+        if making.between is not None:
             after_s = max(after_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), into))
         return (
-            (max(0.0, after_s - floor_s / _LESS), above, -int(load.relaying[self._pod(sender)]), after_s),
+            (max(0.0, after_s - floor_s / _LESS), above, -int(making.relaying[self._pod(sender)]), after_s),
             sender,
             above,
         )
 
-    def _cross(self, making: _Wave, group: PieceGroup, piece: ShardPiece, sender: int, above: int) -> None:
-        seed = self._least_busy(making.load, piece, group.receivers, group.pod)
-        self._send(making.load, piece, sender, seed)
-        making.load.seeded_s[seed] += piece.gigabits / self._problem.nic_gbps[seed]
-        making.load.changes[group.pod] += 1
-        making.crossings.append(PodCrossing(piece, sender, seed))
-        making.seeds.setdefault(id(piece), {})[group.pod] = seed, above + 1
-        if self._pod(sender) not in piece.groups:
+    def _cross(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, sender: int, above: int) -> None:
+        problem, src_pod, pod = self._problem, self._pod(sender), group.pod
+        seed = self._least_busy(making, piece, group.receivers, pod)
+        making.sent_s[sender] += piece.gigabits / problem.nic_gbps[sender]
+        making.tor_out_s[problem.tor[sender]] += piece.gigabits / problem.tor_gbps[problem.tor[sender]]
+        making.seeded_s[seed] += piece.gigabits / problem.nic_gbps[seed]
+        if (number := piece.groups.get(src_pod)) is not None:
+            making.group_sent[number] += piece.gigabits
+        else:
             making.roots[id(piece)] += 1
             making.family_roots[piece.family] += 1
+        making.circuits[[src_pod, pod]] -= 1
+        if making.between is not None:
+            making.between[src_pod, pod] -= 1
+        making.relaying[src_pod] -= 1
+        making.relaying[pod] = min(making.relaying[pod], making.circuits[pod])
+        making.changes[src_pod] += 1
+        making.changes[pod] += 1
+        making.crossings.append(PodCrossing(piece, sender, seed))
+        making.seeds.setdefault(id(piece), {})[pod] = seed, above + 1
 
-    def _least_busy(self, load: WaveLoad, piece: ShardPiece, ends: Ints, pod: int) -> int:
+    def _least_busy(self, making: WaveDraft, piece: ShardPiece, ends: Ints, pod: int) -> int:
         """Of these in a pod, by what they and their ToRs send; all else equal in turn, so that senders go round."""
         key = id(ends), piece.bytes
-        known = load.least.get(key)
-        if known is None or known[0] != load.changes[pod]:
-            known = load.least[key] = load.changes[pod], self._least(load, piece, ends)
+        known = making.least.get(key)
+        if known is None or known[0] != making.changes[pod]:
+            known = making.least[key] = making.changes[pod], self._least(making, piece, ends)
         return int(known[1][self._turn % len(known[1])])
 
-    def _least(self, load: WaveLoad, piece: ShardPiece, ends: Ints) -> Ints:
+    def _least(self, making: WaveDraft, piece: ShardPiece, ends: Ints) -> Ints:
         problem = self._problem
         tors = problem.tor[ends]
-        sent_s = load.sent_s[ends] + load.seeded_s[ends]
-        busy_s = np.maximum(sent_s, load.tor_out_s[tors])
+        sent_s = making.sent_s[ends] + making.seeded_s[ends]
+        busy_s = np.maximum(sent_s, making.tor_out_s[tors])
         busy_s = np.where(problem.tor_gbps[tors] > 0, busy_s + piece.gigabits / problem.nic_gbps[ends], np.inf)
         least = np.flatnonzero(busy_s <= busy_s.min() / _LESS)
         # Of equals, one whose neighbours below the same ToR send little: there a tree can go on.
@@ -291,33 +284,18 @@ class _Filling:
         freest: Ints = ends[least[beside_s <= beside_s.min() / _LESS]]
         return freest
 
-    def _after_sending_s(self, load: WaveLoad, piece: ShardPiece, sender: int) -> float:
+    def _after_sending_s(self, making: WaveDraft, piece: ShardPiece, sender: int) -> float:
         problem = self._problem
         tor, group = problem.tor[sender], piece.groups.get(self._pod(sender))
         if problem.tor_gbps[tor] <= 0:
             return float("inf")
         after_s = max(
-            float(load.sent_s[sender] + load.seeded_s[sender] + piece.gigabits / problem.nic_gbps[sender]),
-            float(load.tor_out_s[tor] + piece.gigabits / problem.tor_gbps[tor]),
+            float(making.sent_s[sender] + making.seeded_s[sender] + piece.gigabits / problem.nic_gbps[sender]),
+            float(making.tor_out_s[tor] + piece.gigabits / problem.tor_gbps[tor]),
         )
         if group is None:
             return after_s
-        return max(after_s, float(load.group_sent[group] + piece.gigabits) / self._group_gbps[group])
-
-    def _send(self, load: WaveLoad, piece: ShardPiece, src: int, dst: int) -> None:
-        problem = self._problem
-        load.sent_s[src] += piece.gigabits / problem.nic_gbps[src]
-        load.tor_out_s[problem.tor[src]] += piece.gigabits / problem.tor_gbps[problem.tor[src]]
-        if (group := piece.groups.get(self._pod(src))) is not None:
-            load.group_sent[group] += piece.gigabits
-        for pod in (self._pod(src), self._pod(dst)):
-            load.circuits[pod] -= 1
-        if load.between is not None:
-            load.between[self._pod(src), self._pod(dst)] -= 1
-        load.relaying[self._pod(src)] -= 1
-        load.changes[self._pod(src)] += 1
-        dst_pod = self._pod(dst)
-        load.relaying[dst_pod] = min(load.relaying[dst_pod], load.circuits[dst_pod])
+        return max(after_s, float(making.group_sent[group] + piece.gigabits) / self._group_gbps[group])
 
     def _pod(self, endpoint: int) -> int:
         return int(self._problem.pod[endpoint])

@@ -17,8 +17,7 @@ class _Run:
     edge: CarryEdge
     planned_s: float
     live: bool = True
-    began_s: float = 0.0
-    ended_s: float = 0.0
+    seconds: float = 0.0
     bytes: int = 0
 
     @property
@@ -92,7 +91,7 @@ class SyncProgress:
         if run is not None and run.live:
             run.bytes = run.edge.bytes
             self._over(run)
-            run.began_s, run.ended_s = event.began_s, event.ended_s
+            run.seconds = max(0.0, event.ended_s - event.began_s)
             self._arrived(run.edge, run.edge.bytes)
 
     def broken(self, edge_id: str, arrived_bytes: int) -> CarryEdge | None:
@@ -156,18 +155,9 @@ class SyncProgress:
 
     def slowest(self, count: int) -> tuple[EdgeTime, ...]:
         over = [run for run in self.runs.values() if run.done]
-        over.sort(key=lambda run: (run.began_s - run.ended_s, run.edge.id))
-        return tuple(
-            EdgeTime(
-                run.edge.src,
-                run.edge.dst,
-                run.edge.phase,
-                run.edge.bytes,
-                max(0.0, run.ended_s - run.began_s),
-                run.planned_s,
-            )
-            for run in over[:count]
-        )
+        over.sort(key=lambda run: (-run.seconds, run.edge.id))
+        ends = ((run, run.edge) for run in over[:count])
+        return tuple(EdgeTime(e.src, e.dst, e.phase, e.bytes, run.seconds, run.planned_s) for run, e in ends)
 
     def _over(self, run: _Run) -> None:
         run.live, edge = False, run.edge

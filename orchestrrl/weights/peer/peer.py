@@ -112,7 +112,7 @@ class PeerLink:
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox[PeerNews | None] = Outbox(MOST_UNSENT)  # None: the time alone
         self._reported: Peer | None = None  # as the daemon knows this peer, without what changes all the time
-        given = store.serving if settings.peer.serves else {}
+        given = store.state.serving if settings.peer.serves else {}
         self._engines = PeerEngines(settings.engines, settings.product, clock, self._poll, given)
         self._carrier = ThreadedCarrier(settings.peer.id, transports, self._on_news, clock.now_s)
         orders = PeerOrders(store, self._carrier, self._engines, self._poll)
@@ -289,7 +289,7 @@ class PeerOrders:
     ) -> tuple[LoadedWeights, str]:
         folder = await asyncio.to_thread(staged.install_folder)
         identity = await asyncio.to_thread(lambda: staged.identity)
-        is_other = anew or self._store.installed.get(engine) != identity
+        is_other = anew or self._store.state.installed.get(engine) != identity
         if is_other:  # until it is there: one that is killed in the middle has neither
             await asyncio.to_thread(self._store.note_installed, engine, "")
         known_sum = await asyncio.to_thread(staged.content_sum)

@@ -52,7 +52,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _PeerState:
+class RememberedPeer:
     """What outlives the peer beside its versions. `installed`: by engine, `StagedVersion.identity` of what it was given
     last; `serving`: engines that the daemon told of last, and where they listen."""
 
@@ -61,7 +61,7 @@ class _PeerState:
 
 
 _STATE: TypeAdapter[_State] = TypeAdapter(_State)
-_PEER_STATE: TypeAdapter[_PeerState] = TypeAdapter(_PeerState)
+_PEER_STATE: TypeAdapter[RememberedPeer] = TypeAdapter(RememberedPeer)
 
 
 class VersionStore:
@@ -72,7 +72,7 @@ class VersionStore:
         self.versions: dict[int, StagedVersion] = {}
         self._changing = threading.Lock()
         self._locked = _lock(folder)
-        self._state = self._read_peer_state()
+        self.state = self._read_peer_state()
         for version in self._on_disk():
             self._find(version)
 
@@ -131,26 +131,18 @@ class VersionStore:
     def folder_of(self, version: int) -> Path:
         return self.folder / f"v{version}"
 
-    @property
-    def installed(self) -> Mapping[EngineId, str]:
-        return self._state.installed
-
-    @property
-    def serving(self) -> Mapping[EngineId, str]:
-        return self._state.serving
-
     def note_installed(self, engine: EngineId, identity: str) -> None:
         """Empty: nobody knows what it has. To be there again after a restart."""
         with self._changing:
-            self._note(replace(self._state, installed={**self._state.installed, engine: identity}))
+            self._note(replace(self.state, installed={**self.state.installed, engine: identity}))
 
     def note_serving(self, engines: Mapping[EngineId, str]) -> None:
         with self._changing:
-            self._note(replace(self._state, serving=dict(engines)))
+            self._note(replace(self.state, serving=dict(engines)))
 
-    def _note(self, state: _PeerState) -> None:
+    def _note(self, state: RememberedPeer) -> None:
         _write(self.folder / PEER_FILE, _PEER_STATE.dump_json(state))
-        self._state = state
+        self.state = state
 
     def close(self) -> None:
         """Let another peer have the folder. What is held stays there."""
@@ -194,11 +186,11 @@ class VersionStore:
         logger.warning("%s: is of another manifest or an older schema, and is replaced", folder)
         _discard(folder, with_parts=False)
 
-    def _read_peer_state(self) -> _PeerState:
+    def _read_peer_state(self) -> RememberedPeer:
         try:
             return _PEER_STATE.validate_json((self.folder / PEER_FILE).read_bytes())
         except (OSError, ValidationError):
-            return _PeerState()
+            return RememberedPeer()
 
 
 def _faults(map: VersionMap, parts: Sequence[StagedPart]) -> list[str]:

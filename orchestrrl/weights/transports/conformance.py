@@ -25,6 +25,7 @@ from orchestrrl.weights.transports.base import (
     LinkBroken,
     NotYet,
     OutgoingLink,
+    PendingChunk,
     Transport,
     make_transport,
 )
@@ -98,25 +99,24 @@ def broken() -> Iterator[None]:
 
 
 def send_all(link: OutgoingLink, chunks: Sequence[bytes]) -> None:
-    """Two in flight."""
-    flight = deque(link.send(memoryview(chunk)) for chunk in chunks[:2])
-    for chunk in chunks[2:]:
-        flight.popleft().wait(PATIENT_S)
-        flight.append(link.send(memoryview(chunk)))
-    for pending in flight:
-        pending.wait(PATIENT_S)
+    _two_in_flight(link.send, chunks)
 
 
 def receive_all(link: IncomingLink, sizes: Sequence[int]) -> list[bytes]:
-    """Two in flight, each into memory of its own."""
+    """Each into memory of its own."""
     into = [bytearray(size) for size in sizes]
-    flight = deque(link.receive(memoryview(each)) for each in into[:2])
-    for each in into[2:]:
-        flight.popleft().wait(PATIENT_S)
-        flight.append(link.receive(memoryview(each)))
+    _two_in_flight(link.receive, into)
+    return [bytes(each) for each in into]
+
+
+def _two_in_flight(begin: Callable[[memoryview], PendingChunk], chunks: Sequence[bytes | bytearray]) -> None:
+    flight: deque[PendingChunk] = deque()
+    for chunk in chunks:
+        if len(flight) == 2:
+            flight.popleft().wait(PATIENT_S)
+        flight.append(begin(memoryview(chunk)))
     for pending in flight:
         pending.wait(PATIENT_S)
-    return [bytes(each) for each in into]
 
 
 class TransportConformance:

@@ -8,6 +8,7 @@ further up the tree) gives signs of life; one that has died gives none, and only
 import hashlib
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,6 @@ class EdgeRun:
     stall_s: float
     on_began: Callable[["EdgeRun"], None]
     on_moved: Callable[["EdgeRun", int], None]
-    steady_s: Callable[[], float]
     let_go: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     link: IncomingLink | OutgoingLink | None = None
@@ -198,7 +198,7 @@ def send(link: OutgoingLink, run: EdgeRun) -> None:
         run.on_began(run)
         announce(len(ready))
         for offset, size in ready:
-            run.pause(pacer.take(size, run.steady_s()))
+            run.pause(pacer.take(size, time.monotonic()))
             flight.land(IN_FLIGHT - 1)
             view, buffer = flight.view(offset, size)
             if buffer is not None:

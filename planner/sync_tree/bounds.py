@@ -123,7 +123,7 @@ def _crossing_s(
     if (pairs := problem.pairs) is not None:
         for holders, receivers in needed:
             _reach(problem, pairs, _places(problem.pod, holders), _places(problem.pod, receivers))
-        between = _between_gbps(pairs)[np.ix_(useful, useful)]
+        between = (pairs.circuits * pairs.gbps)[np.ix_(useful, useful)]
         at_boundaries_s = 2 * crossing / float(_boundary_gbps(problem)[useful].sum())
         return max(at_boundaries_s, crossing / float(between.sum()), _cuts_s(problem, needed, between, useful))
     ends = problem.boundary_circuits[useful]
@@ -165,16 +165,8 @@ def _reach(problem: SyncProblem, pairs: ShardPairs, held: set[int], needed: set[
         raise Unreachable(f"no circuits lead into PoD {problem.pods[pod]} from where shards are that it needs")
 
 
-def _between_gbps(pairs: ShardPairs) -> Floats:
-    """In each direction."""
-    return np.asarray(pairs.circuits * pairs.gbps, dtype=np.float64)
-
-
 def _boundary_gbps(problem: SyncProblem) -> Floats:
-    link_gbps: float | Floats = problem.link_gbps
-    if problem.pairs is not None:  # with the fastest that they have
-        link_gbps = np.where(problem.pairs.circuits > 0, problem.pairs.gbps, 0.0).max(axis=0, initial=0.0)
-    return np.asarray(problem.boundary_circuits * link_gbps, dtype=np.float64)
+    return np.asarray(problem.boundary_circuits * problem.fastest_gbps, dtype=np.float64)
 
 
 class _Program:
@@ -186,7 +178,7 @@ class _Program:
         self._gbps = {"in": problem.nic_gbps, "out": problem.nic_gbps, "pod": _boundary_gbps(problem)}
         self._gbps |= {"tor_in": problem.tor_gbps, "tor_out": problem.tor_gbps}
         if problem.pairs is not None:
-            between = _between_gbps(problem.pairs)
+            between = problem.pairs.circuits * problem.pairs.gbps
             self._gbps |= {"pod_in": between.sum(axis=0), "pod_out": between.sum(axis=1), "pair": between.ravel()}
         self._alone: defaultdict[Limit, float] = defaultdict(float)
         self._spread: defaultdict[tuple[Way, ...], float] = defaultdict(float)

@@ -93,6 +93,14 @@ class SyncProblem:
         if len(self.nic_gbps) and not (self.nic_gbps > 0).all():
             raise ValueError(f"nic_gbps must be > 0, got {self.nic_gbps.min()}")
 
+    @property
+    def fastest_gbps(self) -> Floats:
+        """[pod], of the fastest circuit that leads there."""
+        if self.pairs is None:
+            return np.full(len(self.pods), self.link_gbps)
+        fastest: Floats = np.where(self.pairs.circuits > 0, self.pairs.gbps, 0.0).max(axis=0, initial=0.0)
+        return fastest
+
     def circuit_gbps(self, src_pod: int, dst_pod: int) -> float:
         return self.link_gbps if self.pairs is None else float(self.pairs.gbps[src_pod, dst_pod])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.sync_tree.edges import EdgeLaying, equalise
-from planner.sync_tree.model import Floats, Ints, SyncProblem, Unreachable, Wave, edge_seconds
+from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave, edge_seconds
 from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
@@ -58,7 +58,7 @@ class _Filling:
         self._everyone = np.concatenate([group.receivers for group in self._groups] or [np.zeros(0, dtype=np.int64)])
         self._group_gbps = [float(problem.nic_gbps[group.receivers].sum()) for group in self._groups]
         # The fastest way into each pod.
-        self._into_gbps = _into(problem).tolist()
+        self._into_gbps = problem.fastest_gbps.tolist()
         self._turn = 0
         self._waves = 0
 
@@ -299,14 +299,6 @@ class _Filling:
 
     def _pod(self, endpoint: int) -> int:
         return int(self._problem.pod[endpoint])
-
-
-def _into(problem: SyncProblem) -> Floats:
-    """Gigabits per second of the fastest circuit into each pod."""
-    if problem.pairs is None:
-        return np.full(len(problem.pods), problem.link_gbps)
-    fastest: Floats = np.where(problem.pairs.circuits > 0, problem.pairs.gbps, 0.0).max(axis=0, initial=0.0)
-    return fastest
 
 
 def _grouped(problem: SyncProblem, style: BroadcastStrategy) -> list[PieceGroup]:

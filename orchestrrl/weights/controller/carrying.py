@@ -134,8 +134,8 @@ class TreeTransfer:
                 version = self._record.report.version
                 return plan_sync(version, self._publications, peers.values(), network, settings, name=name)
             before, map = self._carried
-            own = peers.keys() & receivers
-            planned = plan_repair(map, own, peers.values(), network, settings, held=held, name=name)
+            known = before.opens.keys() & peers.keys() & set(receivers)
+            planned = plan_repair(map, known, peers.values(), network, settings, held=held, name=name)
             return replace(planned, opens={**planned.opens, **{p: o for p, o in before.opens.items() if p in held}})
 
         with self._record.phase(SyncPhase.PLAN):

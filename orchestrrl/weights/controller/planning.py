@@ -62,7 +62,11 @@ def plan_sync(
     ids = sorted(known)
     parts = {peer: _parts(publications, peer) for peer in ids}
     having = {end: _having(parts[peer]) for end, peer in enumerate(ids)}
-    needing = {end: _needing(known[peer], tensors) for end, peer in enumerate(ids) if _has_engines(known[peer])}
+    needing = {
+        end: _needing(known[peer], tensors)
+        for end, peer in enumerate(ids)
+        if known[peer].role is PeerRole.ENGINE or known[peer].engines
+    }
     try:
         sharded = reshard_boxes(
             {name: (meta.shape, DTYPE_BYTES[meta.dtype]) for name, meta in tensors.items()}, having, needing
@@ -78,12 +82,10 @@ def plan_sync(
         for end, peer in enumerate(ids)
         if parts[peer] or any(end in (*each.shard.holders, *each.shard.receivers) for each in sharded)
     }
-    segments = [
-        ShardSegment(
-            each.shard.id, 0, each.shard.bytes, _named(ids, each.shard.holders), _named(ids, each.shard.receivers)
-        )
-        for each in sharded
-    ]
+    segments = []
+    for shard in (each.shard for each in sharded):
+        ends = (tuple(ids[end] for end in each) for each in (shard.holders, shard.receivers))
+        segments.append(ShardSegment(shard.id, 0, shard.bytes, *ends))
     planned = _planned(whole, opens, segments, known, network, settings, name)
     return replace(planned, summed_by=summed_by(segments))
 
@@ -142,14 +144,6 @@ def _lacks(shard: ShardMap, held: HeldVersion | None) -> tuple[Range, ...]:
     if held is None or shard.id not in held.shards:
         return ((0, shard.bytes),)
     return held.missing.get(shard.id, ())
-
-
-def _has_engines(peer: Peer) -> bool:
-    return peer.role is PeerRole.ENGINE or bool(peer.engines)
-
-
-def _named(ids: Sequence[PeerId], ends: Iterable[int]) -> tuple[PeerId, ...]:
-    return tuple(ids[end] for end in ends)
 
 
 def _unknown_peers(

@@ -115,10 +115,7 @@ def profile(report: SyncReport, now_s: float | None = None) -> SyncProfile:
     whole_s = sum(seconds for phase, seconds in waited.items() if phase not in BESIDE)
     rows = tuple(
         PhaseRow(
-            phase,
-            ran[phase],
-            waited[phase],
-            waited[phase] / whole_s if whole_s > 0 and phase not in BESIDE else 0.0,
+            phase, ran[phase], waited[phase], waited[phase] / whole_s if whole_s > 0 and phase not in BESIDE else 0.0
         )
         for phase in SyncPhase
         if phase in ran

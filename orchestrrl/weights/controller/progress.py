@@ -125,7 +125,8 @@ class SyncProgress:
             self._lacks(peer, shard, ranges)
             for run in self.runs.values():
                 edge = run.edge
-                if edge.dst == peer and edge.shard == shard and any(_touch(edge, each) for each in ranges):
+                end = edge.offset + edge.bytes
+                if (edge.dst, edge.shard) == (peer, shard) and any(a < end and edge.offset < a + n for a, n in ranges):
                     self._blamed.setdefault(peer, set()).add(edge.src)
 
     def lacks(self, peer: PeerId) -> bool:
@@ -179,7 +180,3 @@ class SyncProgress:
         if not own.is_empty:
             self.lacking_peers.add(peer)
             self.doubtful.add(peer)
-
-
-def _touch(edge: CarryEdge, of: Range) -> bool:
-    return edge.offset < of[0] + of[1] and of[0] < edge.offset + edge.bytes

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ThreadedCarrier:
-    """`report` is called from the edges' threads. `now_s` stamps events (Unix time); `steady_s` is for waiting."""
+    """`report` is called from the edges' threads. `now_s` stamps events (Unix time)."""
 
     def __init__(
         self,
@@ -39,13 +39,11 @@ class ThreadedCarrier:
         transports: Mapping[str, Transport],
         report: Callable[[EdgeEvent | ArrivedBytes], None],
         now_s: Callable[[], float] = time.time,
-        steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._me = me
         self._transports = transports
         self._report = report
         self._now_s = now_s
-        self._steady_s = steady_s
         self._lock = threading.RLock()
         self._runs: dict[EdgeKey, EdgeRun] = {}  # also those that are over, until their version is let go of
         self._told_s: dict[int, float] = {}  # when it was told last how far a version is
@@ -62,8 +60,8 @@ class ThreadedCarrier:
             for edge in order.edges:
                 if (known := self._runs.get((order.version, edge.id))) is None:
                     what = order.version, edge, edge.dst == self._me, staged, order.chunk_bytes, order.stall_s
-                    self._runs[order.version, edge.id] = EdgeRun(*what, self._began, self._moved, self._steady_s)
-                    self._told_s.setdefault(order.version, self._steady_s())
+                    self._runs[order.version, edge.id] = EdgeRun(*what, self._began, self._moved)
+                    self._told_s.setdefault(order.version, time.monotonic())
                 elif known.outcome is not None:
                     told_again.append(known.outcome)
             self._begin_due(order.version)
@@ -171,9 +169,9 @@ class ThreadedCarrier:
             try:
                 wire.receive(link, run)
             except LinkBroken:
-                if run.moved_bytes or (until_s is not None and self._steady_s() >= until_s):
+                if run.moved_bytes or (until_s is not None and time.monotonic() >= until_s):
                     raise
-                until_s = until_s if until_s is not None else self._steady_s() + min(run.stall_s, DIALS_AGAIN_S)
+                until_s = until_s if until_s is not None else time.monotonic() + min(run.stall_s, DIALS_AGAIN_S)
                 self._let_link_go(run)
                 run.pause()
             else:
@@ -195,7 +193,7 @@ class ThreadedCarrier:
             try:
                 return transport.accept(run.link_key, ASK_AGAIN_S)
             except NotYet:
-                if until_s is not None and self._steady_s() >= until_s:
+                if until_s is not None and time.monotonic() >= until_s:
                     raise
 
     def _linked(self, run: EdgeRun, link: L) -> L:
@@ -220,7 +218,7 @@ class ThreadedCarrier:
     def _moved(self, run: EdgeRun, size: int) -> None:
         run.moved_bytes += size
         told_s = self._told_s.get(run.version)
-        if run.is_receiver and told_s is not None and self._steady_s() - told_s >= TOLD_EVERY_S:
+        if run.is_receiver and told_s is not None and time.monotonic() - told_s >= TOLD_EVERY_S:
             self._tell_arrived(run)
 
     def _tell_arrived(self, run: EdgeRun) -> None:
@@ -228,7 +226,7 @@ class ThreadedCarrier:
         with self._lock:
             if run.version not in self._told_s or run.let_go.is_set():
                 return
-            self._told_s[run.version] = self._steady_s()
+            self._told_s[run.version] = time.monotonic()
         needed = sum(shard.bytes for shard in run.staged.map.shards)
         missing = sum(size for ranges in run.staged.missing().values() for _, size in ranges)
         self._report(ArrivedBytes(run.version, needed - missing))

@@ -122,10 +122,7 @@ class PeerLink:
     async def run(self) -> None:
         await self._engines.refresh()
         stays = stay_connected(
-            self._settings.daemon,
-            self._converse,
-            clock=self._clock,
-            name=f"peer {self._settings.peer.id}",
+            self._settings.daemon, self._converse, clock=self._clock, name=f"peer {self._settings.peer.id}"
         )
         await first_of(stays, self._engines.watch(self._settings.poll_engines_s), self._watch())
 
@@ -137,10 +134,7 @@ class PeerLink:
 
     def introduction(self) -> Peer:
         return replace(
-            self._settings.peer,
-            transports=self._addresses,
-            engines=self._engines.report,
-            held=self._store.held,
+            self._settings.peer, transports=self._addresses, engines=self._engines.report, held=self._store.held
         )
 
     async def _converse(self, channel: grpc.aio.Channel, established: Established) -> None:

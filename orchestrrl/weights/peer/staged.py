@@ -71,12 +71,7 @@ class StagedVersion:
     need, though nobody sends them."""
 
     def __init__(
-        self,
-        folder: Path,
-        map: VersionMap,
-        parts: Sequence[StagedPart] = (),
-        *,
-        at_home: Collection[str] = (),
+        self, folder: Path, map: VersionMap, parts: Sequence[StagedPart] = (), *, at_home: Collection[str] = ()
     ) -> None:
         self.map = map
         self.folder = folder

@@ -153,7 +153,8 @@ class VersionStore:
         found = []
         for entry in self.folder.iterdir():
             number = entry.name.removeprefix("v")
-            if entry.name.startswith("v") and number.isdecimal() and str(int(number)) == number and _is_folder(entry):
+            is_version = entry.name.startswith("v") and number.isdecimal() and str(int(number)) == number
+            if is_version and entry.is_dir() and not entry.is_symlink():
                 found.append(int(number))
         return sorted(found)
 
@@ -276,7 +277,3 @@ def _discard(folder: Path, *, with_parts: bool = True) -> None:
     if with_parts:
         with suppress(OSError):
             folder.rmdir()
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

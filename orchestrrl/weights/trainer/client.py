@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 
 import numpy as np
 
-from orchestrrl.core.clock import Clock, WallClock
+from orchestrrl.core.clock import WallClock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.rpc.channel import Backoff
 from orchestrrl.rpc.codecs.weights import STATUS, SYNC
@@ -154,7 +154,6 @@ class WeightsClient:
         run: str = "",
         dtype: Any = None,
         patience_s: float = PATIENCE_S,
-        clock: Clock | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         if not 0 <= rank < world:
@@ -168,7 +167,7 @@ class WeightsClient:
         self._ranks = TrainerRanks(rank, world, peer, group, run)
         self._times = 0  # that something was published: the same on all ranks
         self._patience_s = patience_s
-        self._clock = clock or WallClock()
+        self._clock = WallClock()
         self._backoff = backoff or Backoff()
         self._copies: TensorCopies | None = None
         self._senders: dict[tuple[str, tuple[tuple[str, str], ...]], WeightSender] = {}
@@ -193,8 +192,7 @@ class WeightsClient:
         if (backend := options.get("backend", TREE)) != TREE:
             raise Permanent(f"backend {backend!r} sends from the trainer's process while it publishes: call publish")
         began_s = self._begun()
-        dtype = self._dtype_of(options)
-        rename, shards = options.get("rename"), options.get("shards")
+        dtype, rename, shards = options.get("dtype") or self._dtype, options.get("rename"), options.get("shards")
         if shards is None:
             tied, ignore = options.get("tied", "once"), options.get("ignore", ())
             pieces = pieces_of(model, dtype=dtype, tied=tied, rename=rename, ignore=ignore)
@@ -278,25 +276,11 @@ class WeightsClient:
     def _publication(
         self, version: int, tensors: Sequence[TensorMeta], run: str, began_s: float, options: PublishOptions
     ) -> Publication:
-        return Publication(
-            version=version,
-            rank=self.rank,
-            world=self.world,
-            peer=self.peer,
-            tensors=tuple(tensors),
-            boxes={},
-            install=options.get("install", ""),
-            backend=options.get("backend", TREE),
-            began_s=began_s,
-            probe=tuple(options.get("probe", ())),
-            expected=tuple(options.get("expected", ())),
-            options=dict(options.get("options", {})),
-            run=f"{run}-{self._times}",
-        )
-
-    def _dtype_of(self, options: ModelOptions) -> Any:
-        given = options.get("dtype")
-        return self._dtype if given is None else given
+        given: Mapping[str, Any] = {**options}
+        chosen = {name: given[name] for name in PublishOptions.__annotations__ if name in given}
+        chosen |= {name: tuple(chosen[name]) for name in ("probe", "expected") if name in chosen}
+        own = version, self.rank, self.world, self.peer, tuple(tensors)
+        return Publication(*own, boxes={}, began_s=began_s, run=f"{run}-{self._times}", **chosen)
 
     def _send(self, version: int, model: Any, options: ModelOptions) -> SyncReport:
         """Publish by a backend that sends from the trainer's process."""
@@ -305,7 +289,8 @@ class WeightsClient:
             raise Permanent(f"backend {name!r} takes modules and DTensors, not a Megatron rank's shards")
         own = dict(options.get("options", {}))
         rename, ignore = options.get("rename"), options.get("ignore", ())
-        sender_options = SenderOptions(self.rank, self.world, self._dtype_of(options), rename, ignore, own)
+        dtype = options.get("dtype") or self._dtype
+        sender_options = SenderOptions(self.rank, self.world, dtype, rename, ignore, own)
         key = (name, tuple(sorted(own.items())))
         sender = self._senders.get(key)
         if sender is None:

@@ -9,6 +9,7 @@ import typer
 from orchestrrl.cli.command import stream_command
 from orchestrrl.cli.formats import time_of_day
 from orchestrrl.cli.lazy import ControlClient, control_pb2
+from orchestrrl.core.errors import cut
 from orchestrrl.core.journal.kinds import EntryKind
 from orchestrrl.rpc.plain_values import plain
 
@@ -23,13 +24,9 @@ def entry_of(message: "control_pb2.JournalEntry") -> dict[str, Any]:
 
 
 def entry_text(entry: dict[str, Any]) -> str:
-    body = shorten(" ".join(f"{name}={json.dumps(value)}" for name, value in entry["body"].items()))
+    body = cut(" ".join(f"{name}={json.dumps(value)}" for name, value in entry["body"].items()), BODY_CHARACTERS)
     start = f"{entry['sequence']:>7} {time_of_day(entry['at_unix_s'])} g{entry['generation']} {entry['kind']:<18}"
     return f"{start} {entry['subject_id']} {body}".rstrip()
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= BODY_CHARACTERS else text[: BODY_CHARACTERS - 3] + "..."
 
 
 @stream_command(entry_text)

@@ -14,14 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrrl.cli.formats import count, duration, ranges, time_of_day
-from orchestrrl.cli.journal import shorten
 from orchestrrl.cli.output import Columns, cells_table, row_of
+from orchestrrl.core.errors import cut
 
 _NUMBERED = re.compile(r"(|.*\D)(0|[1-9][0-9]*)", re.DOTALL)
 NAMED = 4  # engines, before only their number is told
 ENGINES_SHOWN = 24  # rows, beyond which engines of a kind share one
 BARS_SHOWN = 48  # of a time line, beyond which the steps of a kind in a stage share one
 LINE_WIDTH = 60
+REMARK_CHARACTERS = 200
 
 CUT_SHORT = "cut short"  # as the daemon says it of a step that another's failure ended
 
@@ -213,7 +214,7 @@ class StageSteps:
         if not told:
             return ""
         first = told[0]
-        detail = shorten(" ".join(first["detail"].split()))
+        detail = cut(" ".join(first["detail"].split()), REMARK_CHARACTERS)
         others = sum(step["detail"] != first["detail"] for step in told)
         if not others and len(told) == len(self.steps):
             return f"each: {detail}" if len(told) > 1 else detail

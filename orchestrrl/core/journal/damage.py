@@ -164,7 +164,13 @@ def examine(path: Path) -> JournalExamination:
     try:
         with closing(open_read_only(path)) as db:
             db.execute("BEGIN")
-            found.version = _identify(path, db, tail, is_ours)
+            (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            if tables or (is_ours and (tail is None or tail.generation)):  # else its first start was cut short
+                version = identify(path, db, tail, is_ours)
+                columns = [bytes(name) for (name,) in db.execute("SELECT name FROM pragma_table_info('entries')")]
+                if version == UNGUARDED and b"checksum" in columns:
+                    raise ValueError("its header is damaged")
+                found.version = version
             with path.open("rb") as file:
                 versions = tuple(file.read(20)[18:])
             _examine_database(db, versions, tail, found)
@@ -203,13 +209,10 @@ def _examine_absence(path: Path, tail: JournalTail | None, found: JournalExamina
         found.fault(f"the file {how}")
 
 
-def _identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None, is_ours: bool) -> int:
+def identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None = None, is_ours: bool = False) -> int:
     """The format's version. Raises Permanent for what is no damage, ValueError for what is."""
     (identity,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if tables == 0 and (not is_ours or (tail is not None and not tail.generation)):
-        return 0  # its first start was cut short
     if identity != APPLICATION_ID:
         if is_ours:
             raise ValueError("its header is damaged")
@@ -218,9 +221,6 @@ def _identify(path: Path, db: sqlite3.Connection, tail: JournalTail | None, is_o
         if tail is not None and tail.format != version:
             raise ValueError("its header is damaged")
         raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
-    columns = [bytes(name) for (name,) in db.execute("SELECT name FROM pragma_table_info('entries')")]
-    if version == UNGUARDED and b"checksum" in columns:
-        raise ValueError("its header is damaged")
     return int(version)
 
 

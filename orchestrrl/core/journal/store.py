@@ -42,6 +42,7 @@ from orchestrrl.core.journal.damage import (
     checksum,
     examine,
     finish,
+    identify,
     is_intact,
     meta_of,
     replace_damaged,
@@ -145,7 +146,8 @@ class JournalReader:
         with _naming(path):
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
             self._db.text_factory = bytearray
-            _check_identity(path, self._db)
+            if identify(path, self._db) == UNGUARDED:
+                raise Permanent(f"{path}: has journal format 1; a daemon started on it brings it to {SCHEMA_VERSION}")
 
     def tail(self, count: int, kinds: Sequence[str] = ()) -> list[JournalEntry]:
         """The newest `count` entries, oldest first."""
@@ -475,17 +477,6 @@ def _locked(path: Path) -> int:
             f"{path}: another daemon writes this journal; give this one a journal.path of its own"
         ) from None
     return descriptor
-
-
-def _check_identity(path: Path, db: sqlite3.Connection) -> None:
-    (identity,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if identity != APPLICATION_ID:
-        raise Permanent(f"{path}: is not a journal of OrchestrRL")
-    if version == UNGUARDED:
-        raise Permanent(f"{path}: has journal format {version}; a daemon started on it brings it to {SCHEMA_VERSION}")
-    if version != SCHEMA_VERSION:
-        raise Permanent(f"{path}: has journal format {version}, this version reads {SCHEMA_VERSION}")
 
 
 def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exception) -> str:

@@ -8,15 +8,14 @@ from urllib.parse import urlsplit
 
 import typer
 
-from orchestrrl.cli.command import DaemonOption, address_faults
+from orchestrrl.cli.command import DaemonOption, address_faults, url_faults
 from orchestrrl.cli.garbage import keep_loaded
 from orchestrrl.cli.output import raise_faults
 from orchestrrl.cli.running import VerboseFlag, serve
-from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, same_address
+from orchestrrl.core.addresses import DEFAULT_TARGET, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
-    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.engines.base import Engine
     from planner.model import EngineId, NodeId
 
@@ -33,9 +32,6 @@ def agent(
     daemon: DaemonOption = DEFAULT_TARGET,
     node_id: Annotated[str, typer.Option(help="The agent's own name. Default: agent-, then its engines' names.")] = "",
     interval_s: Annotated[float, typer.Option(help="Seconds between scrapes of an engine.")] = 0.25,
-    slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
-    gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,
-    rate_window_s: Annotated[float, typer.Option(help="The decode rate is the mean over this long.")] = 1.0,
     rings: Annotated[
         Path | None,
         typer.Option(help="Also tell when the collectives recorded in this folder pause.", metavar="FOLDER"),
@@ -54,53 +50,39 @@ def agent(
     """
     # Imported here so that help and completion need none of it.
     from orchestrrl.agent.probe_link import WindowReporter
-    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.core.clock import WallClock
     from orchestrrl.engines.base import connect
     from orchestrrl.rpc.channel import first_of
     from planner.model import EngineId, NodeId
 
     urls = urls or []
-    url_faults = _url_faults(urls)
-    names = ids or [url if url_faults else urlsplit(url).netloc for url in urls]
-    faults = [*url_faults, *_name_faults(urls, names), *address_faults(daemon)]
+    faults = [fault for index in range(len(urls)) for fault in _url_faults(urls, index)]
+    names = ids or [url if faults else urlsplit(url).netloc for url in urls]
+    faults += [*_name_faults(urls, names), *address_faults(daemon)]
     if not urls and rings is None:
         faults.append("--url: is missing, give it or --rings, got nothing")
     if not interval_s > 0:
         faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
     raise_faults(faults)
     try:
-        limits = HealthLimits(slow_after_s, gone_after_s, rate_window_s)
         engines = {EngineId(name): connect(engine, url) for name, url in zip(names, urls, strict=True)}
-    except ValueError as error:
-        raise ProblemFaults([str(error)]) from error
     except Permanent as error:
         raise ProblemFaults([f"--engine: {error}"]) from error
     sides: list[Coroutine[Any, Any, None]] = []
     if engines:
-        sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
+        sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s))
     if rings is not None:
         sides.append(WindowReporter(rings, host or gethostname(), daemon, clock=WallClock()).run())
     keep_loaded()
     serve(first_of(*sides), verbose=verbose)
 
 
-async def _run(
-    node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float, limits: "HealthLimits"
-) -> None:
+async def _run(node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float) -> None:
     from orchestrrl.agent.host import with_host_facts
     from orchestrrl.agent.sidecar import Agent
     from orchestrrl.core.clock import WallClock
 
-    sidecar = Agent(
-        node_id,
-        engines,
-        daemon,
-        clock=WallClock(),
-        interval_s=interval_s,
-        limits=limits,
-        describe=with_host_facts,
-    )
+    sidecar = Agent(node_id, engines, daemon, clock=WallClock(), interval_s=interval_s, describe=with_host_facts)
     try:
         await sidecar.run()
     finally:
@@ -108,17 +90,11 @@ async def _run(
             await engine.close()
 
 
-def _url_faults(urls: list[str]) -> list[str]:
-    faults = []
-    for index, url in enumerate(urls):
-        try:
-            check_url(url)
-        except ValueError as error:
-            faults.append(f"--url[{index}]: {error}, got {url!r}")
-            continue
-        if any(same_address(url, other) for other in urls[:index]):
-            faults.append(f"--url[{index}]: is given already, got {url!r}")
-    return faults
+def _url_faults(urls: list[str], index: int) -> list[str]:
+    url, option = urls[index], f"--url[{index}]"
+    if any(same_address(url, other) for other in urls[:index]):
+        return [f"{option}: is given already, got {url!r}"]
+    return url_faults(option, url)
 
 
 def _name_faults(urls: list[str], names: list[str]) -> list[str]:

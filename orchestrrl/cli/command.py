@@ -12,7 +12,7 @@ import typer
 from orchestrrl.cli.lazy import ControlClient
 from orchestrrl.cli.output import Output, print_json, print_line, raise_faults
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.core.addresses import DEFAULT_TARGET, parse_address
+from orchestrrl.core.addresses import DEFAULT_TARGET, check_url, parse_address
 from orchestrrl.rpc.plain_values import plain
 
 if TYPE_CHECKING:
@@ -146,6 +146,15 @@ def address_faults(address: str) -> list[str]:
         parse_address(address)
     except ValueError as error:
         return [f"--daemon: {error}, or unix:PATH, got {address!r}"]
+    return []
+
+
+def url_faults(option: str, url: str) -> list[str]:
+    """Return the fault of an engine's URL."""
+    try:
+        check_url(url)
+    except ValueError as error:
+        return [f"{option}: {error}, got {url!r}"]
     return []
 
 

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from orchestrrl.cli.command import Reason, answer, daemon_command
+from orchestrrl.cli.command import Reason, answer, daemon_command, url_faults
 from orchestrrl.cli.fleet.status import fetch_status, remarks
 from orchestrrl.cli.lazy import ControlClient, control_pb2
 from orchestrrl.cli.output import Columns, Output, View, note, raise_faults, table
-from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 
 POLL_EVERY_S = 0.25
@@ -124,10 +123,7 @@ async def remove(
 def _checked(engine: str, url: str, gpus: str) -> tuple[int, ...]:
     """The GPUs. Raises ProblemFaults with all that is malformed."""
     faults = [] if engine.strip() else [f"ID: must not be empty, got {engine!r}"]
-    try:
-        check_url(url or "http://as-configured")
-    except ValueError as error:
-        faults.append(f"--url: {error}, got {url!r}")
+    faults += url_faults("--url", url) if url else []
     numbers: tuple[int, ...] = ()
     if gpus:
         from orchestrrl.fabric.site_parts import numbers_in  # here, as no other order needs it

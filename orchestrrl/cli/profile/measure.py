@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrrl.cli.command import command
+from orchestrrl.cli.command import command, url_faults
 from orchestrrl.cli.output import Columns, Output, fail, note, raise_faults, stderr, table, writing
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.cli.running import until_stopped
-from orchestrrl.core.addresses import check_url
 from orchestrrl.core.errors import ProblemFaults
 
 if TYPE_CHECKING:  # curves bring numpy: loaded by the commands that run
@@ -73,10 +72,7 @@ def measure(
         max_sequences=max_sequences,
         kv_capacity_tokens=kv_capacity_tokens,
     )
-    try:
-        check_url(url)
-    except ValueError as error:
-        raise ProblemFaults([f"URL: {error}, got {url!r}"]) from None
+    raise_faults(url_faults("URL", url))
     measured: list[MeasuredProfile] = []
     with_progress(lambda report: until_stopped(_measure(connect(engine, url), wanted, existing, report, measured)))
     if not measured:

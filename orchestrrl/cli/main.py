@@ -6,7 +6,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -103,7 +103,10 @@ def spare_conversions(command: Any, ctx: Any) -> None:
 
 def _process(parameter: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     wanted, many = parameter.type_descriptor.annotation, parameter.multiple or parameter.nargs == -1
-    fits = isinstance(wanted, type) and isinstance(value, wanted)
+    if get_origin(wanted) is Literal:
+        fits = value in get_args(wanted)
+    else:
+        fits = isinstance(wanted, type) and isinstance(value, wanted)
     if value is None and (ctx.resilient_parsing or not parameter.required):
         value = () if many else None
     elif not fits or (wanted is not str and value is not parameter.default):  # it may be out of range

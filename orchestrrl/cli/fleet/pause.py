@@ -1,8 +1,7 @@
 """`orchestrrl pause`, `renew`, `resume`, `barrier`: bring the fleet to rest while weights change. And `cancel`."""
 
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -17,23 +16,9 @@ USUAL_S = 60.0  # as the daemon has it
 ANSWER_S = 30.0  # beyond what is waited for
 
 
-class PauseModeOption(StrEnum):
-    """Those of engines.base, which loads more."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
-
-
-class FrozenRequestsOption(StrEnum):
-    """Those of operations.py, which loads more."""
-
-    RECOMPUTE = "recompute"
-    CONTINUE = "continue"
-    RESTART = "restart"
-    TAKEN_BACK = "taken_back"
-
-
+# The values of enumerations in core/operations.py, which loads more.
+PauseModeOption = Literal["keep", "wait", "abort"]
+FrozenRequestsOption = Literal["recompute", "continue", "restart", "taken_back"]
 WeightsOption = Annotated[
     str, typer.Option(metavar="FOLDER", help="Where these weights are: engines that are started later load them there.")
 ]
@@ -44,11 +29,9 @@ LeaseSeconds = Annotated[float, typer.Option("--lease-s", min=0.0, help="Seconds
 async def pause(
     client: ControlClient,
     mode: Annotated[PauseModeOption, typer.Option(help="What becomes of what runs: frozen, finished first, ended.")] = (
-        PauseModeOption.KEEP
+        "keep"
     ),
-    frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests go on.")] = (
-        FrozenRequestsOption.RECOMPUTE
-    ),
+    frozen: Annotated[FrozenRequestsOption, typer.Option(help="How frozen requests go on.")] = "recompute",
     lease_s: LeaseSeconds = USUAL_S,
     deadline_s: Annotated[float, typer.Option(min=0.0, help="All must be at rest by then; 0: as the lease.")] = 0.0,
     holder: Annotated[str, typer.Option(help="Who asks and why, for others to see.")] = "",
@@ -62,8 +45,8 @@ async def pause(
     import asyncio
 
     order = control_pb2.PauseFleetRequest(
-        mode=agent_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.name}"),
-        frozen=agent_pb2.FrozenRequests.Value(f"FROZEN_REQUESTS_{frozen.name}"),
+        mode=agent_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}"),
+        frozen=agent_pb2.FrozenRequests.Value(f"FROZEN_REQUESTS_{frozen.upper()}"),
         holder=holder,
         lease_s=lease_s,
         deadline_s=deadline_s,

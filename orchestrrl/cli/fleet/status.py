@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -20,13 +19,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.core.ttl import lifetime_faults
 
 MOVE_TIMEOUT_S = 120.0  # a move waits for the destination's first token
-
-
-class ModeOption(StrEnum):
-    """The planner's modes, without its model."""
-
-    ADVISE = "advise"
-    ACT = "act"
+ModeOption = Literal["advise", "act"]  # the planner's modes, without its model
 
 
 @daemon_command
@@ -91,7 +84,7 @@ async def mode(
     if wanted is None:
         found = {"mode": (await fetch_status(client))["mode"]}
         return Output(found, [f"mode {found['mode']}"])
-    order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.name}"), reason=reason)
+    order = control_pb2.SetModeRequest(mode=control_pb2.Mode.Value(f"MODE_{wanted.upper()}"), reason=reason)
     found = await answer(client, client.control.SetMode, order)
     return Output(found, [f"mode {found['mode']}, was {found['previous']}"])
 

@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 from http_step import HttpStep, Prompt, controlled, engines
 
-from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, kinds_of
+from orchestrrl.lab.sim.run import ControlledRun
 from orchestrrl.lab.sim.scenario import GenerationScenario, parse_scenario
 from orchestrrl.lab.sim.static import dealt, run_static
 from orchestrrl.lab.sim.workload import SimRequest

@@ -70,7 +70,10 @@ def notes_of(results: "Sequence[ClusterResult]", out: Path | None) -> list[str]:
         who = f"{result.run.fabric}, {result.run.arm}"
         for line in result.run.notes:
             told.setdefault(_FIGURE.sub("#", line), (f"{who}: {line}", set()))[1].add(who)
-    lines = [LEGEND, *(escape(f"{first}{_others(len(having) - 1)}") for first, having in told.values())]
+    lines = [LEGEND]
+    for first, having in told.values():
+        others = f" (and {len(having) - 1} more alike)" if len(having) > 1 else ""
+        lines.append(escape(first + others))
     return [*lines, *kept_in(out)]
 
 
@@ -78,10 +81,6 @@ def kept_in(out: Path | None) -> list[str]:
     return (
         [] if out is None else [escape(f"wrote results to {out}; `orchestrrl sim report {out}` makes a page of them")]
     )
-
-
-def _others(count: int) -> str:
-    return f" (and {count} more alike)" if count else ""
 
 
 Cluster = Annotated[
@@ -112,7 +111,10 @@ def run(
     Example: `orchestrrl sim run cluster64 --fabrics rfabric --arms both --out out/sim`
     """
     if print_example:
-        print_view(_example(scenario))
+        from orchestrrl.lab.sim.rl.scenario import FOLDER, SMALLEST
+        from orchestrrl.lab.sim.scenario import scenario_text
+
+        print_view(scenario_text(scenario or SMALLEST, FOLDER)[0])
         raise typer.Exit
     results, chosen = _ran(scenario, fabrics, arms, seeds, out)
     return _output(RUN_COLUMNS, chosen, results, out)
@@ -193,8 +195,7 @@ def split(
         faults += faults_of(loaded, fabric, arm)
     else:
         faults += choice_faults("--arm", arm, ARMS)
-    if out is not None:
-        or_faults(faults, lambda: check_folder(out, "--out"))
+    or_faults(faults, lambda: check_folder(out, "--out"))
     if loaded is None or faults:
         raise ProblemFaults(faults)
     ran: list[ClusterResult] = []
@@ -276,8 +277,7 @@ def _ran(
     wanted = or_faults(faults, lambda: chosen(parts_of(fabrics), known, "--fabrics")) if loaded else None
     named = or_faults(faults, lambda: chosen(parts_of(arms), ARMS, "--arms") if parts_of(arms) else [])
     numbers = or_faults(faults, lambda: seeds_of(seeds))
-    if out is not None:
-        or_faults(faults, lambda: check_folder(out, "--out"))
+    or_faults(faults, lambda: check_folder(out, "--out"))
     if loaded is None or faults:
         raise ProblemFaults(faults)
     scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
@@ -302,13 +302,6 @@ def _run_and_keep(scenario: "ClusterScenario", out: Path | None) -> "list[Cluste
         if not kept:
             raise
         raise Permanent(f"{error}; runs before it, which are kept in {out}: {kept}") from error
-
-
-def _example(name: str) -> str:
-    from orchestrrl.lab.sim.rl.scenario import FOLDER, SMALLEST
-    from orchestrrl.lab.sim.scenario import scenario_text
-
-    return scenario_text(name or SMALLEST, FOLDER)[0]
 
 
 def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResult]") -> None:

@@ -60,8 +60,7 @@ def gen(
     loaded = or_faults(faults, lambda: with_steps(load_scenario(scenario or EXAMPLE), steps))
     names = or_faults(faults, lambda: chosen_arms(parts_of(arms)))
     numbers = or_faults(faults, lambda: seeds_of(seeds))
-    if plot is not None:
-        or_faults(faults, lambda: check_folder(plot, "--plot"))
+    or_faults(faults, lambda: check_folder(plot, "--plot"))
     if loaded is None or faults:
         raise ProblemFaults(faults)
     if plot is not None:
@@ -83,9 +82,11 @@ def or_faults(faults: list[str], check: Callable[[], Result]) -> Result | None:
         return None
 
 
-def check_folder(folder: Path, option: str) -> None:
+def check_folder(folder: Path | None, option: str) -> None:
     """That files can be written to it, or to what it is made in: found out before a long run, not after it. Makes
     nothing. Raises ProblemFaults."""
+    if folder is None:
+        return
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir():
         raise ProblemFaults([f"{option}: must be a folder, got the file {str(there)!r}"])

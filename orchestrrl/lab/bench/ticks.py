@@ -11,8 +11,7 @@ from balancer.balance import BalanceSituation, balanced_workers, decide_balance,
 from balancer.load_index_moves import decide
 from orchestrrl.core.config.schema import FastSettings
 from orchestrrl.lab.bench.figure import Figure, side_by_side
-from orchestrrl.lab.sim.controlled import ControlledRun
-from orchestrrl.lab.sim.run import steps_of, usable_kinds
+from orchestrrl.lab.sim.run import ControlledRun, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import load_scenario
 from planner.model import (
     Configuration,

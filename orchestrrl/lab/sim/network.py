@@ -73,15 +73,16 @@ class NodeNetwork:
     def left_for_moves(self) -> LeftForMoves:
         """On the node where it is least."""
         nodes = {node for flow in self._flows for node in flow.nodes} | set(self._engines_gbps)
-        takers = [self._takers(node) for node in sorted(nodes)] if self._share else []
+        takers = [
+            {
+                "weight sync": sum(f.wish_gbps for f in self._flows if node in f.nodes and f.cargo == "weight sync"),
+                "engines' own traffic": self._engines_gbps.get(node, 0.0),
+            }
+            for node in (sorted(nodes) if self._share else ())
+        ]
         most = max(takers, key=lambda gbps: sum(gbps.values()), default={})
         named = sorted((name for name in most if most[name]), key=lambda name: (-most[name], name))
         return LeftForMoves(1 / (1 + sum(most.values()) / self._nic_gbps), tuple(named))
-
-    def _takers(self, node: Node) -> dict[str, float]:
-        """Wishes for this node's NICs but those of moves, in Gbps."""
-        weights = sum(flow.wish_gbps for flow in self._flows if node in flow.nodes and flow.cargo == "weight sync")
-        return {"weight sync": weights, "engines' own traffic": self._engines_gbps.get(node, 0.0)}
 
     def close(self) -> None:
         if self._next is not None:

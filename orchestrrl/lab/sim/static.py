@@ -285,7 +285,9 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
 def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
     """The shortest makespan for which the blocks, each filled as far as it goes, are no more than there are engines."""
     ordered = _longest_first(requests)
-    high_s = sum(_alone_s(configuration, request) for request in ordered)
+    high_s = sum(
+        configuration.alpha_s * request.output_tokens + work_s(configuration, _pending(request)) for request in ordered
+    )
     low_s, best = 0.0, [ordered]
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
@@ -316,10 +318,6 @@ def _blocks(
         left_s -= work
         room -= footprint
     return blocks
-
-
-def _alone_s(configuration: Configuration, request: SimRequest) -> float:
-    return configuration.alpha_s * request.output_tokens + work_s(configuration, _pending(request))
 
 
 Floats = NDArray[np.float64]

@@ -99,7 +99,7 @@ class World:
         self.gateway = VirtualGateway(
             GATEWAY,
             self.clock,
-            self._engine_at,
+            self._by_url.__getitem__,
             self._arrive,
             self._answered,
             routing=RoutingPolicy(scenario.gateway.policy),
@@ -195,9 +195,6 @@ class World:
         return step
 
     # --- the edges
-
-    def _engine_at(self, url: str) -> VirtualEngine:
-        return self._by_url[url]
 
     def _answering(self, url: str) -> VirtualEngine | None:
         """Brought up to date, as if it had been asked over a socket."""
@@ -352,7 +349,7 @@ class World:
                     agent.node,
                     self._sequence,
                     engine_id,
-                    _url(engine_id),
+                    f"http://{engine_id}.sim",
                     health,
                     detail,
                     sample,
@@ -384,7 +381,3 @@ def _spec_of(
     fleet: FleetSettings, engine: EngineId, configuration: ConfigurationId, gpus: Sequence[GpuId]
 ) -> EngineSpec:
     return EngineSpec(engine, configuration, fleet.layouts()[configuration], tuple(gpus))
-
-
-def _url(engine: EngineId) -> str:
-    return f"http://{engine}.sim"

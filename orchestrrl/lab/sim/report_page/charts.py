@@ -40,7 +40,8 @@ def time_line(run: RlRun, until_s: float) -> "Figure | None":
             span.begin_s,
             span.end_s,
             FAULT_COLOUR if span.lane == FAULTS else STAGE_COLOUR[span.stage],
-            _span_text(span),
+            f"{span.lane} {span.step}{', ' * bool(span.label)}{span.label}: {number(span.begin_s)} to"
+            f" {number(span.end_s)} s, {number(span.end_s - span.begin_s)} s",
         )
         for row, inside in enumerate(lanes.values())
         for span in inside
@@ -62,11 +63,6 @@ def _lanes(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
         own = span.label if span.lane == FAULTS and few else ""
         lanes.setdefault(own or display_name(LANES, span.lane), []).append(span)
     return lanes
-
-
-def _span_text(span: TimelineSpan) -> str:
-    what = f"{span.lane} {span.step}" + (f", {span.label}" if span.label else "")
-    return f"{what}: {number(span.begin_s)} to {number(span.end_s)} s, {number(span.end_s - span.begin_s)} s"
 
 
 def stage_s(run: RlRun, stage: str) -> float | None:
@@ -174,18 +170,14 @@ def pareto(groups: Sequence[ArmGroup]) -> "Figure | None":
             edgecolors="black" if is_best else "white",
             linewidths=1.5,
             zorder=3,
-            gid=_worth_showing(group, is_best),
+            gid=f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
+            + (", on the frontier" if is_best else ""),
         )
     axis.set(xlabel="network, million dollars", ylabel="samples per second")
     axis.set_title("ringed: nothing else has as much throughput for as little money", fontsize=9)
     axis.grid(alpha=0.4)
     add_legend(figure, colours)
     return figure
-
-
-def _worth_showing(group: ArmGroup, is_best: bool) -> str:
-    told = f"{group.title}: {number(group.samples_per_s)} samples/s for ${number(group.network_usd)}"
-    return told + (", on the frontier" if is_best else "")
 
 
 def parts(told: Sequence[Mapping[str, float]], groups: Sequence[ArmGroup]) -> "Figure | None":

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from orchestrrl.lab.sim.controlled import CONTROLS, ControlledRun, check_answers
 from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.net.fabrics.base import SimulatedFabric
 from orchestrrl.lab.sim.net.fluid import TierBytes, summed, tier_bytes
@@ -38,7 +37,7 @@ from orchestrrl.lab.sim.rl.generation_fleet import (
 )
 from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
-from orchestrrl.lab.sim.run import steps_of, usable_kinds
+from orchestrrl.lab.sim.run import CONTROLS, ControlledRun, check_answers, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
 from orchestrrl.lab.sim.static import countdown, loaded_engines, run_static, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest

@@ -16,10 +16,10 @@ from itertools import pairwise
 from balancer.balance import BalanceSituation, decide_balance
 from orchestrrl.core.config.schema import Config
 from orchestrrl.daemon.planning import Planning
-from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import EngineKind, homogeneous
 from orchestrrl.lab.sim.net.fluid import summed
 from orchestrrl.lab.sim.rl.generation_fleet import KvOutcome, Leaving, OverFabric
+from orchestrrl.lab.sim.run import ControlledRun
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.admission import FREE, ControlState, OperatorControl
@@ -280,14 +280,12 @@ class _FastFleet:
 
     def _balance(self, snapshot: Snapshot, step: FastStep) -> None:
         fast = self._config.fast
-        moved_s = {id: live.moved_s for id, live in self._live.items() if live.moved_s is not None}
-        rested = {id: at_s for id, at_s in moved_s.items() if self._now_s - at_s <= fast.rest_after_move_s}
         situation = BalanceSituation(
             Mode.ACT,
             configurations=self._planning.lines,
             remaining_tokens=self._planning.remaining_tokens(snapshot),
             distributions=self._planning.distributions(snapshot),
-            moved_s=rested,
+            moved_s={id: live.moved_s for id, live in self._live.items() if live.moved_s is not None},
         )
         decision = decide_balance(snapshot, fast, situation)
         if isinstance(decision.verdict, Act):

@@ -1,11 +1,10 @@
 """Run a cluster scenario: each arm on each fabric, over each seed; the same requests for all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.lab.sim.controlled import CONTROLS
 from orchestrrl.lab.sim.cost import PRICES_USD, network_cost_usd
 from orchestrrl.lab.sim.net.fabrics.base import FabricStage, SimulatedFailures
 from orchestrrl.lab.sim.rl.generation_fleet import leaves_servers, left_idle
@@ -15,6 +14,7 @@ from orchestrrl.lab.sim.rl.results import Bill, ClusterResult
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages, lane_of
 from orchestrrl.lab.sim.rl.training import LOG_PROBS, RESPONSE_STREAM, ResponseStream, response_stream, training_bytes
+from orchestrrl.lab.sim.run import CONTROLS
 
 Point = TypeVar("Point")
 Report = Callable[[str, int, int], None]  # what is under way, done, in all
@@ -63,14 +63,17 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
         )
     except ValueError as error:
         raise Permanent(f"{stages.section.title}, {arm}: {error}") from error
-    last = times.healthy[-1]
+    last, log_probs = times.healthy[-1], trained.parts_s[LOG_PROBS]
     streamed = response_stream(times.job(last.samples), stages.where, stages.fabric)
     return ClusterResult(
         scenario=scenario.document(),
         run=replace(
             run,
             spans=(*run.spans, *_fault_spans(scenario, run.seconds)),
-            steps=tuple(_with_log_probs(row, trained) for row in run.steps),
+            # Of what training took: what faults lengthen, they lengthen alike.
+            steps=tuple(
+                {**row, "train_log_probs_s": row["train_s"] * log_probs / trained.seconds} for row in run.steps
+            ),
             tier_bytes={
                 FabricStage.TRAIN.value: training_bytes(job, scenario.training, stages.fabric),
                 FabricStage.GEN.value: last.tier_bytes,
@@ -87,11 +90,6 @@ def run_arm(stages: FabricStages, arm: str, seed: int) -> ClusterResult:
         gen_phases_s=dict(last.phases_s),
         sync_phases_s=dict(synced.phases_s),
     )
-
-
-def _with_log_probs(row: Mapping[str, float], trained: TrainStage) -> Mapping[str, float]:
-    """Of what training took: what faults lengthen, they lengthen alike."""
-    return {**row, "train_log_probs_s": row["train_s"] * trained.parts_s[LOG_PROBS] / trained.seconds}
 
 
 def _bill(stages: FabricStages) -> Bill:

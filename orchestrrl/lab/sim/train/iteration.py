@@ -211,7 +211,9 @@ def _of_op(given: StageLoad, taken: Taken, op: PipelineOp) -> list[Sent]:
     if "pp" in given.crossing:
         send_s, last = given.stages.send_s, given.job.layout.stages - 1
         if op.stage < last if op.backward else op.stage > 0:
-            found.append(("pp", *_arrived(taken, op, begin_s, send_s)))
+            sender = op.stage + 1 if op.backward else op.stage - 1
+            left_s = float(taken.schedule.end_s[side, sender, op.micro]) + taken.shift_s
+            found.append(("pp", left_s, left_s + send_s))
         if op.stage > 0 if op.backward else op.stage < last:
             found.append(("pp", end_s, end_s + send_s))
     each = given.passes.backward if op.backward else given.passes.forward
@@ -222,12 +224,6 @@ def _of_op(given: StageLoad, taken: Taken, op: PipelineOp) -> list[Sent]:
     for group, from_s, to_s in _offsets(given, each):
         found += [(group, at_s + from_s, at_s + to_s) for at_s in starts_s]
     return found
-
-
-def _arrived(taken: Taken, op: PipelineOp, begin_s: float, send_s: float) -> tuple[float, float]:
-    sender = op.stage + 1 if op.backward else op.stage - 1
-    left_s = float(taken.schedule.end_s[int(op.backward), sender, op.micro]) + taken.shift_s
-    return left_s, left_s + send_s
 
 
 def _offsets(given: StageLoad, each: Pass) -> list[Sent]:

@@ -15,9 +15,8 @@ from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.redeployment.steps import (
     StepKind,
 )
-from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import homogeneous
-from orchestrrl.lab.sim.run import steps_of
+from orchestrrl.lab.sim.run import ControlledRun, steps_of
 from orchestrrl.lab.sim.world import World
 from planner.model import Act, ConfigurationId, EngineId, GpuId, Plan, PlannedInstance
 from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario

@@ -6,10 +6,9 @@ from orchestrrl.core.clock import VirtualClock
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.operations import EngineRoute, Operation, OperationId, SetRoutes
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
-from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.engines import VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
-from orchestrrl.lab.sim.run import steps_of
+from orchestrrl.lab.sim.run import ControlledRun, steps_of
 from orchestrrl.lab.sim.scenario import GatewaySection, GenerationFaultSection, parse_scenario
 from orchestrrl.lab.sim.workload import SimRequest
 from planner.model import ConfigurationId, NodeId, RequestId

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import JournalReader
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from orchestrrl.lab.sim.controlled import ControlledRun, SeedRun
 from orchestrrl.lab.sim.engines import homogeneous
 from orchestrrl.lab.sim.report import as_json, marks
-from orchestrrl.lab.sim.run import NotKnowing, run_scenario, steps_of
+from orchestrrl.lab.sim.run import ControlledRun, NotKnowing, SeedRun, run_scenario, steps_of
 from orchestrrl.lab.sim.scenario import GenerationFaultSection, GenerationScenario, NetworkSection, load_scenario
 from orchestrrl.lab.sim.world import World
 from planner.model import ConfigurationId, EngineId, GpuId, Parallelism

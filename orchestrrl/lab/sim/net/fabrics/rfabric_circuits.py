@@ -24,7 +24,7 @@ from orchestrrl.lab.sim.net.fabrics.hosts import left
 from orchestrrl.lab.sim.net.model import Bools, Floats, Ints
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
-from planner.fabric.model import EndpointId, OcsId, Pair, PortPair, pair_of, partners
+from planner.fabric.model import EndpointId, OcsId, PortPair, pair_of, partners
 from planner.fabric.plan import FabricFailures as FailedPorts
 from planner.fabric.plan import FabricState
 from planner.fabric.templates import TEMPLATES, StageTemplate
@@ -128,7 +128,8 @@ class RFabricCircuits:
         intent, bridges = self._intent(period, stage, demand), frozenset[tuple[int, int]]()
         found = []
         for further in reversed(range(TRIES)):
-            plan = materialize(self.site, intent, state, template, self._pairs(bridges))
+            pairs = frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
+            plan = materialize(self.site, intent, state, template, pairs)
             found.append(self.at_rest if isinstance(plan, Hold) else plan.cross_connects)
             if self._led(self._hops(found[-1])).all():
                 return found[-1]
@@ -202,7 +203,7 @@ class RFabricCircuits:
         joined = np.asarray(demanded | demanded.T | laid, np.bool_)
         free = self._ports - laid.sum(axis=1)
         # PoDs that are only touched by a bridge lose what joins them to those that are not.
-        idle = (joined.any(axis=1) @ self._in_pod == 0)[self.pod_of]
+        idle = ~np.isin(self.pod_of, self.pod_of[joined.any(axis=1)])
         circuits = np.where(self._apart & (idle[:, None] | idle), 0, self.between_tors(found))
         return self._joining(distances(DirectedLinks.of(np.where(laid, 1.0, circuits))) < NO_WAY, eligible, free)
 
@@ -228,9 +229,6 @@ class RFabricCircuits:
             free[[one, other]] -= 1
         return frozenset(found)
 
-    def _pairs(self, bridges: frozenset[tuple[int, int]]) -> frozenset[Pair]:
-        return frozenset(pair_of(*(self.site.tors[tor].id for tor in bridge)) for bridge in bridges)
-
     @cached_property
     def _rail(self) -> Ints:
         """[tor], -1: of none."""
@@ -246,11 +244,6 @@ class RFabricCircuits:
     def _apart(self) -> Bools:
         """[tor, tor], of two PoDs."""
         return np.asarray(self.pod_of[:, None] != self.pod_of, np.bool_)
-
-    @cached_property
-    def _in_pod(self) -> Ints:
-        """[tor, pod], 1 where it is."""
-        return np.asarray(self.pod_of[:, None] == np.arange(len(self.site.pods)), np.int64)
 
     def _hops(self, cross_connects: frozenset[PortPair]) -> Ints:
         return distances(DirectedLinks.of(self.between_tors(cross_connects).astype(np.float64)))

@@ -2,9 +2,8 @@
 
 import pytest
 
-from orchestrrl.lab.sim.controlled import ControlledRun
 from orchestrrl.lab.sim.rl.generation_fast import run_fast
-from orchestrrl.lab.sim.run import steps_of
+from orchestrrl.lab.sim.run import ControlledRun, steps_of
 from planner.model import ConfigurationId
 from tests.orchestrrl.lab.sim.gen_scenarios import kinds, scenario
 

@@ -22,7 +22,6 @@ from orchestrrl.core.errors import Permanent, ProblemFaults
 if TYPE_CHECKING:
     from orchestrrl.lab.sim.rl.results import ClusterResult, SummaryRow
     from orchestrrl.lab.sim.rl.scenario import ClusterScenario
-    from orchestrrl.lab.sim.rl.sweep import SweepPoint, Swept
 
 
 STAGES: Columns = {
@@ -184,8 +183,8 @@ def split(
 
     Example: `orchestrrl sim split cluster64 --fabric fat_tree`
     """
+    from orchestrrl.lab.sim.rl.run import best, faults_of, splits
     from orchestrrl.lab.sim.rl.scenario import load_cluster_scenario
-    from orchestrrl.lab.sim.rl.split import best, faults_of, splits
     from orchestrrl.lab.sim.scenario import ARMS
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
@@ -260,7 +259,14 @@ def sweep(
     there = [f"{swept.found} were there already"] if swept.found else []
     shown = table(f"{len(swept.done)} of {len(points)} points", SWEEP_COLUMNS, found)
     failure = "" if swept.failed else None
-    return Output(_sweep_document(found, swept), [shown, *there, escape(f"results are in {out}")], failure)
+    document = {
+        "points": [
+            {"values": dict(point.values), "digest": point.digest} | fields(row, "fabric arm samples_per_s network_usd")
+            for point, row in found
+        ],
+        "failed": [{"values": dict(each.values), "fault": each.fault} for each in swept.failed],
+    }
+    return Output(document, [shown, *there, escape(f"results are in {out}")], failure)
 
 
 def _ran(
@@ -338,16 +344,6 @@ def _output(columns: Columns, scenario: "ClusterScenario", results: "list[Cluste
         "results": without_scenario,
     }
     return Output(document, [table(escape(scenario.name), columns, summary), *notes_of(results, out)])
-
-
-def _sweep_document(found: "list[tuple[SweepPoint, SummaryRow]]", swept: "Swept") -> dict[str, Any]:
-    return {
-        "points": [
-            {"values": dict(point.values), "digest": point.digest} | fields(row, "fabric arm samples_per_s network_usd")
-            for point, row in found
-        ],
-        "failed": [{"values": dict(each.values), "fault": each.fault} for each in swept.failed],
-    }
 
 
 RUN_COLUMNS: Columns = {

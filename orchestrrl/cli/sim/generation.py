@@ -5,21 +5,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.markup import escape
 
 from orchestrrl.cli.command import command
-from orchestrrl.cli.output import Output, View, raise_faults, table
+from orchestrrl.cli.output import Output, raise_faults, table
 from orchestrrl.cli.progress import with_progress
 from orchestrrl.core.errors import ProblemFaults
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from orchestrrl.lab.scoreboard.run import Made
-
 
 Result = TypeVar("Result")
 
@@ -133,31 +127,20 @@ def paper(
 
     Example: `orchestrrl sim paper --quick --figures 15,20`
     """
-    from orchestrrl.lab.scoreboard.page import page
-    from orchestrrl.lab.scoreboard.run import as_json, chosen, make
+    from orchestrrl.lab.scoreboard.page import COLUMNS, counted, page
+    from orchestrrl.lab.scoreboard.run import all_rows, as_json, chosen, make
 
     logging.getLogger("orchestrrl").setLevel(logging.ERROR)
     wanted = chosen(parts_of(figures))
     make_folder(out, "--out")
     made = with_progress(lambda report: make(wanted, quick, out, report, processes=processes or None))
+    lines = [f"figure {each.id} quickly: {each.quick}" for each in made if each.quick]
     if write_docs is not None:
-        _write(write_docs, page(made))
-    wrote = [] if write_docs is None else [f"wrote {write_docs}"]
-    return Output({"quick": quick, "figures": [as_json(each) for each in made]}, _view(made, wrote))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ProblemFaults([f"--write-docs: {error.strerror}, got {str(path)!r}"]) from None
-
-
-def _view(made: "Sequence[Made]", wrote: "Sequence[str]") -> View:
-    from orchestrrl.lab.scoreboard.page import COLUMNS, counted
-    from orchestrrl.lab.scoreboard.run import all_rows
-
-    yield table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
-    yield counted(all_rows(made))
-    yield from (f"figure {each.id} quickly: {each.quick}" for each in made if each.quick)
-    yield from wrote
+        try:
+            write_docs.write_text(page(made), encoding="utf-8")
+        except OSError as error:
+            raise ProblemFaults([f"--write-docs: {error.strerror}, got {str(write_docs)!r}"]) from None
+        lines.append(f"wrote {write_docs}")
+    shown = table("The paper's figures, and ours", {"figure": "figure", **COLUMNS}, all_rows(made))
+    document = {"quick": quick, "figures": [as_json(each) for each in made]}
+    return Output(document, [shown, counted(all_rows(made)), *lines])

@@ -77,21 +77,17 @@ def fleet_section(scenario: GenerationScenario, kinds: Mapping[ConfigurationId, 
     """What the daemon's configuration file would say of these engines, beside a profile."""
     named = (ConfigurationId(configuration.id) for configuration in scenario.engines.configurations)
     written = [name for name in named if name in kinds]  # the others cannot be used, see run.usable_kinds
-    return {
-        "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
-        "configurations": [asdict(kinds[name].profile.configuration()) for name in written],
-        "kv_transfer": _kv_transfer(scenario) if scenario.network.kv_transfer else None,
-    }
-
-
-def _kv_transfer(scenario: GenerationScenario) -> dict[str, object]:
-    """Links as they are when nobody else uses them: the daemon learns of crowding by itself."""
     links = scenario.network
-    return {
+    kv_transfer = {  # links as they are when nobody else uses them: the daemon learns of crowding by itself
         "inter_node_gbps_per_gpu": links.nic_gbps_per_node / scenario.gpus_per_node,
         "intra_node_gbps_per_gpu": links.nvlink_gbps_per_gpu,
         "latency_s": links.latency_s,
         "kv_bytes_per_token": scenario.engines.moved_bytes_per_token,
+    }
+    return {
+        "gpus": {"count": scenario.gpus, "per_node": scenario.gpus_per_node},
+        "configurations": [asdict(kinds[name].profile.configuration()) for name in written],
+        "kv_transfer": kv_transfer if links.kv_transfer else None,
     }
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 # Of the seeds' figures those that are reported by their names, as medians.
 MEDIANS = ("idle_fraction", "moves", "redeployments", "tokens_recomputed", "preemptions", "transfers")
+KNOWN = {
+    "packed_known": "static packing, all lengths",
+    "prompts_known": "static placement, each prompt's distribution of lengths",
+}
 LEGEND = (
     "medians over seeds; per s: samples; gain: over verl_to's samples per second; recomputed: tokens; "
     "off: of plans' predicted ends"
@@ -45,12 +49,10 @@ def marks(outcome: ScenarioOutcome) -> Iterator[str]:
     yield f"static fleets, median makespan: {sweep}"
     also = "" if outcome.ceiling_gain is None else f", {outcome.ceiling_gain:.3f} over verl_to"
     yield f"even spreading with free redeployments: {outcome.ceiling.gain:.3f} over even spreading{also}"
-    known = outcome.arm("packed_known")
-    if known is not None and outcome.gain(known) is not None:
-        yield f"static packing, all lengths known: {_decimals(outcome.gain(known))}"
-    prompts = outcome.arm("prompts_known")
-    if prompts is not None and outcome.gain(prompts) is not None:
-        yield f"static placement, each prompt's distribution of lengths known: {_decimals(outcome.gain(prompts))}"
+    for name, what in KNOWN.items():
+        run = outcome.arm(name)
+        if run is not None and outcome.gain(run) is not None:
+            yield f"{what} known: {_decimals(outcome.gain(run))}"
     if outcome.not_knowing is not None:
         yield from _not_knowing_lines(outcome.not_knowing)
     if outcome.contention_s is not None:

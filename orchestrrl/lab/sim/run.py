@@ -192,7 +192,7 @@ def check_answers(finish_s: Sequence[float], output_tokens: int, requests: Seque
 
 
 def _engines(world: World) -> list[VirtualEngine]:
-    return [*world.past_engines, *world.engines.values()]
+    return [*world.engines.values(), *world.past_engines]
 
 
 def _busy_gpu_s(world: World) -> float:
@@ -210,7 +210,7 @@ def _add(run: SeedRun, world: World, sign: int) -> None:
 def _picture(world: World, step: StepRecord, run: SeedRun) -> None:
     from_s, to_s = step.started_s, max(step.finish_s)
     run.remaining = countdown(sorted(at_s - from_s for at_s in step.finish_s))
-    for engine in _engines(world):
+    for engine in (*world.past_engines, *world.engines.values()):
         ended_s = to_s if engine.stopped_s is None else engine.stopped_s
         if ended_s <= from_s or engine.started_s >= to_s:
             continue

@@ -97,18 +97,14 @@ def rings(shape: RankShape) -> tuple[tuple[Hop, ...], ...]:
     blocks = list(shape.members().values())
     found = []
     for channel in range(shape.channels):
-        orders = [_from(block, shape.leaders(block)[channel]) for block in blocks]
+        firsts = [block.index(shape.leaders(block)[channel]) for block in blocks]
+        orders = [block[first:] + block[:first] for block, first in zip(blocks, firsts, strict=True)]
         hops: list[Hop] = []
         for order, following in zip(orders, orders[1:] + orders[:1], strict=True):
             hops += [((a, b),) for a, b in pairwise(order)]
             hops.append(_across(order, following))
         found.append(tuple(hops))
     return tuple(found)
-
-
-def _from(ranks: list[int], first: int) -> list[int]:
-    at = ranks.index(first)
-    return ranks[at:] + ranks[:at]
 
 
 def _across(order: list[int], following: list[int]) -> Hop:

@@ -25,7 +25,6 @@ from orchestrrl.lab.sim.rl.generation_fast import run_fast
 from orchestrrl.lab.sim.rl.generation_fleet import (
     GenGpus,
     Hardware,
-    KvOutcome,
     Leaving,
     OverFabric,
     Place,
@@ -39,7 +38,7 @@ from orchestrrl.lab.sim.rl.model import GenStage
 from orchestrrl.lab.sim.rl.scenario import GenerationSection
 from orchestrrl.lab.sim.run import CONTROLS, ControlledRun, check_answers, steps_of, usable_kinds
 from orchestrrl.lab.sim.scenario import EnginesSection, GenerationScenario, NetworkSection
-from orchestrrl.lab.sim.static import countdown, loaded_engines, run_static, static_arm, tuned
+from orchestrrl.lab.sim.static import countdown, loaded_engines, static_arm, tuned
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.scheduler import Scheduler
 from planner.cost.predict import published_precision
@@ -204,7 +203,17 @@ def redeployed_stage(case: RedeploymentCase, fabric: SimulatedFabric) -> GenStag
     before, after = (deployed(each, case.where, fabric.servers, fabric.pods) for each in (case.first, case.then))
     first_s, finish_s, left = _until_redeployment(case, one, len(before))
     targets = _dealt(left, before, after)
-    moved = _moved(case, left, targets, before, after, other, fabric)
+    sources, destinations = _places(before), _places(after)
+    prefill_tokens_per_s, model = other.profile.prefill_tokens_per_s, case.hardware.model
+    moved = OverFabric(fabric, 0, model.kv_bytes_per_token(published_precision(model).kv_bits))(
+        [
+            Leaving(
+                each.request.id, sources[each.instance], destinations[target], prefill_tokens_per_s, each.context_tokens
+            )
+            for each, target in zip(left, targets, strict=True)
+            if each.runs
+        ]
+    )
     engines = [Scheduler(other.shape) for _ in range(len(after))]
     for each, target in sorted(zip(left, targets, strict=True), key=lambda pair: not pair[0].runs):
         each.request.submit(engines[target], 0.0, each.generated, prefilled=each.request.id in moved.transferred)
@@ -221,7 +230,7 @@ def _until_redeployment(
     """Return when it is, when those were answered that are answered by then, and the others."""
     wanted = len(case.requests) - int(case.left_share * len(case.requests))
     placement = [case.requests[place::instances] for place in range(instances)]  # dealt in turn
-    at_s = run_static(kind, placement).finish_s[wanted - 1]
+    at_s = sorted(_ended_s(loaded_engines(kind, placement), NEVER_S))[wanted - 1]
     engines, by_id = loaded_engines(kind, placement), {request.id: request for request in case.requests}
     finish_s = _ended_s(engines, at_s)
     left = [
@@ -253,27 +262,6 @@ def _dealt(left: Sequence[_Left], before: UniformFleet, after: UniformFleet) -> 
         targets[number] = target
         held[target] += left[number].context_tokens
     return targets
-
-
-def _moved(
-    case: RedeploymentCase,
-    left: Sequence[_Left],
-    targets: Sequence[int],
-    before: UniformFleet,
-    after: UniformFleet,
-    kind: EngineKind,
-    fabric: SimulatedFabric,
-) -> KvOutcome:
-    model, prefill_tokens_per_s = case.hardware.model, kind.profile.prefill_tokens_per_s
-    sources, destinations = _places(before), _places(after)
-    leaving = [
-        Leaving(
-            each.request.id, sources[each.instance], destinations[target], prefill_tokens_per_s, each.context_tokens
-        )
-        for each, target in zip(left, targets, strict=True)
-        if each.runs
-    ]
-    return OverFabric(fabric, 0, model.kv_bytes_per_token(published_precision(model).kv_bits))(leaving)
 
 
 def _places(fleet: UniformFleet) -> list[Place]:

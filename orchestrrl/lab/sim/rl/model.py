@@ -17,6 +17,9 @@ class LoopMode(StrEnum):
     BOUNDED_STALENESS = "bounded_staleness"  # generation may be so many versions ahead of training
 
 
+SCHEMES = ("tree", "naive", "two_stage")  # by which a weight version is brought to engines
+
+
 class Holds(StrEnum):
     """Who waits while new weights are on their way."""
 

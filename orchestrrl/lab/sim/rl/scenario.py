@@ -19,7 +19,7 @@ from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build, options_of
 from orchestrrl.lab.sim.net.model import Servers
 from orchestrrl.lab.sim.rl.faults import ClusterFaultSchedule, ClusterFaultSection, FaultyPart
 from orchestrrl.lab.sim.rl.loop import LoopRules, Number
-from orchestrrl.lab.sim.rl.model import Holds, LoopMode
+from orchestrrl.lab.sim.rl.model import SCHEMES, Holds, LoopMode
 from orchestrrl.lab.sim.scenario import (
     Arm,
     Count,
@@ -166,7 +166,7 @@ class GenerationSection(ProfiledSection):
 class WeightSyncSection(ScenarioSection):
     """How new weights reach engines. `holds`: who waits for it."""
 
-    scheme: Name = "tree"
+    scheme: Annotated[str, one_of(SCHEMES)] = "tree"
     holds: Holds = Holds.ENGINES
 
 

@@ -186,7 +186,6 @@ def generation_beside(fleet: UniformFleet, model: Model, tokens_per_s: float, se
     return Beside.of(FabricStage.GEN, flows, engine[flows.src], servers)
 
 
-SCHEMES = ("tree", "naive", "two_stage")
 CHUNK_BYTES = 64 << 20  # that a server passes on while the rest is still coming
 HOP_S = 5e-6  # for the plan alone
 GBPS = 8e-9  # gigabits of a byte
@@ -225,10 +224,8 @@ def sync_stage(
     *,
     beside: Sequence[Beside] = (),
 ) -> SyncStage:
-    """To the engines of all `fleets`. `beside`: what others send all the while. Raises ValueError for a scheme that is
-    not known, and where a layout cannot divide the model."""
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    """To the engines of all `fleets`. `beside`: what others send all the while. Raises ValueError where a layout cannot
+    divide the model."""
     shards, site = shards_of(job, fleets, fabric.servers.gpus_per_server), site_of(fabric.network(None))
     sending = [each for each in beside if len(each.flows)]
     found = _courses(scheme, shards, site, _Ground(fabric, sending, bound_s(shards, site), site.pod))

@@ -49,14 +49,11 @@ def mixnet(
     if servers_per_region * optical > ports:
         message = f"{optical} NICs each need more than the {ports} ports of {device}"
         refuse(ShapeFault("servers_per_region", message, servers_per_region))
-    tree = blocked_tree(_with_nics(servers, eps_nics), radix, servers_per_pod, servers_per_tor)
+    on_tree = replace(servers, gpus_per_server=eps_nics, nics_per_server=eps_nics)
+    tree = blocked_tree(on_tree, radix, servers_per_pod, servers_per_tor)
     tor_of = np.full((servers.count, servers.nics_per_server), -1)
     tor_of[:, optical:] = tree.tor_of.reshape(servers.count, eps_nics)
     return MixNet(servers, replace(tree, tor_of=tor_of.ravel()), optical, servers_per_region, device)
-
-
-def _with_nics(servers: Servers, nics: int) -> Servers:
-    return replace(servers, gpus_per_server=nics, nics_per_server=nics)
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,7 +59,7 @@ def test_every_fault_is_told_at_once() -> None:
         generation__layouts=["tp2", "wide"],
         generation__workload__max_tokens=0,
         loop__mode="bounded_staleness",
-        weight_sync={"holds": "everybody"},
+        weight_sync={"holds": "everybody", "scheme": "flood"},
         faults=[{"at_s": -1, "fail": "sky", "of": []}],
         daemon={"fast": {"interval_s": -1}, "fleet": {}},
     )
@@ -71,12 +71,19 @@ def test_every_fault_is_told_at_once() -> None:
         "generation.workload.max_tokens",
         "loop",
         "weight_sync.holds",
+        "weight_sync.scheme",
         "faults[0].at_s",
         "faults[0].fail",
         "faults[0].of",
         "daemon.fast.interval_s",
         "daemon.fleet",
     }
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    assert faults_of(document(weight_sync={"scheme": "flood"})) == [
+        "weight_sync.scheme: must be one of tree, naive, two_stage, got 'flood'"
+    ]
 
 
 def test_faults_between_sections() -> None:

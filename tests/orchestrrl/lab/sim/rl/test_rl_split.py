@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.sim.rl.run import run_cluster
+from orchestrrl.lab.sim.rl.run import FINEST, GpuSplit, best, run_cluster, search, splits, train_counts, with_split
 from orchestrrl.lab.sim.rl.scenario import scenario_of
-from orchestrrl.lab.sim.rl.split import FINEST, GpuSplit, best, search, splits, train_counts, with_split
 from tests.orchestrrl.lab.sim.rl.cluster_builders import document
 
 SCENARIO = scenario_of(document(cluster={"train_gpus": 16, "gen_gpus": 24}, fabrics=["fat_tree", "oversubscribed"]))

@@ -11,7 +11,8 @@ from orchestrrl.lab.sim.net.fabrics.base import Period, SimulatedFabric
 from orchestrrl.lab.sim.net.fabrics.registry import KINDS, build
 from orchestrrl.lab.sim.net.model import FlowRoutes, Ints, LinkNetwork, Servers
 from orchestrrl.lab.sim.rl.generation_fleet import GenGpus, UniformFleet, deployed
-from orchestrrl.lab.sim.rl.weight_sync import SCHEMES, FlowStep, bound_s, problem_of, steps_of, sync_stage
+from orchestrrl.lab.sim.rl.model import SCHEMES
+from orchestrrl.lab.sim.rl.weight_sync import FlowStep, bound_s, problem_of, steps_of, sync_stage
 from orchestrrl.lab.sim.rl.weight_sync_shards import ServerShard, SyncSite, parameters_of, shards_of, site_of
 from orchestrrl.lab.sim.train.model import TrainJob, TrainLayout
 from planner.cost.hardware import gpu_named
@@ -203,8 +204,3 @@ def test_the_bound_of_a_narrow_core_is_the_core_s() -> None:
     site = SyncSite(pod, tor, np.array([100.0, 100.0]), np.array([100.0, 100.0]), np.array([10.0, 10.0]))
     held = (ServerShard(50.0, (0,), (1,), np.full((1, 8), 50.0)),)
     assert bound_s(held, site) == 5.0
-
-
-def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheme must be one of tree, naive, two_stage, got 'flood'"):
-        sync_stage(DENSE, engines(Parallelism(tp=4)), fabric(), "flood")

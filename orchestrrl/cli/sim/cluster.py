@@ -286,7 +286,7 @@ def _ran(
     or_faults(faults, lambda: check_folder(out, "--out"))
     if loaded is None or faults:
         raise ProblemFaults(faults)
-    scenario = _narrowed(loaded, wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
+    scenario = loaded.narrowed(wanted or known, named or list(loaded.generation.arms), numbers or loaded.seeds)
     return _run_and_keep(scenario, out), scenario
 
 
@@ -318,19 +318,6 @@ def keep(out: Path, scenario: Mapping[str, Any], results: "Sequence[ClusterResul
         write(out, scenario, results)
     except OSError as error:
         raise Permanent(f"--out: results cannot be written to {out}: {error.strerror}") from None
-
-
-def _narrowed(
-    scenario: "ClusterScenario", fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]
-) -> "ClusterScenario":
-    """What was asked for is what is written down: the same digest as a file that says so."""
-    return scenario.model_copy(
-        update={
-            "fabrics": tuple(section for title in fabrics for section in scenario.fabrics if section.title == title),
-            "generation": scenario.generation.model_copy(update={"arms": tuple(arms)}),
-            "seeds": tuple(seeds),
-        }
-    )
 
 
 def _output(columns: Columns, scenario: "ClusterScenario", results: "list[ClusterResult]", out: Path | None) -> Output:

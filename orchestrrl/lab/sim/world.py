@@ -209,7 +209,6 @@ class World:
         revived = self._by_url.get(deployed.url)
         engine = VirtualEngine(deployed.engine, kind, deployed.gpus, deployed.url, self.clock.now_s())
         if revived is not None:  # the gateway's client of that address stays, another process answers there
-            self.past_engines.append(copy.copy(revived))
             revived.restart(engine)
             engine = revived
         self.engines[deployed.engine] = self._by_url[deployed.url] = engine
@@ -221,7 +220,7 @@ class World:
         del self._agents[engine_id]
         self._catch_up(engine, now_s)
         engine.stopped_s = now_s
-        self.past_engines.append(engine)
+        self.past_engines.append(copy.copy(engine))  # which stays as it is where another process takes its address
         self.gateway.engine_died(engine)
 
     def _arrive(self, record: CountedRecord, engine: VirtualEngine, source: VirtualEngine | None) -> None:

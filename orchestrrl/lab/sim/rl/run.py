@@ -22,11 +22,10 @@ from orchestrrl.lab.sim.rl.results import Bill, ClusterResult, rows
 from orchestrrl.lab.sim.rl.scenario import ClusterScenario, faults_between_sections
 from orchestrrl.lab.sim.rl.stages import TUNED, ArmTimes, FabricStages, lane_of
 from orchestrrl.lab.sim.rl.training import LOG_PROBS, RESPONSE_STREAM, ResponseStream, response_stream, training_bytes
-from orchestrrl.lab.sim.run import CONTROLS
+from orchestrrl.lab.sim.run import CONTROLS, Report
 from orchestrrl.lab.sim.scenario import ARMS
 
 Point = TypeVar("Point")
-Report = Callable[[str, int, int], None]  # what is under way, done, in all
 
 NAMES = {FabricStage.TRAIN: "training", FabricStage.GEN: "generation"}
 MOST_POINTS = 1000  # of a curve that is kept for pictures
@@ -291,14 +290,7 @@ def faults_of(scenario: ClusterScenario, fabric: str | None, arm: str) -> list[s
 def _tried(
     scenario: ClusterScenario, train_gpus: int, title: str, arm: str, keep: Callable[[ClusterResult], object]
 ) -> GpuSplit:
-    changed = with_split(scenario, train_gpus)
-    changed = changed.model_copy(
-        update={
-            "fabrics": tuple(each for each in changed.fabrics if each.title == title),
-            "generation": changed.generation.model_copy(update={"arms": (arm,)}),
-            "seeds": changed.seeds[:1],
-        }
-    )
+    changed = with_split(scenario, train_gpus).narrowed([title], [arm], scenario.seeds[:1])
     if faults := faults_between_sections(changed):
         raise ProblemFaults(faults)
     result = run_arm(FabricStages(changed, changed.fabrics[0]), arm, changed.seeds[0])

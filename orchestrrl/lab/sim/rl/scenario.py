@@ -5,7 +5,7 @@ simulated can be deployed, see deployable.py. GPUs are numbered through: those t
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -284,6 +284,17 @@ class ClusterScenario(ScenarioSection):
             recompute=self.training.recompute,
             length_cv=length_cv,
             constants=constants,
+        )
+
+    def narrowed(self, fabrics: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> "ClusterScenario":
+        """Return what a file with these fabrics, by title, arms and seeds alone would say: with the same digest."""
+        by_title = {section.title: section for section in self.fabrics}
+        return self.model_copy(
+            update={
+                "fabrics": tuple(by_title[title] for title in fabrics),
+                "generation": self.generation.model_copy(update={"arms": tuple(arms)}),
+                "seeds": tuple(seeds),
+            }
         )
 
     def rules(self) -> LoopRules:

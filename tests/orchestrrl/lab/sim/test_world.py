@@ -73,6 +73,12 @@ def test_an_engine_that_dies_shows_in_the_journal(tmp_path: Path) -> None:
     assert health == ["ok", "gone", "ok"]
 
 
+def test_an_engine_that_comes_back_is_another_one_from_then_on() -> None:
+    of = scenario(faults=(GenerationFaultSection(at_s=5.0, kill_engine="e0", back_after_s=5.0),))
+    before, after = (span for span in run(of, "balancing").spans if span.engine == "e0")
+    assert before.ended_s <= after.started_s - 5.0
+
+
 def test_kv_that_can_be_handed_over_is_not_computed_again() -> None:
     slow_prefill = [c.model_copy(update={"prefill_tokens_per_s": 500.0}) for c in scenario().engines.configurations]
     engines = scenario().engines.model_copy(update={"configurations": tuple(slow_prefill)})

@@ -1,7 +1,7 @@
 """A scenario of the cluster simulator, read from YAML; every fault in it at once, with its path and value.
 
 It is also a daemon's configuration (`daemon`, and the fleet that follows from `generation`) plus a workload: what was
-simulated can be deployed, see deployable.py. GPUs are numbered through: those that train, then those that generate.
+simulated can be deployed, see stages.py. GPUs are numbered through: those that train, then those that generate.
 """
 
 import re
@@ -260,8 +260,8 @@ class ClusterScenario(ScenarioSection):
         return given | section.options
 
     def fabric(self, section: ClusterFabricSection, **made: object) -> SimulatedFabric:
-        """With what is worked out for it beside its options, see stages.job_demand. Raises Impossible with all that is
-        wrong with them."""
+        """With what is worked out for it beside its options, see stages.job_demand. Raises ImpossibleSite with all
+        that is wrong with them."""
         return build(section.kind, self.servers, **(self.fabric_options(section) | made))
 
     @property

@@ -53,8 +53,8 @@ from planner.cost.profile import EngineProfile, Profile
 def fabric_for(
     scenario: ClusterScenario, section: ClusterFabricSection, constants: TrainConstants = MEGATRON
 ) -> SimulatedFabric:
-    """The section's, made for the scenario's job where its kind is. Raises Impossible with all that is wrong with its
-    options."""
+    """The section's, made for the scenario's job where its kind is. Raises ImpossibleSite with all that is wrong with
+    its options."""
     plain = scenario.fabric(section)
     if "demand" not in options_of(section.kind):
         return plain
@@ -292,7 +292,7 @@ def lane_of(scenario: ClusterScenario, part: FaultyPart, number: int) -> FabricS
 
 def daemon_document(scenario: ClusterScenario, fabric: str | None, profile_path: str) -> tuple[dict[str, Any], Profile]:
     """And the profile that it names; on the fabric of that title, or the first. Raises ProblemFaults."""
-    titles = [section.title for section in scenario.fabrics]
+    titles = [each.title for each in scenario.fabrics]
     if fabric is not None and fabric not in titles:
         raise ProblemFaults([f"--fabric: must be one of {', '.join(titles)}, got {fabric!r}"])
     section = scenario.fabrics[titles.index(fabric) if fabric is not None else 0]

@@ -146,6 +146,6 @@ def _larger(one: Shares, other: Shares) -> Shares:
 
 
 def refuse(*faults: ShapeFault) -> None:
-    """Raises Impossible where there are any."""
+    """Raises ImpossibleSite where there are any."""
     if faults:
         raise ImpossibleSite(faults)

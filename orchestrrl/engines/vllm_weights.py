@@ -12,7 +12,6 @@ A trainer's bytes go into the workers by the backend that the server was started
 import asyncio
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent
 from orchestrrl.engines.base import LoadedWeights, TransferEnds
 from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, ManagedVllm
-from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
+from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD, WorkerReport
 from orchestrrl.integrations.instrument.checkpoint_files import (
     BrokenCheckpoint,
     check_same_model,
@@ -44,19 +43,6 @@ TRANSFER_NEEDS = frozenset(
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
 POLL_S = 0.1
 RECHECK_S = 1.0  # whether an engine that answers a probe still runs
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """As `Told` in integrations/instrument/vllm_weights.py, and whether a load was begun that was never ended."""
-
-    version: int | None
-    sum: str
-    is_read_back: bool
-    not_read_back: str
-    fault: str
-    is_torn: bool
-    is_updating: bool
 
 
 _WORKERS: TypeAdapter[list[WorkerReport]] = TypeAdapter(list[WorkerReport])

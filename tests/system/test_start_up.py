@@ -15,9 +15,9 @@ AIOHTTP |= {"cython_runtime", "charset_normalizer", "chardet", "brotli", "yarl",
 PROCESSES = {
     "orchestrrl.agent.sidecar": GRPC | PYDANTIC,
     # The clients of engines that agents and gateways have.
-    "orchestrrl.lab.simulated_engine.client": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
-    "orchestrrl.engines.vllm": AIOHTTP | PYDANTIC | {"httptools", "prometheus_client", "xxhash"},
-    "orchestrrl.gateway.service": GRPC | PYDANTIC | AIOHTTP | {"httptools", "prometheus_client"},
+    "orchestrrl.lab.simulated_engine.client": PYDANTIC | {"cython_runtime", "httptools", "prometheus_client", "xxhash"},
+    "orchestrrl.engines.vllm": PYDANTIC | {"cython_runtime", "httptools", "prometheus_client", "xxhash"},
+    "orchestrrl.gateway.service": GRPC | PYDANTIC | {"httptools", "prometheus_client"},
     "orchestrrl.weights.peer.peer": GRPC | PYDANTIC | {"numpy", "xxhash"},
     "orchestrrl.lab.simulated_engine.server": PYDANTIC | AIOHTTP | {"prometheus_client", "xxhash", "yaml"},
     "orchestrrl.daemon.running": GRPC | PYDANTIC | AIOHTTP | {"numpy", "prometheus_client", "yaml"},

@@ -12,8 +12,7 @@ from aiohttp import web
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, shorten
 from orchestrrl.core.operations import PauseMode
-from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD
-from orchestrrl.engines.vllm_weights import WorkerReport
+from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD, WorkerReport
 from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, check_same_model
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import refusal

@@ -118,7 +118,7 @@ def _end(children: list[_Child], drain_s: float) -> None:
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
     """The port, kept from others' use: one that is taken is told before anything starts. Raises Permanent."""
-    with _socket_for(host) as holder:
+    with socket.socket(_family(host)) as holder:
         with listening("listen", host, port):
             # Other processes of ours would let us share their port: one that does not share finds them.
             _check_free(host, port)
@@ -130,13 +130,11 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 def _check_free(host: str, port: int) -> None:
     """Raises OSError where another process listens there."""
-    with _socket_for(host) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((host, port))
+    socket.create_server((host, port), family=_family(host)).close()
 
 
-def _socket_for(host: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @contextmanager

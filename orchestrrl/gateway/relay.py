@@ -53,11 +53,7 @@ class RequestRelay:
     """Runs one record. `grown` is called when the record has ended, and when one that is streamed has grown."""
 
     def __init__(
-        self,
-        record: RequestRecord,
-        fleet: EngineBackends,
-        limits: RelayLimits,
-        grown: Callable[[RequestRecord], None],
+        self, record: RequestRecord, fleet: EngineBackends, limits: RelayLimits, grown: Callable[[RequestRecord], None]
     ) -> None:
         self.record = record
         self._fleet = fleet
@@ -404,8 +400,12 @@ class RequestRelay:
             return
         if restarting and not self.record.delivered:  # its client may have had some of it since
             self.record.forget_answer()
-        elif (self.record.generated_ids or self.record.relayed) and self.record.immovable_because:
-            self._start_over()
+        elif (self.record.generated_ids or self.record.relayed) and (because := self.record.immovable_because):
+            if self.record.delivered:
+                lost = "broke off the answer, which cannot be continued elsewhere"
+                self._fail(502, f"engine {self.record.engine} {lost}: {because}")
+            else:
+                self.record.forget_answer()
 
     def _after_refusal(self, backend: EngineBackend, refusal: RequestRefused) -> None:
         """The engine says that the request is wrong: the client's fault, unless it runs elsewhere, or was to run there
@@ -443,17 +443,6 @@ class RequestRelay:
         elif self._failures > 1:
             doubled_s = self._limits.retry_first_s * 2.0 ** (self._failures - 2)
             self._delay_s = min(self._limits.retry_cap_s, max(doubled_s, asked_s))
-
-    def _start_over(self) -> None:
-        """The answer so far cannot be continued elsewhere."""
-        if self.record.delivered:
-            self._fail(
-                502,
-                f"engine {self.record.engine} broke off the answer, which cannot be continued elsewhere: "
-                f"{self.record.immovable_because}",
-            )
-            return
-        self.record.forget_answer()
 
     def _fail(self, status: int, message: str) -> None:
         logger.warning("request %s failed: %s", self.record.id, message)

@@ -216,11 +216,11 @@ def as_text(profile: Profile) -> str:
 def as_document(profile: Profile) -> dict[str, Any]:
     """The profile as plain values, in the file's shape: what has its default value is left out."""
     moves = profile.moves
-    document = _given(profile) | {"configurations": [_engine(engine) for engine in profile.configurations]}
+    document: dict[str, Any] = {"model": profile.model, "gpu": profile.gpu, "engine": profile.engine}
     if moves is not None:
         curves = {"transfer_s": _curve("bytes", moves.transfer_s), "recompute_s": _curve("tokens", moves.recompute_s)}
         document["moves"] = _given(moves) | curves
-    return document
+    return {**document, "configurations": [_engine(engine) for engine in profile.configurations]}
 
 
 def with_engine(profile: Profile, engine: EngineProfile) -> Profile:

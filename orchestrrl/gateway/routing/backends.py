@@ -242,7 +242,7 @@ class EngineBackends:
         """Wait for an engine with room, and reserve the place until `EngineBackend.enter`; who does not enter gives it
         back (`give_back`). `avoiding`: only where there is no other engine. `again`: before those who are new.
 
-        Raises NoEngine after `patience_s` without an engine that it could go to; time in a queue does not count, nor
+        Raises NoBackend after `patience_s` without an engine that it could go to; time in a queue does not count, nor
         while the pause barrier is closed, nor while an engine is expected that it could go to.
         """
         if self._barrier_open and not self.queue and not avoiding:  # the usual case, without what waiting takes

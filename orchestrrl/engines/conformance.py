@@ -115,7 +115,7 @@ class EngineUnderTest:
         return await self.start(prompt, **asked).done()
 
     async def abort(self, *runs: ConformanceRequest) -> list[str | None]:
-        """Return how the requests end."""
+        """Abort the requests and return how each of them ended."""
         await self.engine.abort([run.id for run in runs])
         return [(await run.done()).finish_reason for run in runs]
 

@@ -318,7 +318,8 @@ class ConnectionPool:
         method: str = "POST",
         alone: bool = False,
     ) -> EngineExchange:
-        """A request; nothing is sent yet. A header that this pool itself sends wins over one of the same name.
+        """Return the exchange of a request, which is not sent yet. A header that this pool itself sends wins over one
+        of the same name.
 
         `alone`: it gets a connection of its own. vLLM closes kept ones after 5 s, and where its event loop lags, as it
         does on a busy machine, it does so before reading what was just sent, and an order is lost."""

@@ -106,7 +106,7 @@ class ManagedVllm:
         if began and self._known is not None and self._known[0] == began:
             return self._known[1]
         self._known = None
-        told = await self.told()
+        told = await self.description()
         if began and began == vllm_info.began_at(await self.metrics_page()):  # else another one may have answered
             self._known = began, told
         return told
@@ -136,8 +136,8 @@ class ManagedVllm:
         with self.reading(vllm_info.PATH):
             return vllm_info.read_server_info(answer)
 
-    async def told(self) -> VllmServerInfo:
-        """What the server tells of itself: its paths alone where it has no /server_info."""
+    async def description(self) -> VllmServerInfo:
+        """Return the server's configuration and the paths of its API; without /server_info the paths alone."""
         paths = await self.paths()
         return replace(await self.info() if "/server_info" in paths else VllmServerInfo(), paths=frozenset(paths))
 
@@ -147,7 +147,7 @@ class ManagedVllm:
             return set(answer["paths"])
 
     async def layout(self) -> ReportedLayout:
-        return (await self.told()).layout
+        return (await self.description()).layout
 
     # --- weights
 
@@ -316,14 +316,14 @@ class ManagedVllm:
 
     async def check_sleep(self) -> None:
         """Raises Permanent where it cannot."""
-        if not (await self.told()).sleep:
+        if not (await self.description()).sleep:
             raise Permanent(f"{self.where}: cannot sleep: it was not started with --enable-sleep-mode")
 
     # --- elastic expert parallelism
 
     async def scale(self, dp: int) -> None:
         """Replicas that go are drained first, for so long as vLLM does it by itself."""
-        if not (await self.told()).elastic_ep:
+        if not (await self.description()).elastic_ep:
             raise Permanent(f"{self.where}: cannot be scaled: it was not started with --enable-elastic-ep")
         order = {"new_data_parallel_size": dp, "drain_timeout": SCALE_DRAIN_S}
         await self.order("/scale_elastic_ep", order, timeout_s=SCALE_TIMEOUT_S)

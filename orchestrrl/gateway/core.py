@@ -115,7 +115,7 @@ class RequestGroup:
         return self._give_again(record) if record.done else self._gateway.relay(record, self._grown).run()
 
     async def _give_again(self, record: RequestRecord) -> None:
-        """The record had its answer when it came, and has been counted; its group may not know of it."""
+        """The record had its answer when it came, and has been counted; its group may have been forgotten since."""
         self._counted.add(record.id)
         self._gateway.groups.enter(record)
         self._gateway.cancel_redundant(record)
@@ -180,7 +180,7 @@ class Gateway:
         self.cancel_redundant(record)
 
     def cancel_redundant(self, record: RequestRecord) -> None:
-        """End the answers that nobody needs now that this one has ended."""
+        """End the answers of its group that are redundant now that this one has ended."""
         for other in self.groups.ended(record):
             self._cancel(other, "redundant")
 

@@ -54,8 +54,7 @@ class Restarts(Front):
     def _kept(self, questions: Iterable[Question]) -> list[Sequence[AnswerPiece]]:
         """What is on the disk of the answers to these."""
         with closing(AnswerFile(self._ledger)) as file:
-            stored = [file.read(key_of(question.id), question.id) for question in questions]
-        return [() if each is None else each.pieces for each in stored]
+            return [file.read(key_of(question.id), question.id)[1] for question in questions]
 
     async def kept_whole(self, questions: Iterable[Question]) -> None:
         """Return when these answers are on the disk to their end."""

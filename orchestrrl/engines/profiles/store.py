@@ -232,7 +232,7 @@ def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
 
 
 def tidy(value: V, digits: int = 6) -> V:
-    """The value as people like to read it: its figures at six digits, far more than fits deserve, errors at three."""
+    """Return the value with its figures at six digits, far more than fits deserve, and fit errors at three."""
     if isinstance(value, float):
         return cast("V", float(f"{value:.{digits}g}"))
     if isinstance(value, tuple):
@@ -264,7 +264,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def _given(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have not their default value."""
+    """Return the fields of a dataclass that differ from their defaults, as plain values."""
     defaults = {field.name: field.default for field in fields(value)}
     given = {name: item for name, item in _fields(value) if item != defaults[name]}
     plain = {name: _given(item) if is_dataclass(item) else item for name, item in given.items()}

@@ -114,7 +114,7 @@ class AnswerFile:
         return self._lookup.execute("SELECT 1 FROM pieces WHERE key = ? LIMIT 1", (key,)).fetchall() != []
 
     def read(self, key: int, name: str) -> tuple[NamedRequest | None, list[AnswerPiece]]:
-        """What was asked under this name, if it was, and what is there of the answers."""
+        """Return what was asked under this name, None where nothing was, and the pieces of its answers."""
         query = f"SELECT name, digest, created_s, {_COLUMNS} FROM pieces WHERE key = ? ORDER BY row"
         rows = self._db.execute(query, (key,)).fetchall()
         asked = next((NamedRequest(*row[:3]) for row in reversed(rows) if row[0] == name), None)

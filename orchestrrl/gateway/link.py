@@ -58,7 +58,7 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 class GatewayLink:
     """`run` stays attached and reports each `report_interval_s`, until cancelled."""
 
-    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float = 0.25) -> None:
+    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
         self._gateway = gateway
         self._clock = clock = gateway.clock
         gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}

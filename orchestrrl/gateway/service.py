@@ -52,6 +52,7 @@ class GatewayOptions:
     queue_depth: int
     pools: Mapping[EngineId, str]
     limits: RelayLimits
+    report_interval_s: float
     drain_s: float
     processes: int
     log_level: str
@@ -109,7 +110,8 @@ async def serve(
     core.set_routes(options.engines)
     tasks = [asyncio.create_task(core.watch())]
     if options.daemon is not None:
-        tasks.append(asyncio.create_task(GatewayLink(core, options.daemon).run()))
+        link = GatewayLink(core, options.daemon, report_interval_s=options.report_interval_s)
+        tasks.append(asyncio.create_task(link.run()))
     if place is not None:
         await server.trainers.listen(options.host, place.shared_port, shared=True)
     stopping = asyncio.Event()

@@ -16,6 +16,7 @@ USUAL = {
     "gateway_id": "",
     "engine_wait_s": 1.0,
     "stall_s": 1.0,
+    "report_interval_s": 1.0,
     "drain_s": 1.0,
     "coalesce_tokens": 1,
     "processes": 1,

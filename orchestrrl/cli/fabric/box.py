@@ -54,8 +54,7 @@ def box(
 
         orchestrrl fabric box --site site.yaml --show circuits --show cycle
     """
-    from orchestrrl.lab.box.picture import draw_cycle
-    from orchestrrl.lab.box.run import SHOWS, SITE, BoxOrder
+    from orchestrrl.lab.box.run import SHOWS, SITE, BoxOrder, draw_cycle
     from planner.fabric.topology import PodRole
 
     chosen = tuple(name for name in SHOWS if not shows or name in shows)

@@ -5,7 +5,6 @@ Engines that outlive their caller are those of fleet/deployers/local.py.
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,13 +35,12 @@ VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 
 class LocalEngine(LabProcess):
-    """An engine on this machine. All of its processes get the signals that end it."""
+    """An engine on this machine. It holds its port until it is killed or stopped."""
 
     port_holder: socket.socket | None = None
 
     def kill(self) -> None:
-        self._signal_all(signal.SIGKILL)
-        self.process.wait()
+        super().kill()
         if self.port_holder is not None:
             self.port_holder.close()
 
@@ -50,9 +48,6 @@ class LocalEngine(LabProcess):
         status = await super().stop(grace_s)
         self.kill()
         return status
-
-    def _terminate(self) -> None:
-        self._signal_all(signal.SIGTERM)
 
     async def answers(self, client: Engine, within_s: float) -> None:
         """Return after a first completion: `/health` says yes before the first forward pass works. Raises Permanent."""

@@ -153,8 +153,8 @@ class LabProcess:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would have it. Killing twice is harmless."""
-        self.process.kill()
+        """SIGKILL to all of its session, as a crash would have it. Killing twice is harmless."""
+        self._signal_all(signal.SIGKILL)
         self.process.wait()
 
     @contextlib.contextmanager
@@ -163,12 +163,11 @@ class LabProcess:
         try:
             yield
         except BaseException:
-            self._signal_all(signal.SIGKILL)
             self.kill()
             raise
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
-        """End its input, send it SIGTERM, and SIGKILL to what is left of its session after `grace_s`; its exit status.
+        """End its input, send its session SIGTERM, and SIGKILL to what is left after `grace_s`; its exit status.
         Stopping twice, or what was never started, is harmless."""
         if self._process is None:
             return 0
@@ -178,15 +177,12 @@ class LabProcess:
                     self._process.stdin.close()
                 await self._gone(grace_s)
             self.signal(signal.SIGCONT)
-            self._terminate()
+            self._signal_all(signal.SIGTERM)
             await self._gone(grace_s)
         finally:  # where the clean-up is cancelled as well
             self._signal_all(signal.SIGKILL)
             status = self._process.wait()
         return status
-
-    def _terminate(self) -> None:
-        self.signal(signal.SIGTERM)
 
     async def _gone(self, within_s: float) -> None:
         """Wait until nothing of its session is left."""

@@ -23,30 +23,11 @@ Body = TypeVar("Body", bound=BaseModel)
 _Alternatives = Annotated[int, Field(ge=0, le=20)]
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedRequest:
-    """A valid request: what to generate, and what to tell of it."""
-
-    endpoint: CompletionEndpoint
-    prompt_ids: tuple[int, ...]
-    max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
-    min_tokens: int
-    ignore_eos: bool
-    seed: int
-    stop_token_ids: frozenset[int]
-    stream: bool
-    include_usage: bool
-    token_ids: bool
-    top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
-    handover: TransferParams | None = None  # of KV, to and from other engines
-    prompt_logprobs: int | None = None  # of the prompt's own tokens, and so many alternatives; None: none at all
-
-
 class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Body(BaseModel):
+class RequestBody(BaseModel):
     """What both endpoints share. Unknown fields are ignored, as vLLM does; what this engine has not is refused."""
 
     model_config = ConfigDict(extra="ignore")
@@ -65,11 +46,11 @@ class _Body(BaseModel):
     stop: Annotated[str | list[str], Field(max_length=0)] | None = None
     stop_token_ids: list[int] | None = None
     echo: Literal[False] = False
-    prompt_logprobs: _Alternatives | None = None
+    prompt_logprobs: _Alternatives | None = None  # alternatives of the prompt's own tokens; None: none of them at all
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _CompletionBody(_Body):
+class _CompletionBody(RequestBody):
     prompt: str | list[Annotated[int, Field(ge=0)]] | None = None
     logprobs: _Alternatives | None = None
 
@@ -90,12 +71,26 @@ class _Message(BaseModel):
         return self.content or ""
 
 
-class _ChatBody(_Body):
+class _ChatBody(RequestBody):
     messages: list[_Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: _Alternatives | None = None
     add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """A valid request: what to generate, and what to tell of it."""
+
+    endpoint: CompletionEndpoint
+    body: RequestBody
+    prompt_ids: tuple[int, ...]
+    max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
+    seed: int
+    stop_token_ids: frozenset[int]
+    top_logprobs: int | None  # alternatives per token; None: no log-probabilities at all
+    handover: TransferParams | None = None  # of KV, to and from other engines
 
 
 def read_completion_request(
@@ -123,22 +118,17 @@ def read_completion_request(
         raise refusal(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {read.min_tokens}.")
     return SimulatedRequest(
         endpoint=endpoint,
+        body=read,
         prompt_ids=tuple(prompt_ids),
         max_tokens=max_tokens,
-        min_tokens=read.min_tokens,
-        ignore_eos=read.ignore_eos,
         seed=0 if read.temperature == 0 else read.seed or 0,  # greedy decoding draws nothing
         stop_token_ids=frozenset(read.stop_token_ids or ()),
-        stream=read.stream,
-        include_usage=read.stream_options is not None and read.stream_options.include_usage,
-        token_ids=bool(read.return_token_ids),
         top_logprobs=top_logprobs,
         handover=_handover(read),
-        prompt_logprobs=read.prompt_logprobs,
     )
 
 
-def _handover(body: _Body) -> TransferParams | None:
+def _handover(body: RequestBody) -> TransferParams | None:
     """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
     try:
         return read_transfer_params(body.kv_transfer_params)

@@ -24,7 +24,7 @@ class Formatter:
         kind = "chat.completion" if self._chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": created, "model": model_name}
         self._stream_head = {**self._head, "object": f"{kind}.chunk" if self._chat else kind}
-        self._prompt_ids = list(request.prompt_ids) if request.token_ids else None
+        self._prompt_ids = list(request.prompt_ids) if request.body.return_token_ids else None
         self._sent_prompt = False
         self._text_offset = 0
 
@@ -46,7 +46,8 @@ class Formatter:
     def closing(self, completion_tokens: int) -> list[bytes]:
         """The events after the last token."""
         done = [b"data: [DONE]\n\n"]
-        if not self._request.include_usage:
+        options = self._request.body.stream_options
+        if options is None or not options.include_usage:
             return done
         return [_event({**self._stream_head, "choices": [], "usage": self._usage(completion_tokens)}), *done]
 
@@ -56,8 +57,8 @@ class Formatter:
         answer = {**self._head, "choices": [choice], "usage": self._usage(len(part.token_ids))}
         of_prompt = answer if self._chat else choice
         of_prompt["prompt_token_ids"] = self._prompt_ids
-        if self._request.prompt_logprobs is not None:
-            of_prompt["prompt_logprobs"] = self._prompt_logprobs(self._request.prompt_logprobs)
+        if self._request.body.prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = self._prompt_logprobs(self._request.body.prompt_logprobs)
         return answer
 
     def _choice(self, part: AnswerPart, of_chat: str) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Formatter:
             "logprobs": self._logprobs(part),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
-            "token_ids": part.token_ids if self._request.token_ids else None,
+            "token_ids": part.token_ids if self._request.body.return_token_ids else None,
         }
 
     def _prompt_logprobs(self, alternatives: int) -> list[dict[str, Any] | None]:

@@ -39,15 +39,15 @@ class AnswerEnd:
 
 def ending_of(request: SimulatedRequest, generation: Generation) -> AnswerEnd:
     """Where an answer ends: not before `min_tokens`, and at once if its context was a whole answer already."""
-    natural = max(generation.answer_tokens - generation.position, request.min_tokens + 1, 1)
-    most = request.max_tokens if request.ignore_eos else min(request.max_tokens, natural)
+    natural = max(generation.answer_tokens - generation.position, request.body.min_tokens + 1, 1)
+    most = request.max_tokens if request.body.ignore_eos else min(request.max_tokens, natural)
     if request.stop_token_ids:
         ahead = copy.copy(generation)
         for count in range(1, most + 1):
             token, _ = ahead.next_token()
-            if token in request.stop_token_ids and count > request.min_tokens:
+            if token in request.stop_token_ids and count > request.body.min_tokens:
                 return AnswerEnd(count, "stop", stop_token=token)
-    if not request.ignore_eos and natural <= request.max_tokens:
+    if not request.body.ignore_eos and natural <= request.max_tokens:
         return AnswerEnd(natural, "stop", eos=True)
     return AnswerEnd(request.max_tokens, "length")
 

@@ -104,7 +104,7 @@ class SimulatedServer:
             ask, f"{response_id}-0" if endpoint is CompletionEndpoint.COMPLETIONS else response_id
         )
         try:
-            if ask.stream:
+            if ask.body.stream:
                 return await self._stream(request, answer, words)
             return web.json_response(words.whole(await _whole(answer.parts())))
         finally:

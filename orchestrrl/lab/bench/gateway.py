@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.lab.bench import ways
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.bench.plain_client import ANSWER_WITHIN_S, LoadClient, TimedResponse, request
-from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, PLAIN_ENGINE, PLAIN_PROXY, gateway_words, served, started
+from orchestrrl.lab.bench.ways import DIRECT, OURS, PLAIN, PLAIN_ENGINE, PLAIN_PROXY, LoadClient, TimedResponse
 from orchestrrl.lab.testbed.processes import LabProcess
 from orchestrrl.lab.testbed.stack import Stack
 
@@ -134,8 +134,8 @@ def _burst_figures(spent: dict[str, WaySpent], load: GatewayLoad) -> list[Figure
 
 
 async def _all_ways(log_dir: Path, load: GatewayLoad) -> tuple[dict[str, WaySpent], dict[str, str]]:
-    async with started(log_dir) as (ways, left_out):
-        spent = {name: WaySpent(served) for name, served in ways.items()}
+    async with ways.started(log_dir) as (processes, left_out):
+        spent = {name: WaySpent(served) for name, served in processes.items()}
         await _rounds(spent, load)
         for streams in load.bursts:
             for way in spent.values():
@@ -150,7 +150,7 @@ async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
         for number in range(-1, load.rounds):
             for name in reversed(spent) if number % 2 else spent:  # none is always the first
                 await _round(spent[name] if number >= 0 else WaySpent(spent[name].served), clients[name], load)
-        asked = request(max_tokens=1, stream=False)
+        asked = ways.request(max_tokens=1, stream=False)
         for _ in range(load.lone_requests):
             for name, way in spent.items():
                 way.latency_s.append((await clients[name].send(asked)).whole_s)
@@ -159,7 +159,7 @@ async def _rounds(spent: dict[str, WaySpent], load: GatewayLoad) -> None:
 async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     async def spent(requests: int, tokens: int, *, stream: bool = False) -> tuple[float, float, int]:
         """Return CPU seconds, seconds, and chunks."""
-        asked = request(max_tokens=tokens, stream=stream)
+        asked = ways.request(max_tokens=tokens, stream=stream)
         before_s, started_s = way.served.cpu_s(), time.perf_counter()
         chunks = _counted(await client.send_in_turn(asked, requests, load.in_flight), tokens)
         whole_s = time.perf_counter() - started_s
@@ -176,10 +176,10 @@ async def _round(way: WaySpent, client: LoadClient, load: GatewayLoad) -> None:
     way.tokens_per_chunk.append(STREAM_TOKENS * load.streams / chunks)
 
 
-async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: float = ANSWER_WITHIN_S) -> Burst:
+async def _burst(way: LabProcess, requests: int, *, stream: bool, within_s: float = ways.ANSWER_WITHIN_S) -> Burst:
     before_bytes, before_s, started_s = _peak_bytes(way.pid), way.cpu_s(), time.perf_counter()
     with closing(LoadClient(way.url, within_s)) as client:
-        answers = await client.all_at_once(request(max_tokens=STREAM_TOKENS, stream=stream), requests)
+        answers = await client.all_at_once(ways.request(max_tokens=STREAM_TOKENS, stream=stream), requests)
     whole_s, cpu_s = time.perf_counter() - started_s, way.cpu_s() - before_s
     first_p99_s = quantiles((answer.first_s for answer in answers), n=100)[98]
     return Burst(first_p99_s, whole_s, cpu_s, _counted(answers, STREAM_TOKENS), _peak_bytes(way.pid) - before_bytes)
@@ -220,11 +220,11 @@ def gateway_ledger(log_dir: Path, load: GatewayLoad = LEDGER_LOAD) -> list[Figur
 async def _with_ledgers(log_dir: Path, load: GatewayLoad) -> dict[str, WaySpent]:
     async with Stack(log_dir / "ledger") as stack:
         folder = stack.undo.enter_context(tempfile.TemporaryDirectory(dir=stack.folder))
-        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        engine = await ways.served(stack, "engine", *PLAIN_ENGINE)
         spent: dict[str, WaySpent] = {}
         for name, more in _LEDGERS.items():
             ledger = ("--ledger", f"{folder}/{name}", *more) if more is not None else ()
-            spent[name] = WaySpent(await served(stack, name, *gateway_words(engine.url, *ledger)))
+            spent[name] = WaySpent(await ways.served(stack, name, *ways.gateway_words(engine.url, *ledger)))
         await _rounds(spent, load)
     return spent
 
@@ -258,10 +258,10 @@ def gateway_burst(log_dir: Path, requests: int = REQUESTS) -> list[Figure]:
 async def _bursts(log_dir: Path, requests: int) -> list[Burst]:
     """The gateway's and the proxy's, in turn in front of one engine."""
     async with Stack(log_dir / "burst") as stack:
-        engine = await served(stack, "engine", *PLAIN_ENGINE)
+        engine = await ways.served(stack, "engine", *PLAIN_ENGINE)
         bursts = []
-        for name, words in (("gateway", gateway_words(engine.url)), ("proxy", (*PLAIN_PROXY, engine.url))):
-            async with await served(stack, name, *words) as way:
+        for name, words in (("gateway", ways.gateway_words(engine.url)), ("proxy", (*PLAIN_PROXY, engine.url))):
+            async with await ways.served(stack, name, *words) as way:
                 await _burst(way, 50, stream=False)
                 bursts.append(await _burst(way, requests, stream=False, within_s=ANSWERED_WITHIN_S))
     return bursts

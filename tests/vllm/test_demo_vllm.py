@@ -13,7 +13,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent, ProblemFaults, Ret
 from orchestrrl.engines.vllm import VllmEngine
 from orchestrrl.lab.demo.scenario import load_scenario, samples
 from orchestrrl.lab.demo.stack import engines, orchestrrl
-from orchestrrl.lab.demo.step import run_step
+from orchestrrl.lab.demo.step import DemoFleet
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2, telemetry_pb2
@@ -44,14 +44,11 @@ async def test_moved_requests_answer_as_undisturbed_ones(tmp_path: Path, monkeyp
     step = samples(scenario, "vllm", 3)
     async with engines(scenario, "vllm", tmp_path) as running:
         clients = [VllmEngine(engine.url) for engine in running]
-        undisturbed = await run_step(
-            scenario, step, lambda sample: running[0].url, clients, lambda *_: None, hold=False
-        )
+        fleet = DemoFleet(scenario, "vllm", [], lambda *_: None, clients)
+        undisturbed = await fleet.run_step(step, "undisturbed", running[0].url)
         async with orchestrrl(scenario, "vllm", running, tmp_path) as stack:
             moving = asyncio.create_task(keep_moving(stack))
-            moved = await run_step(
-                scenario, step, lambda sample: stack.gateway_url, clients, lambda *_: None, hold=False
-            )
+            moved = await fleet.run_step(step, "moved", stack.gateway_url)
             moving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await moving  # raises what went wrong in it

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.demo import fabric_stack
 from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
@@ -170,7 +172,10 @@ def _soon(shown: Shown) -> list[Figure]:
             f"{len(echo_s)} pauses of the same turns, polled every {POLL_S * 1e3:g} ms"
         )
         for percent in (50, 99):
-            ours_ms, echo_ms = (percentile(each_s, percent) * 1e3 for each_s in (taken_s, echo_s))
+            # The least value that at least so many do not exceed.
+            ours_ms, echo_ms = (
+                float(np.percentile(each_s, percent, method="inverted_cdf")) * 1e3 for each_s in (taken_s, echo_s)
+            )
             figure = f"fabric_windows_{name}_p{percent}"
             found.append(Figure(figure, ours_ms, "ms", f"bare echo, p{percent}", echo_ms, note))
     return found
@@ -190,8 +195,3 @@ def _too_slow(run: WindowsRun, shown: WindowsRun) -> Figure:
 def _reason(code: str, detail: str) -> str:
     """Of a period that no window came for: what the last look at one said."""
     return f"{code} ({detail.split(': ')[1]})" if code == "no_window" else code
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that at least `percent` of all do not exceed."""
-    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]

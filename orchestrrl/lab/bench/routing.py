@@ -102,7 +102,10 @@ async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> Rout
     """Run one step of `load`, a prompt's samples arriving together."""
     clock, requests = VirtualClock(), load.setting.requests(seed)
     finished: list[CountedRecord] = []
-    engines = {f"http://e{n}": _engine(load, n) for n in range(ENGINES)}
+    kind = load.setting.kind
+    engines = {f"http://e{n}": VirtualEngine(EngineId(f"e{n}"), kind, (), f"http://e{n}", 0.0) for n in range(ENGINES)}
+    for engine in list(engines.values())[1::2]:
+        engine.scheduler.slowdown = load.slowdown
 
     def arrive(record: CountedRecord, engine: VirtualEngine, _: VirtualEngine | None) -> None:
         engine.scheduler.submit(engine.scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
@@ -123,12 +126,6 @@ async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> Rout
     ended_s = [record.finished_s or 0.0 for record in finished]
     latencies_s = [at_s - record.arrived_s for at_s, record in zip(ended_s, finished, strict=True)]
     return RoutingOutcome(max(ended_s), mean(latencies_s))
-
-
-def _engine(load: ArrivalLoad, number: int) -> VirtualEngine:
-    engine = VirtualEngine(EngineId(f"e{number}"), load.setting.kind, (), f"http://e{number}", 0.0)
-    engine.scheduler.slowdown = load.slowdown if number % 2 else 1.0
-    return engine
 
 
 def _route(engine: VirtualEngine) -> EngineRoute:

@@ -1,4 +1,4 @@
-"""CPU seconds of commands and processes until they are ready, beside those that third-party packages take alone."""
+"""CPU seconds of commands and processes until they are ready, beside those of Python alone."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,49 +17,35 @@ from orchestrrl.lab.testbed.stack import Stack, agent_flags, engine_flags
 
 REPETITIONS = 5
 PROGRAM = str(Path(sys.executable).with_name("orchestrrl"))
-PYTHON = "pass"
-GRPC = "import grpc.aio, google.protobuf.json_format, typer"
 COMPLETION = {"_ORCHESTRRL_COMPLETE": "complete_bash", "COMP_WORDS": "orchestrrl fabric ", "COMP_CWORD": "2"}
-# What people type: its words, what its environment has, and the packages of others that it cannot do without.
-COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str], str]] = {
-    "help": (("--help",), {}, PYTHON),
-    "version": (("--version",), {}, PYTHON),
-    "completion": ((), COMPLETION, PYTHON),
-    "gateway_help": (("gateway", "--help"), {}, PYTHON),
-    "status": (("status", "--daemon", "127.0.0.1:9"), {}, f"{GRPC}, rich.table"),  # where nothing listens
-}
-# A process is ready when it has printed its address; an agent or a peer, when the daemon lists it; the daemon, when it
-# has made a plan.
-PROCESSES = {
-    "engine": "import aiohttp.web, prometheus_client, pydantic, typer, xxhash, yaml",
-    "gateway": f"{GRPC}, aiohttp.web, httptools, prometheus_client, pydantic",
-    # An agent has the client of its engine.
-    "agent": f"{GRPC}, aiohttp, httptools, prometheus_client.parser, pydantic",
-    "peer": f"{GRPC}, numpy, pydantic, xxhash",
-    "daemon": f"{GRPC}, aiohttp.web, numpy, prometheus_client, pydantic, yaml",
+# What people type: its words, and what its environment has.
+COMMANDS: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
+    "help": (("--help",), {}),
+    "version": (("--version",), {}),
+    "completion": ((), COMPLETION),
+    "gateway_help": (("gateway", "--help"), {}),
+    "status": (("status", "--daemon", "127.0.0.1:9"), {}),  # where nothing listens
 }
 
 
 def start_up(folder: Path) -> list[Figure]:
-    """Medians; the first round writes bytecode and does not count."""
-    needs = {name: code for name, (_, _, code) in COMMANDS.items()} | PROCESSES
-    spent_s: dict[str, list[float]] = {name: [] for name in (*needs, *needs.values())}
+    """Medians; the first round writes bytecode and does not count. A process is ready when it has printed its address;
+    an agent or a peer, when the daemon lists it; the daemon, when it has made a plan."""
+    spent_s: dict[str, list[float]] = defaultdict(list)
     # Where PYTHONDONTWRITEBYTECODE is set, every process would compile everything again.
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {"PYTHONPYCACHEPREFIX": cache}):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         for repetition in range(-1, REPETITIONS):
-            round_s = {name: _command_s((PROGRAM, *words), more) for name, (words, more, _) in COMMANDS.items()}
+            round_s = {"python": _command_s((sys.executable, "-c", "pass"), {})}
+            round_s |= {name: _command_s((PROGRAM, *words), more) for name, (words, more) in COMMANDS.items()}
             round_s |= asyncio.run(_processes_s(folder / "start-up" / str(repetition)))
-            round_s |= {code: _command_s((sys.executable, "-c", code), {}) for code in needs.values()}
             for name, seconds in round_s.items() if repetition >= 0 else ():
                 spent_s[name].append(seconds)
-    figures = []
-    for name, code in needs.items():
-        value_s, alone_s = median(spent_s[name]), median(spent_s[code])
-        baseline = "python -c pass" if code == PYTHON else "its third-party imports"
-        note = f"CPU until ready: {value_s - alone_s:+.2f} s over it"
-        figures.append(Figure(f"start_{name}", value_s, "s", baseline, alone_s, note))
-    return figures
+    python_s = median(spent_s.pop("python"))
+    return [
+        Figure(f"start_{name}", median(each_s), "s", "python -c pass", python_s, "CPU until ready")
+        for name, each_s in spent_s.items()
+    ]
 
 
 def _command_s(command: Sequence[str], environment: Mapping[str, str]) -> float:

@@ -46,26 +46,21 @@ class TestbedTrainer:
 
     async def run(self) -> None:
         while True:
-            await self._iterate()
-
-    async def _iterate(self) -> None:
-        for writer in self._writers:
-            writer.moment("iteration", len(self.bursts))
-        begun = [
-            writer.begin(reduce, self._group, 1 << 20)
-            for writer, reduce in zip(self._writers, self._reduce, strict=True)
-        ]
-        flows = self._flows()
-        began_s = time.monotonic()
-        try:
-            async with running(flows):
-                await asyncio.sleep(self._order.collective_s)
-                ended_s = time.monotonic()
-        finally:
-            for writer, sequence in zip(self._writers, begun, strict=True):
-                writer.end(sequence)
-        self.bursts.append((began_s, ended_s, flows))
-        await asyncio.sleep(self._order.pause_s)
+            for writer in self._writers:
+                writer.moment("iteration", len(self.bursts))
+            writing = list(zip(self._writers, self._reduce, strict=True))
+            begun = [(writer, writer.begin(reduce, self._group, 1 << 20)) for writer, reduce in writing]
+            flows = self._flows()
+            began_s = time.monotonic()
+            try:
+                async with running(flows):
+                    await asyncio.sleep(self._order.collective_s)
+                    ended_s = time.monotonic()
+            finally:
+                for writer, sequence in begun:
+                    writer.end(sequence)
+            self.bursts.append((began_s, ended_s, flows))
+            await asyncio.sleep(self._order.pause_s)
 
     def close(self) -> None:
         for writer in self._writers:

@@ -63,7 +63,7 @@ def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
     return process
 
 
-def end_with_input(stop: Callable[[], None]) -> None:
+def end_with_input(stop: Callable[[], object]) -> None:
     """For the process inside: `stop` once its input has ended; whatever becomes of that, the end soon after."""
 
     def watch() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,9 @@ def report(**what: Any) -> None:
 
 
 async def main(order: BoxOrder) -> None:
-    loop, mine = asyncio.get_running_loop(), asyncio.current_task()
+    mine = asyncio.current_task()
     assert mine is not None
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(mine.cancel)
-
-    end_with_input(stop)
+    end_with_input(partial(asyncio.get_running_loop().call_soon_threadsafe, mine.cancel))
     async with standing(order) as box:
         results: dict[str, Any] = {
             "hosts": len(box.plan.hosts),

@@ -5,7 +5,6 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed, site_of
 from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_answers, samples
-from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoStepRecord, Report, connected, run_step
+from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoStepRecord, Report, connected
 from orchestrrl.lab.testbed.processes import meanwhile
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -97,11 +96,11 @@ async def run_redeploy_demo(
             step = samples(scenario, "simulated", seed)
             await stack.begin_with(stack.deployment.initial, "each step begins so")
             await stack.pin()
-            pinned, *_ = await _run(scenario, stack, step, partial(report, f"pinned, seed {seed}"))
+            pinned, *_ = await _run(scenario, stack, step, report, f"pinned, seed {seed}")
             known = {redeployment["redeployment_id"] for redeployment in await _redeployments(stack.control)}
-            before, progress = await _fabric_now(stack), partial(report, f"free to redeploy, seed {seed}")
+            before, label = await _fabric_now(stack), f"free to redeploy, seed {seed}"
             # While engines are frozen until they have every request, a redeployment would cost the step nothing.
-            free, began_s, looks = await _run(scenario, stack, step, progress, stack.release)
+            free, began_s, looks = await _run(scenario, stack, step, report, label, stack.release)
             outcome = RedeploySeed(
                 seed,
                 step,
@@ -126,7 +125,8 @@ async def _run(
     scenario: DemoScenario,
     stack: RedeployStack,
     step: Sequence[Sample],
-    progress: Callable[[int, int], None],
+    report: Report,
+    label: str,
     begun: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[DemoStepRecord, float, list[FlightSnapshot]]:
     """Run the step. Return its record, when it began by the clock, and what the daemon knew meanwhile."""
@@ -141,9 +141,8 @@ async def _run(
             tokens = {r.request_id: r.prompt_tokens + r.generated_tokens for r in listed.requests}
             looks.append(FlightSnapshot(time.time(), at, tokens))
 
-    async with connected("simulated", urls) as clients, meanwhile(poll, LOOK_S):
-        url = stack.gateway_url
-        record = await run_step(scenario, step, lambda _: url, clients, progress, hold=True, begun=begun)
+    async with connected(scenario, "simulated", urls, report) as fleet, meanwhile(poll, LOOK_S):
+        record = await fleet.run_step(step, label, stack.gateway_url, begun=begun)
         began_s = time.time() - record.makespan_s / scenario.speed
     await asyncio.sleep(5 * scenario.control.report_interval_s)  # the last results are on their way
     return record, began_s, looks

@@ -16,6 +16,7 @@ from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoFleet, Repo
 from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim.static import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.sim.workload import SimRequest
+from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
@@ -100,13 +101,13 @@ async def run_demo(
 ) -> DemoOutcome:
     """Run every seed without OrchestrRL, then start it beside the same engines and run every seed again; then bring new
     weights to them."""
-    async with _fleet(scenario, engine, out_dir, report) as fleet:
+    async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
         outcomes = []
         for seed in seeds:
             step = samples(scenario, engine, seed)
             record = await fleet.run_step(step, f"without OrchestrRL, seed {seed}")
             outcomes.append(SeedOutcome(seed, step, record))
-        async with _orchestrrl(fleet) as control_plane:
+        async with _orchestrrl(fleet, engines, out_dir) as control_plane:
             for outcome in outcomes:
                 before, label = await control_plane.status(), f"with OrchestrRL, seed {outcome.seed}"
                 outcome.shown = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
@@ -126,24 +127,29 @@ async def run_demo(
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
-    async with _fleet(scenario, engine, out_dir, report) as fleet, _orchestrrl(fleet) as control_plane:
+    async with (
+        _fleet(scenario, engine, out_dir, report) as (fleet, engines),
+        _orchestrrl(fleet, engines, out_dir) as control_plane,
+    ):
         return await run_sync(fleet, control_plane)
 
 
 @contextlib.asynccontextmanager
-async def _fleet(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> AsyncIterator[DemoFleet]:
+async def _fleet(
+    scenario: DemoScenario, engine: str, out_dir: Path, report: Report
+) -> AsyncIterator[tuple[DemoFleet, Sequence[LocalEngine]]]:
     report("starting the engines", 0, 0)
     async with (
         stack.engines(scenario, engine, out_dir) as running,
-        connected(engine, [local.url for local in running]) as clients,
+        connected(scenario, engine, [local.url for local in running], report) as fleet,
     ):
-        yield DemoFleet(scenario, engine, out_dir, report, running, clients)
+        yield fleet, running
 
 
 @contextlib.asynccontextmanager
-async def _orchestrrl(fleet: DemoFleet) -> AsyncIterator[Stack]:
+async def _orchestrrl(fleet: DemoFleet, engines: Sequence[LocalEngine], out_dir: Path) -> AsyncIterator[Stack]:
     fleet.report("starting OrchestrRL", 0, 0)
-    async with stack.orchestrrl(fleet.scenario, fleet.kind, fleet.running, fleet.out_dir) as running:
+    async with stack.orchestrrl(fleet.scenario, fleet.kind, engines, out_dir) as running:
         await running.until_reported(len(fleet.clients))
         yield running
 

@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -17,7 +16,6 @@ from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine, EngineSample, connect
 from orchestrrl.gateway.ledger.versions import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
-from orchestrrl.lab.testbed.engines import LocalEngine
 from orchestrrl.lab.testbed.processes import meanwhile, until
 from planner.model import RequestId
 
@@ -25,7 +23,6 @@ ACCEPTED_WITHIN_S = 60.0
 STEP_WITHIN_S = 900.0
 SAMPLE_INTERVAL_S = 0.1
 
-Progress = Callable[[int, int], None]  # requests done, requests in all
 Report = Callable[[str, int, int], None]  # what is under way, and its progress
 
 
@@ -106,107 +103,91 @@ class ComparedDemo(Generic[Step]):
         return not self.lost and not self.differing
 
 
-async def run_step(
-    scenario: DemoScenario,
-    samples: Sequence[Sample],
-    url_of: Callable[[Sample], str],
-    engines: Sequence[Engine],
-    progress: Progress,
-    *,
-    hold: bool,
-    begun: Callable[[], Awaitable[None]] | None = None,
-    spans: bool = False,
-) -> DemoStepRecord:
-    """Send every sample to its URL at once and wait for all answers.
-
-    hold: freeze the engines until they have every request, so that handing them in, which takes the same wall time at
-    any speed of the engines, does not count as engine time. `begun` is awaited after that, while the engines run.
-    spans: ask the gateway which policy version each token is from.
-    Failures of single requests are recorded, not raised.
-    """
-    run = _StepRun(scenario, engines, progress, len(samples), spans)
-    limits = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=STEP_WITHIN_S)
-    async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
-        if hold:
-            await asyncio.gather(*(engine.pause(PauseMode.KEEP) for engine in engines))
-        run.begin()
-        sending = [asyncio.create_task(run.send(session, url_of(sample), sample)) for sample in samples]
-        if hold:
-            await until(run.all_accepted, f"the engines accept {len(samples)} requests", ACCEPTED_WITHIN_S, 0.02)
-            await asyncio.gather(*(engine.resume() for engine in engines))
-            run.begin()
-        if begun is not None:
-            await begun()
-        run.sampled_s = run.elapsed_s()
-        async with meanwhile(run.sample_idle, SAMPLE_INTERVAL_S):
-            await asyncio.gather(*sending)
-    record = run.record
-    record.makespan_s = max(record.finish_s.values(), default=0.0)
-    record.idle_s = [min(seconds, record.makespan_s) for seconds in record.idle_s]
-    return record
-
-
 @dataclass(frozen=True, slots=True)
 class DemoFleet:
-    """The scenario's engines while they run, and their clients."""
+    """Engines of one kind while they run, and their clients. Made by `connected`."""
 
     scenario: DemoScenario
     kind: str
-    out_dir: Path
+    urls: Sequence[str]
     report: Report
-    running: Sequence[LocalEngine]
     clients: Sequence[Engine]
 
     async def run_step(
-        self, step: Sequence[Sample], label: str, gateway_url: str = "", **options: Any
+        self,
+        step: Sequence[Sample],
+        label: str,
+        gateway_url: str = "",
+        *,
+        begun: Callable[[], Awaitable[None]] | None = None,
+        spans: bool = False,
     ) -> DemoStepRecord:
-        """Run a step through a gateway or, without one, on the engines to which its samples are dealt."""
+        """Send every sample at once, through a gateway or, without one, to the engine to which it is dealt. Return when
+        all are answered.
 
-        def url_of(sample: Sample) -> str:
-            return gateway_url or self.running[sample.dealt_to].url
-
-        hold, progress = self.kind == "simulated", partial(self.report, label)
-        return await run_step(self.scenario, step, url_of, self.clients, progress, hold=hold, **options)
+        Simulated engines are frozen until they have every request, so that handing them in, which takes the same wall
+        time at any speed of the engines, does not count as engine time. `begun` is awaited after that, while the
+        engines run. `spans`: ask the gateway which policy version each token is from.
+        Failures of single requests are recorded, not raised.
+        """
+        hold, record = self.kind == "simulated", DemoStepRecord(idle_s=[0.0] * len(self.clients))
+        run = _StepRun(self, record, partial(self.report, label), len(step), spans)
+        limits = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=STEP_WITHIN_S)
+        async with aiohttp.ClientSession(connector=limits, timeout=timeout) as session:
+            if hold:
+                await asyncio.gather(*(engine.pause(PauseMode.KEEP) for engine in self.clients))
+            run.began_s = time.monotonic()
+            sending = [
+                asyncio.create_task(run.send(session, gateway_url or self.urls[sample.dealt_to], sample))
+                for sample in step
+            ]
+            if hold:
+                await until(run.all_accepted, f"the engines accept {len(step)} requests", ACCEPTED_WITHIN_S, 0.02)
+                await asyncio.gather(*(engine.resume() for engine in self.clients))
+                run.began_s = time.monotonic()
+            if begun is not None:
+                await begun()
+            run.sampled_s = run.elapsed_s()
+            async with meanwhile(run.sample_idle, SAMPLE_INTERVAL_S):
+                await asyncio.gather(*sending)
+        record.makespan_s = max(record.finish_s.values(), default=0.0)
+        record.idle_s = [min(seconds, record.makespan_s) for seconds in record.idle_s]
+        return record
 
 
 @contextlib.asynccontextmanager
-async def connected(kind: str, urls: Iterable[str]) -> AsyncIterator[list[Engine]]:
-    """Clients of engines, closed on leaving."""
+async def connected(scenario: DemoScenario, kind: str, urls: Sequence[str], report: Report) -> AsyncIterator[DemoFleet]:
+    """Yield engines with clients, which are closed on leaving."""
     clients = [connect(kind, url) for url in urls]
     try:
-        yield clients
+        yield DemoFleet(scenario, kind, urls, report, clients)
     finally:
         for client in clients:
             await client.close()
 
 
+@dataclass(slots=True)
 class _StepRun:
     """One run of a step: its record, by engine seconds since its beginning."""
 
-    def __init__(
-        self, scenario: DemoScenario, engines: Sequence[Engine], progress: Progress, total: int, spans: bool
-    ) -> None:
-        self.record = DemoStepRecord(idle_s=[0.0] * len(engines))
-        self.sampled_s = 0.0  # until when idle engines have been counted
-        self._scenario = scenario
-        self._engines = engines
-        self._progress = progress
-        self._total = total
-        self._spans = spans
-
-    def begin(self) -> None:
-        self._began_s = time.monotonic()
+    fleet: DemoFleet
+    record: DemoStepRecord
+    progress: Callable[[int, int], None]  # requests done, requests in all
+    total: int
+    spans: bool
+    began_s: float = 0.0  # by the clock
+    sampled_s: float = 0.0  # until when idle engines have been counted
 
     def elapsed_s(self) -> float:
-        return (time.monotonic() - self._began_s) * self._scenario.speed
+        return (time.monotonic() - self.began_s) * self.fleet.scenario.speed
 
     async def send(self, session: aiohttp.ClientSession, url: str, sample: Sample) -> None:
-        record, has_length = self.record, self._scenario.length_is_max_tokens
-        max_tokens = sample.output_tokens if has_length else self._scenario.max_tokens
+        record, has_length = self.record, self.fleet.scenario.length_is_max_tokens
+        max_tokens = sample.output_tokens if has_length else self.fleet.scenario.max_tokens
         body: dict[str, Any] = {"prompt": list(sample.prompt_ids), "temperature": 0, "return_token_ids": True}
         body |= {"max_tokens": max_tokens, "ignore_eos": has_length}
-        if self._spans:
+        if self.spans:
             body |= {"return_policy_versions": True}
         headers = {"X-Request-Id": sample.id, "X-Group-Id": sample.group}
         try:
@@ -216,22 +197,22 @@ class _StepRun:
                 record.faults[sample.id] = f"HTTP {response.status}: {text[:200]}"
                 return
             choice = json.loads(text)["choices"][0]
-            if self._spans:
+            if self.spans:
                 record.spans[sample.id] = [VersionSpan(**told) for told in choice["policy_versions"]]
             record.answers[sample.id] = choice["token_ids"]
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, KeyError) as error:
             record.faults[sample.id] = f"{type(error).__name__}: {error}"
         finally:
             record.finish_s[sample.id] = self.elapsed_s()
-            self._progress(len(record.finish_s), self._total)
+            self.progress(len(record.finish_s), self.total)
 
     async def all_accepted(self) -> bool:
-        readings = await asyncio.gather(*(engine.metrics() for engine in self._engines))
-        return sum(reading.running + reading.waiting for reading in readings) >= self._total
+        readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients))
+        return sum(reading.running + reading.waiting for reading in readings) >= self.total
 
     async def sample_idle(self) -> None:
         """Count the seconds in which each engine had nothing running. One that is too busy to answer is not idle."""
-        readings = await asyncio.gather(*(engine.metrics() for engine in self._engines), return_exceptions=True)
+        readings = await asyncio.gather(*(engine.metrics() for engine in self.fleet.clients), return_exceptions=True)
         now_s = self.elapsed_s()
         for index, reading in enumerate(readings):
             if isinstance(reading, EngineSample):

@@ -78,7 +78,7 @@ async def run_sync(fleet: DemoFleet, stack: Stack) -> SyncOutcome:
     fleet = replace(fleet, scenario=smaller)
     step = [replace(each, id=RequestId(f"sync-{each.id}")) for each in samples(smaller, fleet.kind, scenario.seeds[0])]
     fleet.report("starting peers", 0, 0)
-    home = (fleet.out_dir / "weights").absolute()
+    home = stack.folder / "weights"
     checkpoints = await _start_peers(fleet, stack, home)
     with WeightsClient(stack.daemon_address, peer=TRAINER, folder=home / TRAINER) as trainer:
 
@@ -126,9 +126,9 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     hosts: dict[str, dict[str, str]] = {TRAINER: {}}
-    of_host = -(-len(fleet.running) // HOSTS)
-    for index, engine in enumerate(fleet.running):
-        hosts.setdefault(f"gen{index // of_host}", {})[f"e{index}"] = engine.url
+    of_host = -(-len(fleet.urls) // HOSTS)
+    for index, url in enumerate(fleet.urls):
+        hosts.setdefault(f"gen{index // of_host}", {})[f"e{index}"] = url
     for name, engines in hosts.items():
         flags = ("--pod", "train" if name == TRAINER else "generate", "--product", fleet.kind)
         stack.command(f"peer-{name}", "sync", "peer", *stack.peer_words(name, home / name, engines, *flags))
@@ -138,7 +138,7 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
         for version, folder in checkpoints.items():
             await asyncio.to_thread(_write, folder, fleet.scenario.sync, version)
     else:  # the model as it was started, and the same of another seed
-        checkpoints[BEFORE] = fleet.out_dir / "tiny-model"
+        checkpoints[BEFORE] = stack.folder / "tiny-model"
         await make_model(checkpoints[AFTER], seed=1)
     await stack.until_attached(hosts)
     return checkpoints

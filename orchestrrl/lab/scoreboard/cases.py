@@ -3,7 +3,7 @@
 Beside what `orchestrrl sim run` does: part of TP's communication is hidden.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from orchestrrl.lab.sim.rl.scenario import ClusterFabricSection, ClusterScenario
 from orchestrrl.lab.sim.rl.stages import ArmTimes, FabricStages
 from orchestrrl.lab.sim.train.model import MEGATRON, TrainJob
 
-FABRICS = ("fat_tree", "oversubscribed", "rail_optimized", "topoopt", "mixnet", "rfabric")
 NAMES = {
     "fat_tree": "fat tree",
     "oversubscribed": "3:1 fat tree",
@@ -26,6 +25,7 @@ NAMES = {
     "rfabric": "RFabric",
     "lone": "a fat tree with each server alone behind three uplinks",
 }
+FABRICS = tuple(NAMES)[:-1]
 # A ToR of this many ports has 8 down, to one server's NICs, and 3 up: what is near another server is near nothing.
 LONE_RADIX = 11
 
@@ -36,23 +36,18 @@ def training_of(text: str) -> dict[str, Any]:
     return {name: int(word[len(name) :]) if word != name else True for name, word in names.items()}
 
 
-TRAINING: Mapping[str, dict[str, Any]] = {
-    "qwen2.5-14b": training_of(given.TRAIN_14B.value),
-    "qwen2.5-32b": training_of(given.TRAIN_32B.value),
-    "qwen2-57b-a14b": training_of(given.TRAIN_57B.value),
-    "qwen2.5-72b": training_of(given.TRAIN_72B.value),
-    "qwen3-235b-a22b": training_of(given.TRAIN_235B.value),
+_MODELS = {
+    "qwen2.5-14b": ("Qwen2.5-14B", given.TRAIN_14B),
+    "qwen2.5-32b": ("Qwen2.5-32B", given.TRAIN_32B),
+    "qwen2-57b-a14b": ("Qwen2-57B-A14B", given.TRAIN_57B),
+    "qwen2.5-72b": ("Qwen2.5-72B", given.TRAIN_72B),
+    "qwen3-235b-a22b": ("Qwen3-235B-A22B", given.TRAIN_235B),
 }
+TITLES = {name: title for name, (title, _) in _MODELS.items()}
+TRAINING = {name: training_of(training.value) for name, (_, training) in _MODELS.items()}
 # GPUs that training takes a multiple of: a replica, or the ranks that experts are spread over.
 UNITS = {"qwen2-57b-a14b": 16, "qwen2.5-72b": 48, "qwen3-235b-a22b": 32}
 LOOPED = 8  # steps of the loop that a steady one is taken from
-TITLES = {
-    "qwen2.5-14b": "Qwen2.5-14B",
-    "qwen2.5-32b": "Qwen2.5-32B",
-    "qwen2-57b-a14b": "Qwen2-57B-A14B",
-    "qwen2.5-72b": "Qwen2.5-72B",
-    "qwen3-235b-a22b": "Qwen3-235B-A22B",
-}
 
 
 @dataclass(frozen=True)

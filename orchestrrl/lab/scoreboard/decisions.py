@@ -52,7 +52,8 @@ def mean_errors(clients: Shares, requests: int, seeds: int) -> dict[str, float]:
                 forecasts |= {"two_samples": others[number] / requests, "truth": truth[number]}
                 for method, forecast in forecasts.items():
                     errors[method].append(float(np.abs(forecast - actual / requests).sum()))
-            series = series.fold(_statistics(actual))
+            lengths = LengthCounts(tuple(actual.astype(float).tolist()), (0.0,) * (BINS + 1))
+            series = series.fold(StepStatistics(BIN_TOKENS, lengths))
     return {method: float(np.mean(values)) for method, values in errors.items()}
 
 
@@ -92,10 +93,6 @@ def _fitted_shares() -> Shares:
     below[:, -1] = 1.0
     shares: Shares = np.diff(below, axis=1, prepend=0.0)
     return shares
-
-
-def _statistics(counts: NDArray[np.int64]) -> StepStatistics:
-    return StepStatistics(BIN_TOKENS, LengthCounts(tuple(counts.astype(float).tolist()), (0.0,) * (BINS + 1)))
 
 
 GPUS = 1024

@@ -62,12 +62,9 @@ def _divided_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> It
 
 
 def _why(case: cases.Case, first: cases.SteadyStep, other: cases.SteadyStep) -> str:
-    if other.samples_per_s > first.samples_per_s * 0.9:
-        return (
-            f"{case.train_gpus} GPUs train: {_parts(first, other)}; engines of one server each do not depend on the"
-            " fabric"
-        )
-    return f"{case.train_gpus} GPUs train: {_parts(first, other)}"
+    near = other.samples_per_s > first.samples_per_s * 0.9
+    more = "; engines of one server each do not depend on the fabric" if near else ""
+    return f"{case.train_gpus} GPUs train: {_parts(first, other)}{more}"
 
 
 def _parts(first: cases.SteadyStep, other: cases.SteadyStep) -> str:

@@ -27,7 +27,7 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class RequestBody(BaseModel):
+class GenerationBody(BaseModel):
     """What both endpoints share. Unknown fields are ignored, as vLLM does; what this engine has not is refused."""
 
     model_config = ConfigDict(extra="ignore")
@@ -50,7 +50,7 @@ class RequestBody(BaseModel):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class _CompletionBody(RequestBody):
+class _CompletionBody(GenerationBody):
     prompt: str | list[Annotated[int, Field(ge=0)]] | None = None
     logprobs: _Alternatives | None = None
 
@@ -71,7 +71,7 @@ class _Message(BaseModel):
         return self.content or ""
 
 
-class _ChatBody(RequestBody):
+class _ChatBody(GenerationBody):
     messages: list[_Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -84,7 +84,7 @@ class SimulatedRequest:
     """A valid request: what to generate, and what to tell of it."""
 
     endpoint: CompletionEndpoint
-    body: RequestBody
+    body: GenerationBody
     prompt_ids: tuple[int, ...]
     max_tokens: int  # >= 1, and prompt and answer fit the model's longest context
     seed: int
@@ -128,7 +128,7 @@ def read_completion_request(
     )
 
 
-def _handover(body: RequestBody) -> TransferParams | None:
+def _handover(body: GenerationBody) -> TransferParams | None:
     """As vLLM with the connector: a wish that cannot be read is told in the log, and the request is served without."""
     try:
         return read_transfer_params(body.kv_transfer_params)

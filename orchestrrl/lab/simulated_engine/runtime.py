@@ -170,14 +170,10 @@ class Runtime:
         del self._loading[answer.id]
         self._begin(answer)
 
-    def abort(self, engine_ids: Iterable[str]) -> None:
-        """Finish these requests with what they have; unknown names are ignored."""
+    def abort(self, engine_ids: Iterable[str] = ()) -> int:
+        """Finish these requests, or all where none is named, with what they have. Return how many there were."""
         names = set(engine_ids)
-        self._abort([answer for answer in self._answers.values() if answer.engine_id in names])
-
-    def abort_all(self) -> int:
-        """Finish every request; how many there were."""
-        answers = list(self._answers.values())
+        answers = [answer for answer in self._answers.values() if not names or answer.engine_id in names]
         self._abort(answers)
         return len(answers)
 
@@ -198,7 +194,7 @@ class Runtime:
             return
         self.scheduler.resume(self._virtual_s())
         if mode is PauseMode.ABORT:
-            self.abort_all()
+            self.abort()
             return
         waiting = self.scheduler.abort([sequence.id for sequence in self.scheduler.waiting])
         self._held[:0] = [self._answers[sequence.id] for sequence in waiting]

@@ -171,10 +171,8 @@ class SimulatedServer:
     async def _abort_requests(self, request: web.Request) -> web.Response:
         names = (await object_of(request)).get("request_ids")
         # Like vLLM, the reply counts what was named, not what was found; of everything it counts what there was.
-        if names:
-            self.runtime.abort(names)
-        aborted = len(names) if names else self.runtime.abort_all()
-        return web.json_response({"status": "aborted", "aborted": aborted})
+        aborted = self.runtime.abort(names or ())
+        return web.json_response({"status": "aborted", "aborted": len(names) if names else aborted})
 
 
 async def _whole(parts: AsyncIterator[AnswerPart]) -> AnswerPart:

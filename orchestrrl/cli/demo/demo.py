@@ -95,13 +95,13 @@ def _demo_sync(scenario: "DemoScenario", engine: str, out: Path) -> Output:
 
 def _demo_redeployment(scenario: "DemoScenario", seeds: list[int], out: Path) -> Output:
     from orchestrrl.cli.demo.redeployment import redeploy_demo_view
-    from orchestrrl.lab.demo.redeploy_report import as_json, draw
     from orchestrrl.lab.demo.redeploy_run import run_redeploy_demo
+    from orchestrrl.lab.demo.report import draw_redeployment, redeploy_json
 
     outcome = _finished(lambda report: run_redeploy_demo(scenario, seeds, out, report))
-    draw(outcome, picture := out / "redeployment.png")
+    draw_redeployment(outcome, picture := out / "redeployment.png")
     view = redeploy_demo_view(outcome)
-    return _written(out / "redeployment.json", as_json(outcome), view, outcome.is_well, picture)
+    return _written(out / "redeployment.json", redeploy_json(outcome), view, outcome.is_well, picture)
 
 
 def _written(path: Path, document: Any, view: Iterable[Any], is_well: bool, *pictures: Path) -> Output:

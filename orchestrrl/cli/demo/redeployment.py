@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from orchestrrl.cli.fleet.redeploy_text import change_text, time_line
 from orchestrrl.cli.formats import duration
 from orchestrrl.cli.output import Columns, View, cells_table, table
-from orchestrrl.lab.demo.redeploy_fabric import GEN_POD
-from orchestrrl.lab.demo.redeploy_report import PAPER, at_s
 from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployDemo, RedeploySeed
-from orchestrrl.lab.demo.redeploy_stack import modelled_switch_s
+from orchestrrl.lab.demo.redeploy_stack import GEN_POD, modelled_switch_s
+from orchestrrl.lab.demo.report import PAPER, at_s
 
 COLUMNS = ("", "clock, s", "engine s", "predicted", "the paper's")
 

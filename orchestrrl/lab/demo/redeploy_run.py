@@ -10,8 +10,15 @@ from statistics import median
 from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.lab.demo.redeploy_fabric import Followed, ObservedFabric, fabric_now, followed, site_of
-from orchestrrl.lab.demo.redeploy_stack import RedeployStack, redeploy_stack
+from orchestrrl.lab.demo.redeploy_stack import (
+    Followed,
+    ObservedFabric,
+    RedeployStack,
+    fabric_now,
+    followed,
+    redeploy_stack,
+    site_of,
+)
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, expected_answers, samples
 from orchestrrl.lab.demo.step import ComparedDemo, ComparedStep, DemoStepRecord, Report, connected
 from orchestrrl.lab.testbed.processes import meanwhile

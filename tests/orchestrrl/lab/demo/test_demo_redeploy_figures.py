@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrrl.lab.demo.redeploy_fabric import GEN_POD, ObservedFabric, followed, site_of
-from orchestrrl.lab.demo.redeploy_report import PAPER
 from orchestrrl.lab.demo.redeploy_run import FlightSnapshot, ObservedRedeployment, resumption
+from orchestrrl.lab.demo.redeploy_stack import GEN_POD, ObservedFabric, followed, site_of
+from orchestrrl.lab.demo.report import PAPER
 from orchestrrl.lab.demo.scenario import load_scenario, samples
 from planner.model import GpuId
 

@@ -5,6 +5,7 @@ Engines that outlive their caller are those of fleet/deployers/local.py.
 
 import asyncio
 import contextlib
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ VLLM_ARGUMENTS = ("--dtype", "float32", "--enforce-eager")
 
 
 class LocalEngine(LabProcess):
-    """An engine on this machine. It holds its port until it is killed or stopped."""
+    """An engine on this machine. All of its processes get the signal that ends it, and it holds its port until then."""
 
     port_holder: socket.socket | None = None
 
@@ -48,6 +49,9 @@ class LocalEngine(LabProcess):
         status = await super().stop(grace_s)
         self.kill()
         return status
+
+    def _terminate(self) -> None:
+        self._signal_all(signal.SIGTERM)
 
     async def answers(self, client: Engine, within_s: float) -> None:
         """Return after a first completion: `/health` says yes before the first forward pass works. Raises Permanent."""

@@ -167,7 +167,7 @@ class LabProcess:
             raise
 
     async def stop(self, grace_s: float = STOP_WITHIN_S) -> int:
-        """End its input, send its session SIGTERM, and SIGKILL to what is left after `grace_s`; its exit status.
+        """End its input, send it SIGTERM, and SIGKILL to what is left of its session after `grace_s`; its exit status.
         Stopping twice, or what was never started, is harmless."""
         if self._process is None:
             return 0
@@ -177,12 +177,15 @@ class LabProcess:
                     self._process.stdin.close()
                 await self._gone(grace_s)
             self.signal(signal.SIGCONT)
-            self._signal_all(signal.SIGTERM)
+            self._terminate()
             await self._gone(grace_s)
         finally:  # where the clean-up is cancelled as well
             self._signal_all(signal.SIGKILL)
             status = self._process.wait()
         return status
+
+    def _terminate(self) -> None:
+        self.signal(signal.SIGTERM)
 
     async def _gone(self, within_s: float) -> None:
         """Wait until nothing of its session is left."""

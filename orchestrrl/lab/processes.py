@@ -39,7 +39,13 @@ def run_tasks(
                 task, pipe = running.pop(process)
                 yield task, _result(process, pipe)
     finally:
-        _end(list(running))
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _run(work: Callable[[Any], Any], task: object, pipe: Connection) -> None:
@@ -68,13 +74,3 @@ def _result(process: BaseProcess, pipe: Connection) -> Any:
     pipe.close()
     process.join()
     return result
-
-
-def _end(running: Sequence[BaseProcess]) -> None:
-    for process in running:
-        process.terminate()
-    for process in running:
-        process.join(GRACE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()

@@ -47,7 +47,9 @@ async def run(folder: Path, iterations: int, *, device_s: float, window_s: float
         iterations_s = await launcher.turn("job", iterations)
         outcome, traces = await harness.outcome(), read_traces(harness.rings)
         statuses = await launcher.stop("job")
-        return Ran(iterations_s, statuses, outcome, traces, harness.running)
+        return Ran(
+            iterations_s, statuses, outcome, traces, all(process.running for process in harness.processes.values())
+        )
 
 
 def check_whole(ran: Ran, iterations: int, window_s: float) -> None:

@@ -101,14 +101,6 @@ class Testbed(Stack):
 
     async def drive(self) -> None:
         """Start the daemon of `orchestrrl daemon`, which drives this box, and return once packets follow circuits."""
-        await self.start_daemon(self._configuration())
-
-        async def routed() -> bool:
-            return bool((await self.fabric()).routes.rerouted_unix_s)
-
-        await until(routed, "packets follow circuits", TOOK_WITHIN_S, 0.05)
-
-    def _configuration(self) -> dict[str, Any]:
         plan = self.plan
         routers = [
             {
@@ -122,7 +114,7 @@ class Testbed(Stack):
             }
             for tor, room in plan.tors.items()
         ]
-        return {
+        document = {
             "listen": {"address": ANY_PORT, "socket": str(self.folder / "daemon.sock")},
             "fabric": {
                 "site": SITE_FILE,
@@ -133,6 +125,12 @@ class Testbed(Stack):
                 {"id": id, "driver": switch.driver, "options": switch.options} for id, switch in self.switches.items()
             ],
         }
+        await self.start_daemon(document)
+
+        async def routed() -> bool:
+            return bool((await self.fabric()).routes.rerouted_unix_s)
+
+        await until(routed, "packets follow circuits", TOOK_WITHIN_S, 0.05)
 
 
 @asynccontextmanager

@@ -191,8 +191,7 @@ class _Show:
             circuits = await self._circuits(tree(self._planned))
             self._planned = self._plan()
             return tree(self._planned), circuits
-        make = naive if way == "naive" else two_stage
-        stages = make(self._planned, self._peers, self._stations)
+        stages = (naive if way == "naive" else two_stage)(self._planned, self._peers, self._stations)
         return stages, await self._circuits(stages)
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:

@@ -77,10 +77,6 @@ class FabricDemoStack(Stack):
         """Where jobs are recorded."""
         return self.folder / "rings"
 
-    @property
-    def running(self) -> bool:
-        return all(process.running for process in self.processes.values())
-
     async def reads(self, job: str) -> None:
         """Return when the daemon knows that all ranks of the job are read: what they announce before may be lost."""
 

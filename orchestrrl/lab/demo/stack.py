@@ -87,7 +87,14 @@ def loop_settings(scenario: DemoScenario) -> dict[str, dict[str, object]]:
 
 
 def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str, Any]:
-    shape, loops = scenario.engine.shape, loop_settings(scenario)
+    engine, loops = scenario.engine, loop_settings(scenario)
+    shape = engine.shape
+    kv_transfer = {
+        "connector": "kv_handover",
+        "inter_node_gbps_per_gpu": engine.kv_gbps / GPUS_PER_ENGINE * scenario.speed,
+        "latency_s": engine.kv_latency_s / scenario.speed,
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
+    }
     loops["fast"]["theta"] = scenario.control.theta
     configuration = Configuration(
         ConfigurationId("as-started"),
@@ -102,7 +109,7 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
     )
     fleet = {
         "gpus": {"count": GPUS_PER_ENGINE * len(urls), "per_node": 8},
-        "kv_transfer": _kv_transfer(scenario),
+        "kv_transfer": kv_transfer if scenario.kv else None,
         "configurations": [sped_up(configuration, scenario.speed)],
         "engines": [
             {
@@ -119,15 +126,3 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
         return {**loops, "fleet": fleet}
     network = {"link_gbps": sync.gbps, "nic_gbps": sync.gbps}
     return {**loops, "fleet": fleet, "weights": {"network": network, "hop_latency_s": sync.hop_s}}
-
-
-def _kv_transfer(scenario: DemoScenario) -> dict[str, object] | None:
-    if not scenario.kv:
-        return None
-    engine = scenario.engine
-    return {
-        "connector": "kv_handover",
-        "inter_node_gbps_per_gpu": engine.kv_gbps / GPUS_PER_ENGINE * scenario.speed,
-        "latency_s": engine.kv_latency_s / scenario.speed,
-        "kv_bytes_per_token": engine.kv_bytes_per_token,
-    }

@@ -102,28 +102,6 @@ _Departure = tuple[int, RequestId, RequestState]
 class _Load:
     """One worker while moves are being chosen."""
 
-    __slots__ = (
-        "_fleet",
-        "_max_sequences",
-        "_tokens_per_s",
-        "cap",
-        "context_tokens",
-        "contexts",
-        "departures",
-        "entry",
-        "kv_free_tokens",
-        "load_index",
-        "no_burden",
-        "position",
-        "relief",
-        "requests",
-        "room",
-        "running",
-        "set_aside",
-        "stalled",
-        "worker",
-    )
-
     def __init__(
         self, position: int, worker: Worker, contexts: list[int], tokens_per_s: float, fleet: tuple[int, int]
     ) -> None:

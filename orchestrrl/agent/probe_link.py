@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import grpc
@@ -45,20 +45,15 @@ class _Watched:
     reported_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class WindowReports:
     """Reports each change of a window once, the moment it is known. No asyncio: `put` takes the messages; `clock_s` is
     the monotonic clock of this host."""
 
-    def __init__(
-        self,
-        traces: HostTraces,
-        put: Callable[[fabric_pb2.TraceMessage], None],
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._traces = traces
-        self._put = put
-        self._clock_s = clock_s
-        self._watched: dict[int, _Watched] = {}
+    _traces: HostTraces
+    _put: Callable[[fabric_pb2.TraceMessage], None]
+    _clock_s: Callable[[], float] = time.monotonic
+    _watched: dict[int, _Watched] = field(default_factory=dict)
 
     def watch(self, arm: fabric_pb2.Arm) -> None:
         self._watched[arm.id] = _Watched(arm.id, arm.job, arm.need_s, arm.quantile)

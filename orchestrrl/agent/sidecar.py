@@ -84,7 +84,7 @@ class Agent:
                 agent=agent_id,
                 clock=clock,
                 interval_s=interval_s,
-                limits=limits,
+                limits=limits or HealthLimits(),
                 describe=describe,
             )
             for engine_id, engine in engines.items()

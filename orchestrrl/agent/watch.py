@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock, stop, until_set, within
@@ -155,70 +155,62 @@ def _rate(points: tuple[tuple[float, int], ...], window_s: float) -> float | Non
     return rate if rate <= _MAX_TOKENS_PER_S else None
 
 
+@dataclass(slots=True, eq=False)
 class EngineWatch:
     """Watches one engine for `agent`; `publish` is called with each report, which is numbered when it is sent. Whatever
     the engine does, watching goes on."""
 
-    def __init__(
-        self,
-        engine_id: EngineId,
-        engine: Engine,
-        publish: Callable[[EngineReport], None],
-        *,
-        agent: NodeId,
-        clock: Clock,
-        interval_s: float = 0.25,
-        limits: HealthLimits | None = None,
-        describe: Describe | None = None,
-    ) -> None:
-        """`describe` adds what the engine's host tells of it, from its capabilities and URL."""
-        if not interval_s > 0:
-            raise ValueError(f"interval_s must be > 0, got {interval_s}")
-        self._agent = agent
-        self._engine_id = engine_id
-        self._engine = engine
-        self._publish = publish
-        self._clock = clock
-        self._interval_s = interval_s
-        self._limits = limits or HealthLimits()
-        self._describe = describe
-        self._track = EngineTrack()
-        self._capabilities: EngineCapabilities | None = None
-        self._finding: asyncio.Task[None] | None = None
-        self._server = ""
-        self._health: EngineHealth | None = None
-        self._silent_since_s: float | None = None  # when the oldest scrape without an answer began
+    engine_id: EngineId
+    engine: Engine
+    publish: Callable[[EngineReport], None]
+    _: KW_ONLY
+    agent: NodeId
+    clock: Clock
+    interval_s: float = 0.25
+    limits: HealthLimits = field(default_factory=HealthLimits)
+    describe: Describe | None = None  # adds what the engine's host tells of it, from its capabilities and URL
+    _track: EngineTrack = field(default_factory=EngineTrack, init=False)
+    _capabilities: EngineCapabilities | None = field(default=None, init=False)
+    _finding: asyncio.Task[None] | None = field(default=None, init=False)
+    _server: str = field(default="", init=False)
+    _health: EngineHealth | None = field(default=None, init=False)
+    # When the oldest scrape without an answer began.
+    _silent_since_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.interval_s > 0:
+            raise ValueError(f"interval_s must be > 0, got {self.interval_s}")
 
     async def run(self) -> None:
         """Scrape until cancelled."""
         try:
             while True:
-                started_s = self._clock.now_s()
+                started_s = self.clock.now_s()
                 await self._scrape(started_s)
-                await self._clock.sleep(self._interval_s - (self._clock.now_s() - started_s))
+                await self.clock.sleep(self.interval_s - (self.clock.now_s() - started_s))
         finally:
             await self._forget_capabilities()
 
     async def _scrape(self, started_s: float) -> None:
         if self._silent_since_s is None:
             self._silent_since_s = started_s
-        scrape = asyncio.create_task(self._asked(self._engine.metrics()))
+        scrape = asyncio.create_task(self._asked(self.engine.metrics()))
         try:
             await self._be_patient(scrape, started_s)
         finally:
             await stop(scrape)
-        answer, now_s = None if scrape.cancelled() else scrape.result(), self._clock.now_s()
+        answer, now_s = None if scrape.cancelled() else scrape.result(), self.clock.now_s()
         waited_s = self._silent_for_s(now_s) if answer is None else now_s - started_s
         if answer is not None:
             self._silent_since_s = None
-        health, detail = judge(answer, waited_s, self._limits)
+        health, detail = judge(answer, waited_s, self.limits)
         reading = None
         if isinstance(answer, EngineSample) and health is not EngineHealth.NONSENSE:
             # The time of a sample is when it was asked for: it is never older than it says.
             reading = replace(answer, sampled_s=started_s, scrape_s=waited_s)
         if reading is None or self._track.restarted(reading):
             await self._forget_capabilities()
-        self._track, sample = fold(self._track, reading, self._limits)
+        self._track, sample = fold(self._track, reading, self.limits)
         if sample is not None and self._capabilities is None and self._finding is None:
             self._finding = asyncio.create_task(self._find_capabilities())
         self._server = "" if sample is None else sample.server
@@ -227,13 +219,13 @@ class EngineWatch:
     async def _be_patient(self, scrape: asyncio.Task[Any], started_s: float) -> None:
         """Wait for the answer up to `gone_after_s`; while the engine has been silent for too long, also since earlier
         scrapes, say so at each interval."""
-        end_s = started_s + self._limits.gone_after_s
-        while not scrape.done() and (now_s := self._clock.now_s()) < end_s:
-            late_s = self._silent_for_s(now_s) - self._limits.slow_after_s
+        end_s = started_s + self.limits.gone_after_s
+        while not scrape.done() and (now_s := self.clock.now_s()) < end_s:
+            late_s = self._silent_for_s(now_s) - self.limits.slow_after_s
             if late_s >= 0:
-                self._report(*judge(None, self._silent_for_s(now_s), self._limits), None)
-            pause_s = min(self._interval_s if late_s >= 0 else -late_s, end_s - now_s)
-            await until_set(self._clock, asyncio.Event(), pause_s, scrape)
+                self._report(*judge(None, self._silent_for_s(now_s), self.limits), None)
+            pause_s = min(self.interval_s if late_s >= 0 else -late_s, end_s - now_s)
+            await until_set(self.clock, asyncio.Event(), pause_s, scrape)
 
     def _silent_for_s(self, now_s: float) -> float:
         return 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
@@ -245,20 +237,20 @@ class EngineWatch:
         except OrchestrRLError as error:
             return error
         except Exception as error:
-            logger.exception("%s: defect in reading an answer", self._engine_id)
+            logger.exception("%s: defect in reading an answer", self.engine_id)
             return error
 
     def _report(self, health: EngineHealth, detail: str, sample: EngineSample | None) -> None:
         if health is not self._health:
             level = logging.INFO if health is EngineHealth.OK else logging.WARNING
-            logger.log(level, "%s at %s is %s. %s", self._engine_id, self._engine.url, health, detail)
+            logger.log(level, "%s at %s is %s. %s", self.engine_id, self.engine.url, health, detail)
             self._health = health
-        self._publish(
+        self.publish(
             EngineReport(
-                self._agent,
+                self.agent,
                 0,
-                self._engine_id,
-                self._engine.url,
+                self.engine_id,
+                self.engine.url,
                 health,
                 detail,
                 sample,
@@ -270,17 +262,17 @@ class EngineWatch:
     async def _find_capabilities(self) -> None:
         """Find out what the engine offers, however often it takes: a server may answer metrics first."""
         while True:
-            answer = await self._asked(within(self._clock, self._limits.gone_after_s, self._engine.capabilities()))
+            answer = await self._asked(within(self.clock, self.limits.gone_after_s, self.engine.capabilities()))
             faults = capability_faults(answer) if isinstance(answer, EngineCapabilities) else [str(answer)]
             if isinstance(answer, EngineCapabilities) and not faults:
                 self._capabilities = answer
-                if self._describe is not None:  # what the engine offers is reported meanwhile
-                    described = await self._asked(self._describe(answer, self._engine.url))
+                if self.describe is not None:  # what the engine offers is reported meanwhile
+                    described = await self._asked(self.describe(answer, self.engine.url))
                     if isinstance(described, EngineCapabilities):
                         self._capabilities = described
                 return
-            logger.warning("%s: does not say what it offers: %s", self._engine_id, "; ".join(faults))
-            await self._clock.sleep(ASK_AGAIN_S)
+            logger.warning("%s: does not say what it offers: %s", self.engine_id, "; ".join(faults))
+            await self.clock.sleep(ASK_AGAIN_S)
 
     async def _forget_capabilities(self) -> None:
         """Another process may answer the next time, with other features."""

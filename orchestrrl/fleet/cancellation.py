@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent, ProblemFaults
@@ -26,15 +26,15 @@ class CancelOutcome:
     silent: tuple[NodeId, ...]  # gateways that have not said what they ended
 
 
+@dataclass(slots=True, eq=False)
 class Canceller:
     """Orders it of gateways. `totals`: requests ended so, by whether somebody asked for it or they were redundant."""
 
-    def __init__(self, runner: OperationRunner, nodes: NodeRegistry, clock: Clock) -> None:
-        self._runner = runner
-        self._nodes = nodes
-        self._clock = clock
-        self.waiting: set[asyncio.Task[OperationResult]] = set()
-        self.totals: Counter[str] = Counter({ASKED: 0, REDUNDANT: 0})
+    _runner: OperationRunner
+    _nodes: NodeRegistry
+    _clock: Clock
+    waiting: set[asyncio.Task[OperationResult]] = field(default_factory=set)
+    totals: Counter[str] = field(default_factory=lambda: Counter({ASKED: 0, REDUNDANT: 0}))
 
     async def cancel(self, requests: Iterable[RequestId], groups: Iterable[str], reason: str) -> CancelOutcome:
         """Wherever they are. Raises ProblemFaults where nothing is named, Permanent where there is no gateway."""

@@ -7,7 +7,7 @@ journalling them and resuming after a restart is core/operation.py; what a lease
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +36,14 @@ BUSY_POLL_S = 0.25
 Order = asyncio.Task[OperationResult]
 
 
+@dataclass(slots=True, eq=False)
 class PauseOrders:
     """What was ordered of gateways; nobody has to wait for the answers."""
 
-    def __init__(self, runner: OperationRunner, nodes: NodeRegistry, clock: Clock) -> None:
-        self._runner = runner
-        self._nodes = nodes
-        self._clock = clock
-        self.waiting: set[Order] = set()
+    _runner: OperationRunner
+    _nodes: NodeRegistry
+    _clock: Clock
+    waiting: set[Order] = field(default_factory=set)
 
     def close(self, node: NodeId, lease: PauseLease, quiet_by_s: float, *, engines_run: bool = False) -> Order:
         terms = (lease.id, lease.holder, lease.mode, lease.frozen, lease.until_s)

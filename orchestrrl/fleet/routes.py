@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
@@ -41,33 +41,26 @@ class _Pace:
         self.sent_s = now_s
 
 
+@dataclass(slots=True, eq=False)
 class RoutingTable:
     """The routes as they stand. They are written down when they change in more than load."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: FleetState,
-        nodes: NodeRegistry,
-        runner: OperationRunner,
-        journal: Journal,
-        clock: Clock,
-    ) -> None:
-        self._config = config
-        self.draining: set[EngineId] = set()  # engines that are about to be stopped: gateways send them nothing new
-        # Engines that are being started, and until when that is believed: gateways keep requests for them, and send
-        # them there once they are no longer named here, whoever reports them well before.
-        self.expected: dict[EngineId, float] = {}
-        self._load_index: Mapping[EngineId, float | None] = {}  # as the fast loop last found it
-        self._state = state
-        self._nodes = nodes
-        self._runner = runner
-        self._journal = journal
-        self._clock = clock
-        self._journalled: dict[str, Any] = {"routes": [], "expected": {}}
-        self._expected_before: dict[EngineId, float] = {}  # as written down
-        self._sent: dict[NodeId, tuple[SetRoutes, float]] = {}  # to each gateway, and when
-        self._changes, self._losses = _Pace(), _Pace()
+    _config: Config
+    _state: FleetState
+    _nodes: NodeRegistry
+    _runner: OperationRunner
+    _journal: Journal
+    _clock: Clock
+    draining: set[EngineId] = field(default_factory=set)  # about to be stopped: gateways send them nothing new
+    # Engines that are being started, and until when that is believed: gateways keep requests for them, and send them
+    # there once they are no longer named here, whoever reports them well before.
+    expected: dict[EngineId, float] = field(default_factory=dict)
+    _load_index: Mapping[EngineId, float | None] = field(default_factory=dict)  # as the fast loop last found it
+    _journalled: dict[str, Any] = field(default_factory=lambda: {"routes": [], "expected": {}})
+    _expected_before: dict[EngineId, float] = field(default_factory=dict)  # as written down
+    _sent: dict[NodeId, tuple[SetRoutes, float]] = field(default_factory=dict)  # to each gateway, and when
+    _changes: _Pace = field(default_factory=_Pace)
+    _losses: _Pace = field(default_factory=_Pace)
 
     def reconfigure(self, config: Config) -> None:
         self._config = config

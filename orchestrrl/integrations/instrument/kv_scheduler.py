@@ -17,7 +17,7 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -102,29 +102,22 @@ def read_transfer_params(params: object) -> TransferParams | None:
     return TransferParams(str(weights), given.get(SAVE), given.get(LOAD), float(wait_s))
 
 
+@dataclass(slots=True, eq=False)
 class KvTransferScheduler:
     """Who wants what, and what the workers are told next. `clock` gives seconds that never go back."""
 
-    def __init__(
-        self,
-        store: kv_entries.KvEntryStore,
-        keeper: kv_entries.KvEvictor,
-        *,
-        block_tokens: int,
-        bytes_per_block: int,  # over all ranks
-        clock: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._keeper = keeper
-        self._block_tokens = block_tokens
-        self._bytes_per_block = bytes_per_block
-        self._clock = clock
-        self._wishes: dict[str, TransferParams] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._loading: set[str] = set()
-        self._stale: set[str] = set()
-        self._saves: list[SaveJob] = []
-        self._loads: list[LoadJob] = []
+    _store: kv_entries.KvEntryStore
+    _keeper: kv_entries.KvEvictor
+    _: KW_ONLY
+    block_tokens: int
+    bytes_per_block: int  # over all ranks
+    clock: Callable[[], float]
+    _wishes: dict[str, TransferParams] = field(default_factory=dict)
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _loading: set[str] = field(default_factory=set)
+    _stale: set[str] = field(default_factory=set)
+    _saves: list[SaveJob] = field(default_factory=list)
+    _loads: list[LoadJob] = field(default_factory=list)
 
     def arrived(self, request_id: str, params: object) -> None:
         """A new request. A wish that cannot be read is told in the log and ignored: the request itself is fine."""
@@ -162,14 +155,14 @@ class KvTransferScheduler:
 
     def _poll(self, request_id: str, waiting: _Waiting) -> bool:
         """Look whether the entry is complete. Raises Unusable when it will not do, or does not come in time."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - waiting.last_poll_s < POLL_PERIOD_S:
             return False
         wish = self._wishes[request_id]
         waiting.last_poll_s = now_s
         if waiting.first_poll_s is None:
             waiting.first_poll_s = now_s
-        waiting.found = self._store.lookup(waiting.entry, wish.weights, self._block_tokens)
+        waiting.found = self._store.lookup(waiting.entry, wish.weights, self.block_tokens)
         if waiting.found is None and now_s - waiting.first_poll_s >= wish.wait_s:
             raise kv_entries.UnusableEntry(f"it did not come within {wish.wait_s:g} s")
         return waiting.found is not None
@@ -189,8 +182,8 @@ class KvTransferScheduler:
             return
         del self._waiting[request_id]
         self._loading.add(request_id)
-        first = waiting.computed // self._block_tokens
-        stop = -(-(waiting.computed + external_tokens) // self._block_tokens)
+        first = waiting.computed // self.block_tokens
+        stop = -(-(waiting.computed + external_tokens) // self.block_tokens)
         blocks = tuple(block_ids[first:stop])
         self._loads.append(LoadJob(request_id, waiting.entry, waiting.found.identity, first, blocks))
 
@@ -221,13 +214,13 @@ class KvTransferScheduler:
             self._expire(request_id, "the request is over")
         if wish is None or wish.save is None or not aborted:
             return False
-        count = min(computed, len(token_ids), len(block_ids) * self._block_tokens) if here else 0
-        blocks = -(-count // self._block_tokens)
-        if blocks and not self._keeper.reserve(blocks * self._bytes_per_block):
+        count = min(computed, len(token_ids), len(block_ids) * self.block_tokens) if here else 0
+        blocks = -(-count // self.block_tokens)
+        if blocks and not self._keeper.reserve(blocks * self.bytes_per_block):
             logger.warning("%s is not saved: %s is full", request_id, self._store.root)
             count = blocks = 0
         contents = kv_entries.KvEntryContents(
-            wish.weights, self._store.ranks, self._block_tokens, array("I", islice(token_ids, count))
+            wish.weights, self._store.ranks, self.block_tokens, array("I", islice(token_ids, count))
         )
         self._saves.append(SaveJob(request_id, wish.save, contents, tuple(block_ids[:blocks])))
         return blocks > 0

@@ -20,7 +20,13 @@ async def watching(url: str, limits: HealthLimits | None = None) -> AsyncIterato
     seen: list[EngineReport] = []
     engine = connect("vllm", url)
     watch = EngineWatch(
-        EngineId("e0"), engine, seen.append, agent=NodeId("a"), clock=WallClock(), interval_s=0.05, limits=limits
+        EngineId("e0"),
+        engine,
+        seen.append,
+        agent=NodeId("a"),
+        clock=WallClock(),
+        interval_s=0.05,
+        limits=limits or HealthLimits(),
     )
     task = asyncio.create_task(watch.run())
     try:

@@ -8,7 +8,7 @@ daemon had begun.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
@@ -127,31 +127,23 @@ class _Rest:
         return _Rest(now_s + wait_s, self.refusals + 1, self.refused_by | {by})
 
 
+@dataclass(slots=True, eq=False)
 class MembershipChanges:
     """The roster in force. Construction recovers it from the journal; `tick` moves what is to leave."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: FleetState,
-        routes: RoutingTable,
-        journal: Journal,
-        clock: Clock,
-        start_moves: StartMoves,
-        check_movable: Callable[[], None],
-    ) -> None:
-        """`start_moves` begins moves by the normal path, whatever the mode; `check_movable` raises Permanent while all
-        requests stand still."""
-        self._config = config
-        self.membership = recovered_roster(journal)
-        self._state = state
-        self._routes = routes
-        self._journal = journal
-        self._clock = clock
-        self._start_moves = start_moves
-        self._check_movable = check_movable
-        self._round: asyncio.Task[MovesOutcome] | None = None
-        self._rests: dict[RequestId, _Rest] = {}
+    _config: Config
+    _state: FleetState
+    _routes: RoutingTable
+    _journal: Journal
+    _clock: Clock
+    _start_moves: StartMoves  # begins moves by the normal path, whatever the mode
+    _check_movable: Callable[[], None]  # raises Permanent while all requests stand still
+    membership: Membership = field(init=False)
+    _round: "asyncio.Task[MovesOutcome] | None" = field(default=None, init=False)
+    _rests: dict[RequestId, _Rest] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.membership = recovered_roster(self._journal)
         self._report_state()
 
     def reconfigure(self, config: Config) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
@@ -182,22 +182,20 @@ def pods_path(namespace: str) -> str:
     return f"/api/v1/namespaces/{namespace}/pods"
 
 
+@dataclass(slots=True, eq=False)
 class FleetView:
     """Of one fleet. `nodes_known_s`: how long what was heard of a node is believed, which should be far below the 40 s
     after which Kubernetes itself takes it for lost; None: nodes are not looked at."""
 
-    def __init__(
-        self, api: KubernetesApi, namespace: str, fleet: str, nodes_known_s: float | None, clock: Clock
-    ) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._fleet = fleet
-        self._nodes_known_s = nodes_known_s
-        self._clock = clock
-        self._listing = asyncio.Lock()
-        self._lists_begun = 0
-        self._listed: tuple[int, dict[str, Found]] = (0, {})  # the number of the latest list, and what it found
-        self._nodes: dict[str, tuple[float, bool]] = {}  # when it was asked for, whether it answers
+    _api: KubernetesApi
+    _namespace: str
+    _fleet: str
+    _nodes_known_s: float | None
+    _clock: Clock
+    _listing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lists_begun: int = 0
+    _listed: tuple[int, dict[str, Found]] = (0, {})  # the number of the latest list, and what it found
+    _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when it was asked for, whether it answers
 
     async def find(self, name: str) -> Found:
         """The engine whose objects have this name."""

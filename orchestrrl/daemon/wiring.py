@@ -41,11 +41,11 @@ from orchestrrl.weights.controller.peer_hub import PeerHub
 from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow
 from planner.cost.models import model_named
-from planner.fabric.commit_times import Allowance, CommitTimes
 from planner.fabric.light import interfaces_at
 from planner.fabric.model import EndpointId
 from planner.fabric.route_plan import PacketSide, RoutingDomain, TorRouter
 from planner.fabric.topology import Site
+from planner.fabric.windows import Allowance, CommitTimes
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.sync_tree.nic_share import LeftForMoves
 

@@ -33,12 +33,12 @@ from orchestrrl.fabric.shared_pods import neighbours, unannounced
 from orchestrrl.fabric.stage_commit import PUT_OFF, RESTATED, CommitRules, StageCommitter, StageFailed, StageOrder
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
-from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Pair, Port, PortPair
 from planner.fabric.plan import FabricFailures, FabricPlan, FabricState
 from planner.fabric.topology import Site
 from planner.fabric.transition import Transition, TransitionProblem, TransitionStage, transition
+from planner.fabric.windows import CommitTimes
 from planner.model import Hold, Mode
 
 logger = logging.getLogger(__name__)

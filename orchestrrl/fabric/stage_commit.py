@@ -22,11 +22,10 @@ from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
 from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from orchestrrl.fabric.window_tracker import JobWatch, WindowTracker
-from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Port, PortPair
 from planner.fabric.transition import TransitionStage
-from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, Window, may_commit
+from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, CommitTimes, Window, may_commit
 from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)

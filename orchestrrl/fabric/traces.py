@@ -1,22 +1,41 @@
-"""Traces of collectives in a file: one JSON object per line, in any order.
+"""Traces of collectives: of what the recorders of this host still remember, in files, and what learners make of them.
+
+A file has one JSON object per line, in any order.
 
     {"rank": 0, "op": "all_reduce", "group": 0, "bytes": 1048576, "start_s": 12.001, "end_s": 12.004, "async": false}
     {"rank": 0, "mark": "backward", "at_s": 12.010}
     {"rank": 0, "iteration": 7, "at_s": 12.100}
 
 `group` is a number that all iterations use for the same process group. Times are seconds of one clock for all ranks.
+Rings of recorders are only read.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrrl.core.documents import NonNegativeInt, require
-from orchestrrl.core.errors import ProblemFaults, faults_of, shorten
+from orchestrrl.core.errors import Permanent, ProblemFaults, faults_of, shorten
+from orchestrrl.integrations.instrument.rings import (
+    DEFAULT_DIRECTORY,
+    PAYLOAD,
+    UNKNOWN,
+    RingEvent,
+    RingHeader,
+    RingReader,
+    list_rings,
+)
+from planner.fabric.slack import Signature, SlackLearner
+from planner.fabric.slack_summary import SlackSummary, summarize
+from planner.fabric.windows import common_quiet, quiet_between
 
+ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
+NANO = 1e-9
 MOST_FAULTS = 50  # told of one file
 
 Time = Annotated[float, AfterValidator(require(lambda _: True, "a finite number"))]
@@ -103,3 +122,150 @@ def _event(line: bytes) -> tuple[TraceEvent | None, list[str]]:
     if isinstance(event, TracedCollective) and event.end_s < event.start_s:
         return None, [f"end_s: must be >= start_s, {event.start_s}, got {event.end_s}"]
     return event, []
+
+
+@dataclass(frozen=True, slots=True)
+class CommonQuiet:
+    """Of the time in which all ranks were being recorded: its windows, ascending by length."""
+
+    ranks: int
+    span_s: float
+    lengths_s: tuple[float, ...]
+
+    @property
+    def share(self) -> float:
+        return self.share_covering(0.0)
+
+    def covering(self, need_s: float) -> int:
+        return sum(length_s >= need_s for length_s in self.lengths_s)
+
+    def share_covering(self, need_s: float) -> float:
+        quiet_s = sum(length_s for length_s in self.lengths_s if length_s >= need_s)
+        return quiet_s / self.span_s if self.span_s > 0 else 0.0
+
+    def quantile_s(self, q: float) -> float | None:
+        if not self.lengths_s:
+            return None
+        return self.lengths_s[min(len(self.lengths_s) - 1, int(q * len(self.lengths_s)))]
+
+
+def read_traces(sources: Iterable[Path]) -> list[TraceEvent]:
+    """All files together. Raises ProblemFaults with the faults of all, and where there is no collective in them."""
+    events: list[TraceEvent] = []
+    faults: list[str] = []
+    for source in sources:
+        try:
+            events += read_trace(source)
+        except ProblemFaults as error:
+            faults += error.faults
+    if not faults and not any(isinstance(event, TracedCollective) for event in events):
+        faults.append(f"(traces): must hold at least one collective, got {len(events)} other events")
+    if faults:
+        raise ProblemFaults(faults)
+    return events
+
+
+def study(events: Iterable[TraceEvent], q: float) -> tuple[list[SlackSummary], CommonQuiet]:
+    """What each rank's learner knows in the end, ascending by rank, and the quiet of all."""
+    ranks = {rank: each for rank, each in by_rank(events).items() if any(isinstance(e, TracedCollective) for e in each)}
+    return [summarize(learned(rank, each), q) for rank, each in ranks.items()], common(list(ranks.values()))
+
+
+def learned(rank: int, events: Sequence[TraceEvent]) -> SlackLearner:
+    """A learner that was told everything, in order of time. At one moment an end goes before a begin."""
+    learner = SlackLearner(rank)
+    flying: dict[int, int] = {}
+    for _, _, index, ends in sorted(_moments(events)):
+        event = events[index]
+        if isinstance(event, TracedIteration):
+            learner.iteration(event.iteration, event.at_s)
+        elif isinstance(event, TracedMark):
+            learner.mark(event.mark, event.at_s)
+        elif ends:
+            learner.ended(flying.pop(index), event.end_s)
+        else:
+            signature = Signature(event.op, event.group, event.bytes)
+            flying[index] = learner.started(signature, event.start_s)
+    return learner
+
+
+def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bool]]:
+    """(when, what goes first then, index of the event, whether it ends there)."""
+    for index, event in enumerate(events):
+        if isinstance(event, TracedCollective):
+            yield event.start_s, 2, index, False
+            yield event.end_s, 3 if event.end_s == event.start_s else 0, index, True
+        else:
+            yield event.at_s, 1, index, False
+
+
+def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
+    busy = [[(e.start_s, e.end_s) for e in events if isinstance(e, TracedCollective)] for events in ranks]
+    quiet = common_quiet([quiet_between(each) for each in busy])
+    span_s = min(max(end for _, end in each) for each in busy) - max(min(start for start, _ in each) for each in busy)
+    return CommonQuiet(len(ranks), max(0.0, span_s), tuple(sorted(end - start for start, end in quiet)))
+
+
+@dataclass(frozen=True, slots=True)
+class RingTrace:
+    """`events` by rank and time. `lost` are those that a ring has overwritten, `running` collectives without an end."""
+
+    ranks: tuple[int, ...]
+    events: tuple[TraceEvent, ...]
+    lost: int
+    running: int
+
+
+def recorded_jobs(rings: Path = DEFAULT_DIRECTORY) -> dict[str, tuple[int, ...]]:
+    """The ranks of each job that has rings there, ended ones included."""
+    found: dict[str, set[int]] = {}
+    for path in list_rings(rings):
+        for header, _ in _read(path):
+            found.setdefault(header.job, set()).update({header.rank} - {UNKNOWN})
+    return {job: tuple(sorted(ranks)) for job, ranks in sorted(found.items())}
+
+
+def read_rings(rings: Path, job: str) -> RingTrace:
+    """Times are seconds since the Unix epoch: traces of several hosts agree as far as their clocks do. Of a rank that
+    was started again, only the newest process counts. Raises Permanent where the job has no ring there."""
+    ahead_s = time.time() - time.monotonic()
+    newest: dict[int, tuple[int, list[RingEvent], int]] = {}
+    for path in list_rings(rings):
+        for header, reader in _read(path):
+            if header.job != job or header.rank == UNKNOWN:
+                continue
+            if header.rank not in newest or header.created_ns > newest[header.rank][0]:
+                newest[header.rank] = header.created_ns, *reader.events()
+    if not newest:
+        raise Permanent(f"{rings}: no ring of job {job!r} is there")
+    told: list[TraceEvent] = []
+    for rank, (_, events, _) in sorted(newest.items()):
+        told += [each for event in events if (each := _traced_event(rank, event, ahead_s)) is not None]
+    return RingTrace(
+        tuple(sorted(newest)),
+        tuple(told),
+        sum(lost for _, _, lost in newest.values()),
+        sum(event.is_collective and event.end_ns is None for _, events, _ in newest.values() for event in events),
+    )
+
+
+def _read(path: Path) -> Iterator[tuple[RingHeader, RingReader]]:
+    try:
+        reader = RingReader(path)
+    except (OSError, ValueError):  # gone meanwhile, or none of ours
+        return
+    with reader:
+        yield reader.header(), reader
+
+
+def _traced_event(rank: int, event: RingEvent, ahead_s: float) -> TraceEvent | None:
+    start_s = event.start_ns * NANO + ahead_s
+    if event.is_collective:
+        if event.end_ns is None:
+            return None
+        end_s = max(start_s, event.end_ns * NANO + ahead_s)
+        told = {"rank": rank, "op": event.op, "group": event.group, "bytes": event.n_bytes, "async": event.asynchronous}
+        return TracedCollective.model_validate({**told, "start_s": start_s, "end_s": end_s})
+    if event.op == ITERATION:
+        return TracedIteration(rank=rank, iteration=event.value, at_s=start_s)
+    return None if event.flags & PAYLOAD else TracedMark(rank=rank, mark=event.op, at_s=start_s)

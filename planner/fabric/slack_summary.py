@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from planner.fabric.sequence import IterationGap
-from planner.fabric.slack import Signature, SlackLearner
-from planner.fabric.slack_histogram import SlackHistogram
+from planner.fabric.slack import Signature, SlackHistogram, SlackLearner
 
 VANISHED = Signature("?", -1, -1)  # known by another number since its size was found to vary
 

@@ -16,7 +16,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from orchestrrl.fabric.slack_traces import CommonQuiet
+    from orchestrrl.fabric.traces import CommonQuiet
     from planner.fabric.slack_summary import SlackSummary
 
 POSITIONS_SHOWN = 24  # the longest windows; all of them with --json
@@ -67,7 +67,7 @@ def slack(
 
 
 def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
-    from orchestrrl.fabric.slack_traces import read_traces, study
+    from orchestrrl.fabric.traces import read_traces, study
     from planner.fabric.slack_summary import merged
 
     summaries, common = study(read_traces(traces), risk)
@@ -154,7 +154,7 @@ def _operations_table(summary: "SlackSummary") -> "Table":
 
 def _bars(halves: dict[int, int]) -> list[str]:
     """Half a power of ten to a line."""
-    from planner.fabric.slack_histogram import edge_s
+    from planner.fabric.slack import edge_s
 
     most = max(halves.values())
     return [
@@ -248,7 +248,7 @@ def _ranks(summary: "SlackSummary") -> str:
 def draw(summary: "SlackSummary", target: Path) -> None:
     """Shares of each operation by its slack, and the delays of the switches."""
     from orchestrrl.core.charts import axes, save
-    from planner.fabric.slack_histogram import edge_s
+    from planner.fabric.slack import edge_s
 
     rows = [(op, histogram) for op, histogram in sorted(summary.histograms.items()) if histogram.bins]
     figure, panels = axes(max(1, len(rows)), width=8, height=1.2 + 1.3 * max(1, len(rows)), sharex=True)

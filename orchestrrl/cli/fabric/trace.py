@@ -24,8 +24,7 @@ def trace(
 
     Example: `orchestrrl fabric trace rank0.jsonl --job trainer && orchestrrl fabric slack rank0.jsonl`
     """
-    from orchestrrl.fabric.ring_traces import read_rings, recorded_jobs
-    from orchestrrl.fabric.traces import write_trace
+    from orchestrrl.fabric.traces import read_rings, recorded_jobs, write_trace
     from orchestrrl.integrations.instrument.rings import DEFAULT_DIRECTORY
 
     folder = DEFAULT_DIRECTORY if rings is None else rings

@@ -13,7 +13,6 @@ from orchestrrl.cli import output
 from orchestrrl.cli.fabric.slack import POSITIONS_SHOWN
 from orchestrrl.cli.main import application
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.fabric.slack_traces import common, study
 from orchestrrl.fabric.traces import (
     MOST_FAULTS,
     TracedCollective,
@@ -21,7 +20,9 @@ from orchestrrl.fabric.traces import (
     TracedMark,
     TraceEvent,
     by_rank,
+    common,
     read_trace,
+    study,
     write_trace,
 )
 from planner.fabric.slack_summary import SlackSummary

@@ -7,8 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrrl.cli.main import application
-from orchestrrl.fabric.slack_traces import read_traces, study
-from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark
+from orchestrrl.fabric.traces import TracedCollective, TracedIteration, TracedMark, read_traces, study
 from orchestrrl.integrations.instrument.rings import RingWriter, group_id
 
 

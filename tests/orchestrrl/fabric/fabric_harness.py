@@ -28,14 +28,13 @@ from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader, device_pairs
 from orchestrrl.fabric.window_tracker import AgentStream, ClockPing, StopWatching, WatchWindows, WindowTracker
 from planner.fabric.clocks import ClockExchange
-from planner.fabric.commit_times import CommitTimes
 from planner.fabric.intent import Intent, Primitive, Stage, Traffic, TrafficOperation
 from planner.fabric.materialize import materialize
 from planner.fabric.model import OcsId, Pair, PortPair
 from planner.fabric.plan import FabricPlan, FabricState
 from planner.fabric.slack import RemainingQuiet
 from planner.fabric.topology import Site
-from planner.fabric.windows import Window
+from planner.fabric.windows import CommitTimes, Window
 from planner.model import Hold, Mode
 
 T = TypeVar("T")

@@ -22,11 +22,11 @@ from orchestrrl.fleet.redeployment.steps import (
     StepKind,
 )
 from planner.cost.models import model_named
-from planner.fabric.commit_times import CommitTimes
 from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.materialize import materialize
 from planner.fabric.model import port_pair
 from planner.fabric.topology import SwitchModel
+from planner.fabric.windows import CommitTimes
 
 FIRST_GPU = 4  # those before are of the PoD that trains
 TORS = tuple(f"gen0/b{server}-r0" for server in range(4))

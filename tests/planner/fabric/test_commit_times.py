@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from planner.fabric.commit_times import Allowance, CommitTimes
 from planner.fabric.model import OcsId
+from planner.fabric.windows import Allowance, CommitTimes
 
 FAST, SLOW = OcsId("ocs0"), OcsId("ocs1")
 STATED_S = {FAST: 0.010, SLOW: 0.025}

@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 
 from planner.fabric.recent import SampleTrust
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
-from planner.fabric.slack import FEW_SAMPLES, MOST_SIZES, OUTLASTED, TRAFFIC, RemainingQuiet, Signature, SlackLearner
-from planner.fabric.slack_histogram import SlackHistogram, edge_s
+from planner.fabric.slack import (
+    FEW_SAMPLES,
+    MOST_SIZES,
+    OUTLASTED,
+    TRAFFIC,
+    RemainingQuiet,
+    Signature,
+    SlackHistogram,
+    SlackLearner,
+    edge_s,
+)
 from planner.fabric.slack_summary import SlackSummary, merged, summarize
 from planner.model import Hold
 from tests.planner.fabric.slack_iterations import ARMS, LAYERS, Q, events, feed

@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Sequence
 
+from orchestrrl.core.errors import number_runs
+
 UNKNOWN = "-"
 
 
@@ -96,10 +98,4 @@ def chart(bin_tokens: int, counts: Sequence[float], rows: int = 16, width: int =
 
 def ranges(gpus: Sequence[int]) -> str:
     """`0-7, 16`"""
-    runs: list[list[int]] = []
-    for gpu in gpus:
-        if runs and gpu == runs[-1][1] + 1:
-            runs[-1][1] = gpu
-        else:
-            runs.append([gpu, gpu])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return ", ".join(number_runs(gpus))

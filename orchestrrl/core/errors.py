@@ -106,6 +106,17 @@ def _schema(model: "type[BaseModel]") -> dict[str, Any]:
         return {}
 
 
+def number_runs(numbers: Iterable[int]) -> list[str]:
+    """`1-4` and `9`; the order stays."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+
+
 def few(arguments: Sequence[str], most: int = 8, between: str = "; ") -> str:
     """The first of them, cut, and how many more there are: a fleet has hundreds of engines, a model thousands of
     tensors."""

@@ -278,11 +278,11 @@ class Rerouting:
     ) -> bool:
         """False as soon as a router failed: the rest is to be planned again without it."""
         for stage in stages:
-            results = await self._each({name: self._routers[name].apply(some) for name, some in stage.changes.items()})
+            results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
             moved.stages += 1
             known = len(stuck)
             for name, applied in results.items():
-                stuck |= self._note(name, stage.changes[name], applied, moved)
+                stuck |= self._note(name, stage[name], applied, moved)
             if len(stuck) > known:
                 return False
         return True

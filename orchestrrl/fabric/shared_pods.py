@@ -1,14 +1,11 @@
-"""Jobs that share PoDs: who else sends over what a period changes, and when all of them pause at once."""
+"""Jobs that share PoDs: which others send over what a period changes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
-from orchestrrl.fabric.window_tracker import JobWatch
 from planner.fabric.intent import Intent
 from planner.fabric.model import EndpointId
 from planner.fabric.templates import TEMPLATES
 from planner.fabric.topology import Site
-from planner.fabric.windows import Window
-from planner.model import Hold
 
 
 def neighbours(site: Site, intent: Intent, others: Iterable[Intent]) -> frozenset[str]:
@@ -31,31 +28,6 @@ def unannounced(
     near = {job for job, hosts in silent.items() if any(pod_of.get(host) in touched for host in hosts)}
     unknown = {job for job, hosts in silent.items() if any(host not in pod_of for host in hosts)}
     return frozenset(near), frozenset(unknown - near)
-
-
-class JointWatch:
-    """A window of several jobs is what all of theirs have in common."""
-
-    def __init__(self, watches: Sequence[JobWatch]) -> None:
-        self._watches = watches
-
-    def window(self) -> Window | Hold:
-        windows: list[Window] = []
-        for watch in self._watches:
-            found = watch.window()
-            if isinstance(found, Hold):
-                return found
-            windows.append(found)
-        first = min(windows, key=lambda each: each.until_s)
-        opened_s, risk = max(each.opened_s for each in windows), sum(each.risk for each in windows)
-        return Window(opened_s, first.until_s, first.limiting, min(1.0, risk))
-
-    def close(self) -> None:
-        for watch in self._watches:
-            watch.close()
-
-
-TrafficWatch = JobWatch | JointWatch
 
 
 def _touched(site: Site, intent: Intent) -> frozenset[EndpointId]:

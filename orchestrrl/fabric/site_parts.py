@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from orchestrrl.core.documents import NonNegativeInt, Section, require
-from orchestrrl.core.errors import faults_of
+from orchestrrl.core.errors import faults_of, number_runs
 from planner.fabric.topology import PodRole, Tier
 
 HIGHEST_NUMBER = 2**20  # of a port or a GPU, beyond any site; what is more is a slip, and would take all memory
@@ -32,17 +32,6 @@ def numbers_in(text: str) -> tuple[int, ...]:
 def numbers_text(numbers: Iterable[int]) -> str:
     """`1-4,9`; the order stays."""
     return ",".join(number_runs(numbers))
-
-
-def number_runs(numbers: Iterable[int]) -> list[str]:
-    """`1-4` and `9`; the order stays."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return [str(low) if low == high else f"{low}-{high}" for low, high in runs]
 
 
 def _numbers(value: object) -> object:

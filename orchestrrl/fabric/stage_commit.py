@@ -19,9 +19,8 @@ from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
-from orchestrrl.fabric.shared_pods import JointWatch, TrafficWatch
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
-from orchestrrl.fabric.window_tracker import JobWatch, WindowTracker
+from orchestrrl.fabric.window_tracker import TrafficWatch, WindowTracker
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Port, PortPair
 from planner.fabric.transition import TransitionStage
@@ -149,14 +148,12 @@ class StageCommitter:
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
         """None: nobody has to pause who does not stand still anyway."""
-        watches: list[JobWatch] = []
+        jobs: dict[str, frozenset[int]] = {}
         if order.intent.stage is Stage.TRAIN:
-            ranks = order.intent.ranks
-            watches.append(self.windows.watch(order.intent.job, ranks, need.total_s, order.period.woken))
+            jobs[order.intent.job] = order.intent.ranks
         if order.intent.stage is Stage.TRAIN or order.period.boundary:
-            traced = filter(self.windows.is_traced, sorted(order.others))
-            watches += [self.windows.watch(job, frozenset(), need.total_s, order.period.woken) for job in traced]
-        return JointWatch(watches) if len(watches) > 1 else next(iter(watches), None)
+            jobs |= dict.fromkeys(filter(self.windows.is_traced, sorted(order.others)), frozenset())
+        return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
         """Nobody sends, so no window is needed, as long as the caller stands still."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from orchestrrl.core.clock import Clock, within
-from orchestrrl.core.errors import LimitReached, Permanent, few, shorten
-from orchestrrl.fabric.site_parts import number_runs
+from orchestrrl.core.errors import LimitReached, Permanent, few, number_runs, shorten
 from planner.fabric.clocks import ClockExchange, OffsetEstimator
 from planner.fabric.slack import RemainingQuiet
 from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
@@ -138,27 +137,35 @@ class AgentStream:
             self._hub.news(None)
 
 
-class JobWatch:
-    """Somebody waits for a job's traffic to pause: meanwhile its hosts tell of it at once, and `changed` is set."""
+class TrafficWatch:
+    """Waits for the traffic of jobs to pause together: meanwhile their hosts report at once, and `changed` is set."""
 
-    def __init__(self, hub: "WindowTracker", arm: WatchWindows, ranks: frozenset[int], changed: asyncio.Event) -> None:
-        self.arm = arm
+    def __init__(
+        self, hub: "WindowTracker", jobs: Mapping[WatchWindows, frozenset[int]], changed: asyncio.Event
+    ) -> None:
+        self.jobs = jobs  # with the ranks that must be traced
         self.changed = changed
-        self._ranks = ranks
         self._hub = hub
         self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        """One that clocks allow to open a moment later only is looked at again then."""
+        """What they have in common. One that clocks allow to open a moment later only is looked at again then."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
-        window = self._hub.window(self.arm.job, self._ranks)
-        if isinstance(window, Hold) and window.code == CLOSED:
-            opens_in_s = self._hub.opens_s(self.arm.job) - self._hub.clock.now_s()
-            if opens_in_s > 0:
+        windows: list[Window] = []
+        for arm, ranks in self.jobs.items():
+            window = self._hub.window(arm.job, ranks)
+            if isinstance(window, Window):
+                windows.append(window)
+                continue
+            opens_in_s = self._hub.opens_s(arm.job) - self._hub.clock.now_s()
+            if window.code == CLOSED and opens_in_s > 0:
                 self._opening = asyncio.ensure_future(self._open_in(opens_in_s))
-        return window
+            return window
+        first = min(windows, key=lambda each: each.until_s)
+        opened_s, risk = max(each.opened_s for each in windows), sum(each.risk for each in windows)
+        return Window(opened_s, first.until_s, first.limiting, min(1.0, risk))
 
     def close(self) -> None:
         if self._opening is not None:
@@ -179,19 +186,26 @@ class WindowTracker:
         self._most_hosts = most_hosts
         self.clock = clock
         self.hosts: dict[str, TracedHost] = {}
-        self._watches: dict[int, JobWatch] = {}
+        self._watches: dict[WatchWindows, TrafficWatch] = {}
         self._numbers = itertools.count(1)
 
-    def watch(self, job: str, ranks: frozenset[int], need_s: float, changed: asyncio.Event | None = None) -> JobWatch:
-        traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
-        # Any rank may break the window: what each may risk adds up over them.
-        quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
-        arm = WatchWindows(next(self._numbers), job, need_s, quantile)
-        made = self._watches[arm.id] = JobWatch(self, arm, ranks, changed or asyncio.Event())
-        for host in self.hosts.values():
-            host.quiet_reports.pop(job, None)  # of an earlier watch, perhaps long ago
-            if host.stream is not None:
-                host.stream.put(arm)
+    def watch(
+        self, jobs: Mapping[str, frozenset[int]], need_s: float, changed: asyncio.Event | None = None
+    ) -> TrafficWatch:
+        """`jobs`: with the ranks of each that must be traced."""
+        arms: dict[WatchWindows, frozenset[int]] = {}
+        for job, ranks in jobs.items():
+            traced = sum(len(host.jobs[job]) for host in self.current_hosts() if job in host.jobs)
+            # Any rank may break the window: what each may risk adds up over them.
+            quantile = max(self.quantile / max(1, traced), min(self.quantile, LEAST_QUANTILE))
+            arms[WatchWindows(next(self._numbers), job, need_s, quantile)] = ranks
+        made = TrafficWatch(self, arms, changed or asyncio.Event())
+        for arm in arms:
+            self._watches[arm] = made
+            for host in self.hosts.values():
+                host.quiet_reports.pop(arm.job, None)  # of an earlier watch, perhaps long ago
+                if host.stream is not None:
+                    host.stream.put(arm)
         return made
 
     def is_traced(self, job: str) -> bool:
@@ -206,11 +220,12 @@ class WindowTracker:
                 found.setdefault(job, set()).add(host.name)
         return {job: frozenset(hosts) for job, hosts in found.items()}
 
-    def forget(self, watch: JobWatch) -> None:
-        self._watches.pop(watch.arm.id, None)
-        for host in self.hosts.values():
-            if host.stream is not None:
-                host.stream.put(StopWatching(watch.arm.id))
+    def forget(self, watch: TrafficWatch) -> None:
+        for arm in watch.jobs:
+            self._watches.pop(arm, None)
+            for host in self.hosts.values():
+                if host.stream is not None:
+                    host.stream.put(StopWatching(arm.id))
 
     def window(self, job: str, ranks: frozenset[int]) -> Window | Hold:
         """What the job's hosts have in common now; `ranks` must be among those that are traced."""
@@ -285,15 +300,15 @@ class WindowTracker:
         host.stream = stream = AgentStream(self, host)
         host.clock = OffsetEstimator()  # the host may have been started anew
         host.quiet_reports.clear()
-        for watch in self._watches.values():
-            stream.put(watch.arm)
+        for arm in self._watches:
+            stream.put(arm)
         stream.traces(jobs)
         return stream
 
     def news(self, job: str | None) -> None:
         """Of this job; None: of any."""
-        for watch in self._watches.values():
-            if job is None or watch.arm.job == job:
+        for arm, watch in self._watches.items():
+            if job is None or arm.job == job:
                 watch.changed.set()
 
     def current_hosts(self) -> list[TracedHost]:

@@ -259,11 +259,8 @@ def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RouteStage:
-    """Changes that may be made in any order, and all at once. The next stage waits until these are in place."""
-
-    changes: Mapping[EndpointId, tuple[RouteChange, ...]]
+# Changes that may be made in any order, and all at once. The next stage waits until these are in place.
+RouteStage = Mapping[EndpointId, tuple[RouteChange, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,64 +287,44 @@ def update(
     that have no successor go last. This asks of `before` only that it does not loop. Tables that are not in `before`
     are taken to be empty. `stuck`: (router, prefix) that cannot be changed; whoever needs them keeps its old route.
     """
-    levels = _Levels(domain, before, after, frozenset(stuck))
+    stuck = frozenset(stuck)
+    by_address, owners = domain.by_address(), domain.owners()
+
+    @cache
+    def level_of(name: EndpointId, prefix: str) -> int | None:
+        """How many changes it has to wait for, one after the other; None: it cannot be made."""
+        if owners.get(prefix) == name:
+            return 0
+        route = after.get(name, RouteTable()).routes.get(prefix)
+        is_changed = before.get(name, RouteTable()).routes.get(prefix) != route
+        if is_changed and (name, prefix) in stuck:
+            return None
+        level = 0
+        for gateway in {hop.gateway for hop in route.next_hops} if route else ():
+            if gateway not in by_address:
+                raise ValueError(f"{name}: {prefix}: no router has the gateway {gateway}")
+            further = level_of(by_address[gateway], prefix)
+            if further is None:
+                return None
+            level = max(level, further)
+        return level + is_changed
+
     by_level: dict[int, dict[EndpointId, list[RouteChange]]] = defaultdict(lambda: defaultdict(list))
     last: dict[EndpointId, list[RouteChange]] = defaultdict(list)
     held: list[tuple[EndpointId, str]] = []
     for name in sorted(after):
         for change in changes(before.get(name, RouteTable()), after[name]):
-            level = levels.of(name, change.prefix)
-            if level is None or (name, change.prefix) in levels.stuck:
+            level = level_of(name, change.prefix)
+            if level is None or (name, change.prefix) in stuck:
                 held.append((name, change.prefix))
             elif change.route is None:
                 last[name].append(change)
             else:
                 by_level[level][name].append(change)
     ordered = [by_level[level] for level in sorted(by_level)] + ([last] if last else [])
-    stages = tuple(RouteStage({name: tuple(some) for name, some in stage.items()}) for stage in ordered)
+    stages = tuple({name: tuple(some) for name, some in stage.items()} for stage in ordered)
     lost = tuple((name, change.prefix) for name, some in sorted(last.items()) for change in some)
     return RouteUpdate(stages, lost, tuple(held))
-
-
-class _Levels:
-    """How many changes each change has to wait for, one after the other; None: for one that cannot be made."""
-
-    def __init__(
-        self,
-        domain: RoutingDomain,
-        before: Mapping[EndpointId, RouteTable],
-        after: Mapping[EndpointId, RouteTable],
-        stuck: frozenset[tuple[EndpointId, str]],
-    ) -> None:
-        self.stuck = stuck
-        self._before = before
-        self._after = after
-        self._by_address = domain.by_address()
-        self._owners = domain.owners()
-        self._known: dict[tuple[EndpointId, str], int | None] = {}
-
-    def of(self, name: EndpointId, prefix: str) -> int | None:
-        key = (name, prefix)
-        if key not in self._known:
-            self._known[key] = self._find(name, prefix)
-        return self._known[key]
-
-    def _find(self, name: EndpointId, prefix: str) -> int | None:
-        if self._owners.get(prefix) == name:
-            return 0
-        after = self._after.get(name, RouteTable()).routes.get(prefix)
-        is_changed = self._before.get(name, RouteTable()).routes.get(prefix) != after
-        if is_changed and (name, prefix) in self.stuck:
-            return None
-        level = 0
-        for gateway in {hop.gateway for hop in after.next_hops} if after else ():
-            if gateway not in self._by_address:
-                raise ValueError(f"{name}: {prefix}: no router has the gateway {gateway}")
-            further = self.of(self._by_address[gateway], prefix)
-            if further is None:
-                return None
-            level = max(level, further)
-        return level + is_changed
 
 
 # circuits[router][neighbour]: the router's interfaces that lead to it.

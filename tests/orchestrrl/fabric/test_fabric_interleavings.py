@@ -77,7 +77,7 @@ async def test_a_window_is_of_the_ranks_that_are_traced_now(site: Harness) -> No
     """What was said before a rank came, was said without it."""
     agent = site.agent("n0", range(16))
     await site.pass_time(0.2)
-    watch = site.hub.watch("", frozenset(range(8)), 0.01)
+    watch = site.hub.watch({"": frozenset(range(8))}, 0.01)
     await site.pass_time(0.0)
     agent.quiet(5.0, since_s=0.1)
     assert isinstance(watch.window(), Window)
@@ -263,7 +263,7 @@ async def test_looking_after_routes_outlasts_a_fault(site: Harness) -> None:
 
 async def test_nobody_is_woken_for_a_clock_that_is_known(site: Harness) -> None:
     agent = site.agent("n0", range(16))
-    watch = site.hub.watch("", frozenset(range(16)), 0.01)
+    watch = site.hub.watch({"": frozenset(range(16))}, 0.01)
     await site.pass_time(0.2)
     assert watch.changed.is_set()
     watch.changed.clear()

@@ -35,7 +35,7 @@ async def test_a_window_is_what_all_hosts_have_in_common(hub: WindowTracker, clo
     behind = Agent(hub, clock, "b", {"": frozenset({2, 3})}, ahead_s=-3.0, way_s=0.001)
     ahead.attach()
     behind.attach()
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     assert code(watch.window()) == "host_silent"
     await clock.advance(0.1)
     ahead.quiet(0.5, since_s=0.1)
@@ -62,7 +62,7 @@ async def test_a_window_that_clocks_allow_to_open_later_is_looked_at_again_then(
     agent = Agent(hub, clock, "a", {"": RANKS}, ahead_s=1.0, way_s=0.004)
     agent.attach()
     await clock.advance(0.5)
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     await clock.advance(0.0)
     agent.quiet(0.5)  # since this very instant
     assert code(watch.window()) == "window_closed"
@@ -80,7 +80,7 @@ async def test_who_is_missing_and_how(hub: WindowTracker, clock: RestingClock) -
     one = Agent(hub, clock, "a", {"": frozenset({0, 1})})
     other = Agent(hub, clock, "b", {"": frozenset({2, 3})})
     one.attach()
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     assert code(watch.window()) == "untraced"
     other.attach()
     await clock.advance(0.1)
@@ -95,7 +95,7 @@ async def test_who_is_missing_and_how(hub: WindowTracker, clock: RestingClock) -
     await clock.advance(FORGET_AFTER_S + 1.0)
     one.quiet(500.0, since_s=0.1)
     assert code(watch.window()) == "untraced"
-    assert code(hub.watch("", frozenset({0, 1}), 0.01).window()) in ("host_silent", "open")
+    assert code(hub.watch({"": frozenset({0, 1})}, 0.01).window()) in ("host_silent", "open")
     one.leave()
 
 
@@ -103,7 +103,7 @@ async def test_other_jobs_do_not_count(hub: WindowTracker, clock: RestingClock) 
     agent = Agent(hub, clock, "a", {"": RANKS, "other": frozenset({0, 1})})
     agent.attach()
     await clock.advance(0.1)
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     await clock.advance(0.0)
     agent.quiet(5.0, since_s=0.1)
     watch.changed.clear()
@@ -119,7 +119,7 @@ async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clo
     second = Agent(hub, clock, "a", {"": RANKS}, ahead_s=0.0)
     first.attach()
     await clock.advance(0.1)
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     await clock.advance(0.0)
     first.quiet(5.0, since_s=0.1)
     assert code(watch.window()) == "open"
@@ -137,7 +137,7 @@ async def test_a_second_agent_takes_the_first_ones_place(hub: WindowTracker, clo
 
 async def test_a_clock_that_is_known_a_moment_later_opens_the_window(hub: WindowTracker, clock: RestingClock) -> None:
     agent = Agent(hub, clock, "a", {"": RANKS}, way_s=0.002)
-    watch = hub.watch("", RANKS, 0.01)
+    watch = hub.watch({"": RANKS}, 0.01)
     agent.attach()
     await clock.advance(0.001)
     agent.quiet(5.0, since_s=1.0)
@@ -153,14 +153,14 @@ async def test_what_was_said_to_an_earlier_watch_is_not_taken_for_news(hub: Wind
     agent = Agent(hub, clock, "a", {"": RANKS})
     agent.attach()
     await clock.advance(0.1)
-    first = hub.watch("", RANKS, 0.01)
+    first = hub.watch({"": RANKS}, 0.01)
     await clock.advance(0.0)
     agent.quiet(500.0, since_s=0.1)
     first.close()
     await clock.advance(0.0)
     assert agent.armed == {}
     agent.found.clear()
-    assert code(hub.watch("", RANKS, 0.01).window()) == "host_silent"
+    assert code(hub.watch({"": RANKS}, 0.01).window()) == "host_silent"
     agent.leave()
 
 
@@ -193,7 +193,7 @@ def test_a_window_never_begins_before_all_are_quiet_nor_outlasts_one(hosts: list
             stream.answers(ClockExchange(sent_s, received_s, received_s, clock.now_s()))
             streams.append(stream)
         ranks = frozenset(range(len(hosts)))
-        watch = hub.watch("", ranks, 0.01)
+        watch = hub.watch({"": ranks}, 0.01)
         now_s = clock.now_s()
         for number, (stream, (ahead_s, _, _, since_s, for_s)) in enumerate(zip(streams, hosts, strict=True)):
             quiet = RemainingQuiet(1, now_s - since_s + ahead_s, now_s + for_s + ahead_s, 10, 0.0)

@@ -226,7 +226,7 @@ def check_every_point(
     """Make the changes of each stage one by one, in any order, and walk all packets at each point."""
     tables = dict(before)
     for stage in stages:
-        steps = [(name, change) for name, some in stage.changes.items() for change in some]
+        steps = [(name, change) for name, some in stage.items() for change in some]
         rng.shuffle(steps)
         for name, change in steps:
             tables[name] = changed_by(tables[name], change)
@@ -250,12 +250,11 @@ def test_an_update_changes_the_router_next_to_the_destination_first() -> None:
     before = reroute(where, wire({(1, 3): 1}))
     after = reroute(where, wire({(1, 3): 1, (2, 3): 1, (1, 2): 1}))
     plan = update(where, before.tables, after.tables)
-    assert [sorted(stage.changes) for stage in plan.stages] == [[tor(1), tor(2), tor(3)]]
+    assert [sorted(stage) for stage in plan.stages] == [[tor(1), tor(2), tor(3)]]
     far = reroute(where, wire({(1, 2): 1, (2, 3): 1}))
     plan = update(where, dict.fromkeys(where.routers, RouteTable()), far.tables)
     to_3 = [
-        [name for name, some in stage.changes.items() if any(c.prefix == "10.0.3.0/24" for c in some)]
-        for stage in plan.stages
+        [name for name, some in stage.items() if any(c.prefix == "10.0.3.0/24" for c in some)] for stage in plan.stages
     ]
     assert to_3 == [[tor(2)], [tor(1)]]
 

@@ -16,7 +16,6 @@ from planner.fabric.topology import Pod, PodRole, Site, Switch, SwitchModel
 MOST_COLUMNS = 16  # beyond that, endpoints that are alike share a column
 MOST_ROWS = 6  # of switches
 
-_NOBODY = EndpointId("")
 _Thing = TypeVar("_Thing")
 
 
@@ -25,13 +24,13 @@ class SwitchColumn:
     """Endpoints that are alike: ToRs or uplinks."""
 
     label: str
-    count: int
-    rail: int | None
-    nics: int  # on each of them
-    uplink: bool
     role: PodRole
-    fibres: tuple[int, ...]  # [row], of each of them to each of the switches
-    core_fibres: tuple[int, ...]  # [row of the core], of an uplink of a PoD
+    uplink: bool
+    rail: int | None = None
+    nics: int = 0  # on each of them
+    count: int = 1
+    fibres: tuple[int, ...] = ()  # [row], of each of them to each of the switches
+    core_fibres: tuple[int, ...] = ()  # [row of the core], of an uplink of a PoD
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,10 @@ def views(site: Site) -> tuple[SiteLayer | None, tuple[SiteLayer, ...]]:
     """The core, if there is one, and every PoD."""
     single = {pod.id for pod in site.pods if len(site.uplinks_of[pod.id]) == 1}
     roles = {pod.id: pod.role for pod in site.pods}
-    ends = [
-        _End(uplink.pod if uplink.pod in single else uplink.id, uplink.id, roles[uplink.pod], None, 0, uplink=True)
-        for uplink in site.uplinks
-    ]
+    ends = {
+        each.id: SwitchColumn(each.pod if each.pod in single else each.id, roles[each.pod], uplink=True)
+        for each in site.uplinks
+    }
     rows, fibres = _rows(site, ends, site.core_switches, str)
     core = SiteLayer(tuple(pod.id for pod in site.pods), None, len(site.servers), "", _columns(ends, fibres, {}), rows)
     nics = Counter(tor for server in site.servers for tor in server.tors)
@@ -107,31 +106,21 @@ def _pod_layer(
         return name.removeprefix(f"{pod.id}/")
 
     tors = sorted(site.tors_of[pod.id], key=lambda tor: (tor.rail is None, tor.rail or 0, tor.id))
-    ends = [_End(own(tor.id), tor.id, pod.role, tor.rail, nics[tor.id], uplink=False) for tor in tors]
-    ends += [_End(own(each.id), each.id, pod.role, None, 0, uplink=True) for each in site.uplinks_of[pod.id]]
+    ends = {tor.id: SwitchColumn(own(tor.id), pod.role, False, tor.rail, nics[tor.id]) for tor in tors}
+    ends |= {each.id: SwitchColumn(own(each.id), pod.role, uplink=True) for each in site.uplinks_of[pod.id]}
     rows, fibres = _rows(site, ends, site.agg_switches_of[pod.id], own)
     servers = len(site.servers_of[pod.id])
     return SiteLayer((pod.id,), pod.role, servers, _gpus(site, (pod.id,)), _columns(ends, fibres, core), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    label: str
-    id: EndpointId
-    role: PodRole
-    rail: int | None
-    nics: int
-    uplink: bool
-
-
 def _rows(
-    site: Site, ends: Sequence[_End], switches: Sequence[Switch], own: Callable[[str], str]
+    site: Site, ends: Iterable[EndpointId], switches: Sequence[Switch], own: Callable[[str], str]
 ) -> tuple[tuple[SwitchRow, ...], Mapping[EndpointId, tuple[int, ...]]]:
     """Switches, and how many fibres each endpoint has to each."""
     reserved = Counter(switch for switch, _ in site.reserved)
 
     def ports(switch: Switch) -> tuple[int, ...]:
-        return tuple(len(switch.ports.get(end.id, ())) for end in ends)
+        return tuple(len(switch.ports.get(end, ())) for end in ends)
 
     together = [[switch] for switch in switches]
     if len(switches) > MOST_ROWS:
@@ -147,29 +136,19 @@ def _rows(
         for alike in together
     )
     counts = [ports(alike[0]) for alike in together]
-    return rows, {end.id: tuple(count[place] for count in counts) for place, end in enumerate(ends)}
+    return rows, {end: tuple(count[place] for count in counts) for place, end in enumerate(ends)}
 
 
 def _columns(
-    ends: Sequence[_End], fibres: Mapping[EndpointId, tuple[int, ...]], core: Mapping[EndpointId, tuple[int, ...]]
+    ends: Mapping[EndpointId, SwitchColumn],
+    fibres: Mapping[EndpointId, tuple[int, ...]],
+    core: Mapping[EndpointId, tuple[int, ...]],
 ) -> tuple[SwitchColumn, ...]:
-    def column(alike: Sequence[_End]) -> SwitchColumn:
-        first = alike[0]
-        return SwitchColumn(
-            named([end.label for end in alike]),
-            len(alike),
-            first.rail,
-            first.nics,
-            first.uplink,
-            first.role,
-            fibres[first.id],
-            core.get(first.id, ()),
-        )
-
-    together = [[end] for end in ends]
-    if len(ends) > MOST_COLUMNS:
-        together = _alike(ends, lambda end: (replace(end, label="", id=_NOBODY), fibres[end.id], core.get(end.id, ())))
-    return tuple(map(column, together))
+    columns = [replace(end, fibres=fibres[id], core_fibres=core.get(id, ())) for id, end in ends.items()]
+    if len(columns) <= MOST_COLUMNS:
+        return tuple(columns)
+    together = _alike(columns, lambda column: replace(column, label=""))
+    return tuple(replace(alike[0], label=named([each.label for each in alike]), count=len(alike)) for alike in together)
 
 
 def _alike(things: Iterable[_Thing], key: Callable[[_Thing], Hashable]) -> list[list[_Thing]]:

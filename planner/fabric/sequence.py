@@ -69,6 +69,7 @@ class MarkedIterations:
     known: list[KnownSequence] = field(default_factory=list)  # the last one seen first
     here: KnownSequence | None = None
     depth: int = 0  # collectives since the mark
+    rounds: int = 0  # marks
     relearned: int = 0
     reason: str = ""
     _seen: "array[int]" = field(default_factory=lambda: array("l"))
@@ -80,6 +81,7 @@ class MarkedIterations:
 
     def begin(self) -> None:
         """A mark: the iteration before it is over."""
+        self.rounds += 1
         if self._complete and self._seen:
             self._end(self._seen)
         self._seen, self._quiets, self.depth = array("l"), [], 0
@@ -111,6 +113,10 @@ class MarkedIterations:
         self.here, self._complete = None, False
         self._seen, self._quiets = array("l"), []
         self._odd = Hold(PLACE_UNKNOWN, detail)
+
+    @property
+    def sequence(self) -> KnownSequence | None:
+        return self.known[0] if self.known else None
 
     @property
     def place(self) -> tuple[int, IterationGap] | Hold:

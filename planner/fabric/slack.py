@@ -136,7 +136,6 @@ class SlackLearner:
     _opened_at: IterationGap | None = None
     _opened_offset_s: float = 0.0
     _iteration_s: float = 0.0
-    _marked: int = 0  # iterations
     _mark: str = ""
     _asked: "_Asked | None" = None  # first in this quiet
     _pace: float = 1.0  # what is promised is this part of what the place alone would let expect
@@ -194,7 +193,6 @@ class SlackLearner:
             self._follower = MarkedIterations()
             self._opened_at = None
         self._follower.begin()
-        self._marked += 1
         self._iteration_s = at_s
 
     def lost(self, detail: str) -> None:
@@ -265,14 +263,12 @@ class SlackLearner:
     @property
     def known_sequence(self) -> KnownSequence | None:
         """The sequence of an iteration: of those that differ, the one that came last."""
-        if isinstance(self._follower, RepetitionFinder):
-            return self._follower.sequence
-        return self._follower.known[0] if self._follower.known else None
+        return self._follower.sequence
 
     @property
     def iterations(self) -> int:
         """That were marked, or in which the sequence was found."""
-        return self._follower.rounds if isinstance(self._follower, RepetitionFinder) else self._marked
+        return self._follower.rounds
 
     @property
     def relearned(self) -> int:

@@ -1,7 +1,7 @@
 """Which switch and which ports carry each circuit: as many circuits as can be, then as few changes as can be.
 
 Both ends of a circuit lie on one switch. Independent parts are placed on their own (`_parts`): by chains of moves
-(place_chains.py); where these do not reach what is provably best, by an integer program (`settle`) if the part is
+(place_chains.py); where these do not reach what is provably best, by an integer program (`_settle`) if the part is
 small, and by ruin and recreate if it is large: circuits that are missing, or are up and were given up, are put in by
 force; what stands in their way is taken off and finds room anew by chains of moves. What is no worse stays (Schrimpf et
 al., Record Breaking Optimization Results Using the Ruin and Recreate Principle, 2000).
@@ -9,7 +9,7 @@ al., Record Breaking Optimization Results Using the Ruin and Recreate Principle,
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,14 @@ from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, por
 from planner.fabric.place_chains import CircuitChains, CircuitLayout, Counting
 
 if TYPE_CHECKING:
-    from ortools.sat.python import cp_model
+    import numpy as np
+    from numpy.typing import NDArray
 
 CHAIN_WORK = 300  # by circuit and switch, looks at a circuit that might move
 WORK = 600_000  # looks at a circuit that might move, for what is too large to be solved as a whole; about a second
 WHOLE = 2_000  # (pair, switch)s up to which a part is solved as a whole
 SEED = 1
-WHOLE_WORK = 2.0  # for each of the two aims; a unit takes about a second
+WHOLE_NODES = 300  # of the search for each of the two aims
 MOST_FORCED = 8  # circuits put back at once
 
 
@@ -125,8 +126,7 @@ def _lay_out(counting: Counting, work: int) -> tuple[CircuitLayout, int, int]:
     if not small(counting):
         _ruin_and_recreate(layout, most_placed, most_kept, work)
         return layout, most_placed, most_kept
-    bounds = settle(layout, Bounds(most_placed, most_kept))
-    return layout, bounds.placed, bounds.kept
+    return layout, *_settle(layout, most_placed, most_kept)
 
 
 def small(counting: Counting) -> bool:
@@ -264,104 +264,58 @@ def _force(layout: CircuitLayout, pair: int, home: int, rng: random.Random) -> N
     layout.add(pair, home)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """No placement has more; `most_kept` is that of those with `most_placed` circuits."""
+def _settle(layout: CircuitLayout, most_placed: int, most_kept: int) -> tuple[int, int]:
+    """The best layout by integer programs, first by circuits placed and then by those kept. Returns bounds on both.
 
-    placed: int
-    kept: int
-
-
-class _Program:
-    """Which switches carry the circuits: an integer program.
-
-    Deciding that is edge colouring once every endpoint has one port on each switch, so no fast way finds every optimum.
-    The search stops after work that is the same on every machine, never after a time.
+    Which switch carries which circuit is edge colouring once every endpoint has one port on each, so no fast way finds
+    every optimum. The search stops after work that is the same on every machine, never after a time.
     """
+    # Imported here since most problems need none of it, and it takes longer to load than they to solve.
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
 
-    def __init__(self, layout: CircuitLayout) -> None:
-        # Imported here since most problems need none of it, and it takes longer to load than they to solve.
-        from ortools.sat.python import cp_model
+    counting = layout.counting
+    ends, ports, wanted = np.array(counting.ends), np.array(counting.ports), np.array(counting.wanted)
+    room = np.minimum(ports[ends].min(axis=1), wanted[:, None])  # [pair, switch]
+    pair, switch = np.nonzero(room)
+    count, places = len(pair), np.arange(len(pair))
+    # Variables: circuits placed of each (pair, switch), and circuits kept of them.
+    sizes = np.concatenate([room[pair, switch], np.minimum(room, counting.up)[pair, switch]])
+    at_ends = [len(wanted) + ends[pair, side] * counting.switches + switch for side in (0, 1)]
+    rows = np.concatenate([pair, *at_ends, *[len(wanted) + ports.size + places] * 2])
+    columns = np.concatenate([places, places, places, places, count + places])
+    signs = np.repeat([1, 1, 1, -1, 1], count)
+    used = csr_array((signs, (rows, columns)), shape=(len(wanted) + ports.size + count, 2 * count))
+    limits = np.concatenate([wanted, ports.ravel(), np.zeros(count)])
+    placed, kept = np.repeat([[1, 0], [0, 1]], count, axis=1)
 
-        self.layout = layout
-        self.model = cp_model.CpModel()
-        self.on: dict[tuple[int, int], cp_model.IntVar] = {}  # circuits of (pair, switch)
-        self.kept: list[cp_model.IntVar] = []
-        self.short = any(layout.missing)  # then any pair may be the one that has to miss a circuit
-        counting = layout.counting
-        users: dict[tuple[int, int], list[cp_model.IntVar]] = {}  # of the ports of (endpoint, switch)
-        for pair, (one, other) in enumerate(counting.ends):
-            wanted = counting.wanted[pair]
-            mine = []
-            for switch in range(counting.switches):
-                most = min(wanted, counting.ports[one][switch], counting.ports[other][switch])
-                if not most:
-                    continue
-                placed = self._variable(most, layout.placed[pair][switch])
-                self.on[pair, switch] = placed
-                mine.append(placed)
-                for endpoint in (one, other):
-                    users.setdefault((endpoint, switch), []).append(placed)
-                self._keep(placed, most, min(most, counting.up[pair][switch]), layout.placed[pair][switch])
-            if mine:
-                self.model.add(sum(mine) <= wanted if self.short else sum(mine) == wanted)
-        for (endpoint, switch), variables in users.items():
-            self.model.add(sum(variables) <= counting.ports[endpoint][switch])
-
-    def _variable(self, most: int, hint: int) -> "cp_model.IntVar":
-        variable = self.model.new_int_var(0, most, "")
-        self.model.add_hint(variable, min(most, hint))
-        return variable
-
-    def _keep(self, placed: "cp_model.IntVar", most: int, up: int, now: int) -> None:
-        if up == most and up:
-            self.kept.append(placed)
-        elif up:
-            kept = self._variable(up, now)
-            self.model.add(kept <= placed)
-            self.kept.append(kept)
-
-    def solve(self, counted: Sequence["cp_model.IntVar"], achieved: Callable[[], int], work: float) -> int | None:
-        """The layout takes over what is found for the largest sum of `counted`, which is `achieved` by it. Return a
-        bound on that sum."""
-        from ortools.sat.python import cp_model
-
-        self.model.maximize(cp_model.LinearExpr.sum(list(counted)))
-        solver = cp_model.CpSolver()
-        parameters = solver.parameters
-        parameters.num_workers = 1
-        parameters.random_seed = SEED
-        parameters.linearization_level = 2
-        parameters.max_deterministic_time = work
-        if solver.solve(self.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    def solve(goal: "NDArray[np.int64]") -> int | None:
+        """The layout takes over what is found for the goal. Return a bound on it."""
+        least = LinearConstraint(placed[None, :], lb=layout.total)
+        found = milp(
+            -goal,
+            integrality=np.ones(2 * count, dtype=np.int64),
+            bounds=Bounds(0, sizes),
+            constraints=[LinearConstraint(used, ub=limits), least],
+            options={"node_limit": WHOLE_NODES},
+        )
+        if found.x is None:
             return None
-        now = achieved()
-        before = [(pair, switch, self.layout.placed[pair][switch]) for pair, switch in self.on]
-        self._take_over([(*place, int(solver.value(variable))) for place, variable in self.on.items()])
-        if achieved() < now:  # it stops before it comes to the hint
-            self._take_over(before)
-        return int(solver.best_objective_bound + 1e-6)
+        before = (layout.total, layout.kept)
+        layout.moves = []
+        counts = list(zip(pair.tolist(), switch.tolist(), np.rint(found.x[:count]).astype(int).tolist(), strict=True))
+        for change in (layout.take, layout.add):
+            for number, at, target in counts:
+                more = target - layout.placed[number][at]
+                for _ in range(more if change == layout.add else -more):
+                    change(number, at)
+        if (layout.total, layout.kept) < before:
+            layout.go_back()
+        return int(-found.mip_dual_bound + 1e-6)
 
-    def _take_over(self, counts: list[tuple[int, int, int]]) -> None:
-        """For each pair and switch, how many circuits."""
-        for pair, switch, count in counts:
-            for _ in range(self.layout.placed[pair][switch] - count):
-                self.layout.take(pair, switch)
-        for pair, switch, count in counts:
-            for _ in range(count - self.layout.placed[pair][switch]):
-                self.layout.add(pair, switch)
-
-
-def settle(layout: CircuitLayout, bounds: Bounds) -> Bounds:
-    """The best layout, first by circuits placed and then by those kept, and what is proven of it."""
-    if layout.total < bounds.placed:
-        program = _Program(layout)
-        if (bound := program.solve([*program.on.values()], lambda: layout.total, WHOLE_WORK)) is not None:
-            bounds = Bounds(min(bounds.placed, bound), bounds.kept)
-    if layout.kept < bounds.kept:
-        program = _Program(layout)
-        if program.short:
-            program.model.add(sum(program.on.values()) >= layout.total)
-        if (bound := program.solve(program.kept, lambda: layout.kept, WHOLE_WORK)) is not None:
-            bounds = Bounds(bounds.placed, min(bounds.kept, bound))
-    return bounds
+    if layout.total < most_placed and (bound := solve(placed)) is not None:
+        most_placed = min(most_placed, bound)
+    if layout.kept < most_kept and (bound := solve(kept)) is not None:
+        most_kept = min(most_kept, bound)
+    return most_placed, most_kept

@@ -16,6 +16,7 @@ from orchestrrl.core.addresses import DEFAULT_TARGET, same_address
 from orchestrrl.core.errors import Permanent, ProblemFaults
 
 if TYPE_CHECKING:
+    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.engines.base import Engine
     from planner.model import EngineId, NodeId
 
@@ -32,6 +33,9 @@ def agent(
     daemon: DaemonOption = DEFAULT_TARGET,
     node_id: Annotated[str, typer.Option(help="The agent's own name. Default: agent-, then its engines' names.")] = "",
     interval_s: Annotated[float, typer.Option(help="Seconds between scrapes of an engine.")] = 0.25,
+    slow_after_s: Annotated[float, typer.Option(help="An engine that answers later than this is marked slow.")] = 1.0,
+    gone_after_s: Annotated[float, typer.Option(help="One that has not answered by then is marked gone.")] = 5.0,
+    rate_window_s: Annotated[float, typer.Option(help="The decode rate is the mean over this long.")] = 1.0,
     rings: Annotated[
         Path | None,
         typer.Option(help="Also tell when the collectives recorded in this folder pause.", metavar="FOLDER"),
@@ -50,6 +54,7 @@ def agent(
     """
     # Imported here so that help and completion need none of it.
     from orchestrrl.agent.probe_link import WindowReporter
+    from orchestrrl.agent.watch import HealthLimits
     from orchestrrl.core.clock import WallClock
     from orchestrrl.engines.base import connect
     from orchestrrl.rpc.channel import first_of
@@ -65,24 +70,37 @@ def agent(
         faults.append(f"--interval-s: must be > 0, got {interval_s:g}")
     raise_faults(faults)
     try:
+        limits = HealthLimits(slow_after_s, gone_after_s, rate_window_s)
         engines = {EngineId(name): connect(engine, url) for name, url in zip(names, urls, strict=True)}
+    except ValueError as error:
+        raise ProblemFaults([str(error)]) from error
     except Permanent as error:
         raise ProblemFaults([f"--engine: {error}"]) from error
     sides: list[Coroutine[Any, Any, None]] = []
     if engines:
-        sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s))
+        sides.append(_run(NodeId(node_id or "agent-" + "-".join(names)), engines, daemon, interval_s, limits))
     if rings is not None:
         sides.append(WindowReporter(rings, host or gethostname(), daemon, clock=WallClock()).run())
     keep_loaded()
     serve(first_of(*sides), verbose=verbose)
 
 
-async def _run(node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float) -> None:
+async def _run(
+    node_id: "NodeId", engines: "dict[EngineId, Engine]", daemon: str, interval_s: float, limits: "HealthLimits"
+) -> None:
     from orchestrrl.agent.host import with_host_facts
     from orchestrrl.agent.sidecar import Agent
     from orchestrrl.core.clock import WallClock
 
-    sidecar = Agent(node_id, engines, daemon, clock=WallClock(), interval_s=interval_s, describe=with_host_facts)
+    sidecar = Agent(
+        node_id,
+        engines,
+        daemon,
+        clock=WallClock(),
+        interval_s=interval_s,
+        limits=limits,
+        describe=with_host_facts,
+    )
     try:
         await sidecar.run()
     finally:

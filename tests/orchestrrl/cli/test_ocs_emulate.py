@@ -115,7 +115,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         ("calient_rest", "bulk_s=abc", "--quirk bulk_s: must be a number, got 'abc'"),
         ("calient_rest", "sessions=true", "--quirk sessions: must be a whole number, got True"),
         ("restconf", "any_to_any=maybe", "--quirk any_to_any: must be true or false, got 'maybe'"),
-        ("netconf", "base=[1]", "--quirk base: must be text, got [1]"),
+        ("netconf", "base=[1]", "--quirk base: must be 1.0 or 1.1, got [1]"),
     ],
 )
 def test_a_quirk_is_of_the_kind_of_its_default(protocol: str, quirk: str, fault: str) -> None:

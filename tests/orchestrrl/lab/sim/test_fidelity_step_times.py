@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrrl.engines.profiles.score import report, score, score_measured
+from orchestrrl.engines.profiles.score import report, roofline, score_measured
 from orchestrrl.engines.profiles.silicon import SiliconData, read_silicon
 
 SILICON = Path(__file__).parents[5] / "shared" / "data" / "silicon_decode_h100_h200.csv"
@@ -79,7 +79,7 @@ def test_where_the_profile_is_measured_errors_are_within_the_papers(silicon: Sil
 @pytest.mark.shared
 def test_where_nothing_is_measured_errors_are_what_the_page_says(silicon: SiliconData) -> None:
     """Not within the paper's: such a prediction is for a first day, and ratios are what a planner chooses by."""
-    result = report(silicon, score(silicon))
+    result = report(roofline(silicon.deployments), silicon.unpredicted)
     overall = result["overall"]["all"]
     assert (overall["rows"], {row["source"] for row in result["predictions"]}) == (769, {"roofline"})
     assert overall["error_mean"] == pytest.approx(0.143, abs=BY_ROUNDING)

@@ -25,7 +25,7 @@ from planner.cost.models import Model
 
 SMI_TIMEOUT_S = 10.0  # the first call initialises the driver
 MOST_CONFIG_BYTES = 1 << 20
-PARENTS = 3  # a server's front-end processes are children of the one that was given the arguments
+PARENTS = 4  # a server's front ends, engine cores and workers are children of the one that was given the arguments
 
 
 async def with_host_facts(capabilities: EngineCapabilities, url: str) -> EngineCapabilities:
@@ -67,16 +67,17 @@ def is_local(url: str) -> bool:
 
 def server_arguments(port: int) -> tuple[str, ...]:
     """The command line of the vLLM server that listens on `port`; empty where it cannot be found or read."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,) or connection.pid is None:
-            continue
-        with suppress(psutil.Error):  # it has ended, or belongs to another user
-            process: psutil.Process | None = psutil.Process(connection.pid)
-            for _ in range(PARENTS):
-                arguments = () if process is None else tuple(process.cmdline())
-                if any("vllm" in argument for argument in arguments) and len(arguments) > 1:
-                    return arguments
-                process = None if process is None else process.parent()
+    with suppress(psutil.Error, OSError, RuntimeError):  # where the system's tables cannot be read
+        for connection in psutil.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN or connection.laddr[1:] != (port,) or connection.pid is None:
+                continue
+            with suppress(psutil.Error):  # it has ended, or belongs to another user
+                # A process that inherited the socket is a child of the one that was given the arguments.
+                holder = psutil.Process(connection.pid)
+                for process in (holder, *holder.parents()[:PARENTS]):
+                    arguments = tuple(process.cmdline())
+                    if any("vllm" in argument for argument in arguments) and len(arguments) > 1:
+                        return arguments
     return ()
 
 
@@ -84,7 +85,8 @@ def with_arguments(facts: ServingFacts, arguments: Sequence[str]) -> ServingFact
     """Return the facts with those of a vLLM command line; flags that it leaves out have vLLM's defaults."""
     if not arguments:
         return facts
-    flags = {argument.flag: argument.value for argument in read_arguments("", arguments)[0]}
+    # The model's name may follow a flag's value.
+    flags = {each.flag: each.value.partition(" ")[0] for each in read_arguments("", arguments)[0]}
     if "--config" in flags:  # a file with more of them
         return facts
     return replace(

@@ -281,6 +281,9 @@ class EngineExchange:
             self._connection.close()
 
 
+NEXT_ADDRESS_AFTER_S = 0.25  # of a name with several addresses, as RFC 8305 recommends
+
+
 class ConnectionPool:
     """Connections to one engine, opened when they are needed, without limit. `close` releases them."""
 
@@ -344,7 +347,11 @@ class ConnectionPool:
             async with asyncio.timeout(self._connect_timeout_s):
                 # asyncio sets TCP_NODELAY.
                 _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self), self._host, self._port, ssl=self._tls
+                    lambda: EngineConnection(self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
                 )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
             if isinstance(error, OSError) and error.errno in _OWN_SHORTAGE:

@@ -17,11 +17,11 @@ import aiohttp
 
 from orchestrrl.core.clock import stop
 from orchestrrl.core.errors import Retryable
-from orchestrrl.engines.base import RequestRefused
+from orchestrrl.engines.base import CompletionEndpoint, RequestRefused
 
 logger = logging.getLogger(__name__)
 
-PATH = "/v1/completions"
+_PATHS = {CompletionEndpoint.COMPLETIONS: "/v1/completions", CompletionEndpoint.CHAT: "/v1/chat/completions"}
 # Says nothing about the request: the same one may succeed elsewhere, or later.
 _BUSY_STATUSES = frozenset({408, 425, 429})
 CONFLICT = 409
@@ -82,7 +82,13 @@ class GatewayClient:
         await self.close()
 
     async def complete(
-        self, body: Mapping[str, Any], *, request_id: str | None = None, group: str = "", tag: str = ""
+        self,
+        body: Mapping[str, Any],
+        *,
+        endpoint: CompletionEndpoint = CompletionEndpoint.COMPLETIONS,
+        request_id: str | None = None,
+        group: str = "",
+        tag: str = "",
     ) -> dict[str, Any]:
         """The whole answer. Raises Refused when the request is wrong, Retryable when nobody answered for `nobody_s`."""
         name = request_id or uuid.uuid4().hex
@@ -105,7 +111,7 @@ class GatewayClient:
             headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
             tries += 1
             try:
-                answer = await self._attempt(server, body, headers)
+                answer = await self._attempt(server, _PATHS[endpoint], body, headers)
             except _Gone as gone:
                 failures += 1
                 if server is self._gateway and gone.answered:
@@ -124,6 +130,9 @@ class GatewayClient:
                 continue
             self.bypassed += server is not self._gateway
             return answer
+
+    async def chat(self, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        return await self.complete(body, endpoint=CompletionEndpoint.CHAT, **options)
 
     async def close(self) -> None:
         await stop(*self._watching)
@@ -150,9 +159,11 @@ class GatewayClient:
             self._watching.append(asyncio.create_task(self._watch(self._gateway)))
         return self._session
 
-    async def _attempt(self, server: _Server, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _attempt(
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
         """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""
-        asking = asyncio.create_task(self._post(server, body, headers))
+        asking = asyncio.create_task(self._post(server, path, body, headers))
         losing = asyncio.create_task(server.lost.wait())
         try:
             await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,9 +173,11 @@ class GatewayClient:
         finally:
             await stop(asking, losing)
 
-    async def _post(self, server: _Server, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    async def _post(
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any]:
         try:
-            async with self._open().post(server.url + PATH, json=body, headers=headers) as response:
+            async with self._open().post(server.url + path, json=body, headers=headers) as response:
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise _Gone(str(error) or type(error).__name__) from error
@@ -173,7 +186,7 @@ class GatewayClient:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         if response.status >= 500 or response.status in _BUSY_STATUSES or not isinstance(answer, dict):
             raise _Gone(f"{response.status}: {message}", answered=True)
-        raise RequestRefused(f"{server.url}{PATH}: {response.status}: {message}", response.status, answer)
+        raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 
     async def _wait_for(self, gateway: _Server) -> None:
         """Until it is back, for a while."""

@@ -250,7 +250,7 @@ class GatewayPause:
 
         Raises Permanent where the lease is not the pause barrier's, and for engines that are unknown.
         """
-        self._named(order.without)
+        self._named(order.without, "without: ")
         if order.lease and order.lease in self._ended:
             raise Permanent(f"this lease is over ({self.opened_because}): requests have gone on, weights may be mixed")
         if order.lease and (self.closed is None or self.closed.lease != order.lease):
@@ -420,12 +420,12 @@ class GatewayPause:
             return False
         return paused and self.closed is None and not backend.paused and self._fleet.get(backend.id) is backend
 
-    def _named(self, engines: Sequence[EngineId]) -> list[EngineBackend]:
-        """Return the engines of these ids. Raises Permanent for unknown ones."""
+    def _named(self, engines: Sequence[EngineId], path: str = "") -> list[EngineBackend]:
+        """Return the engines of these ids. Raises Permanent for unknown ones, which stand at `path`."""
         found = {engine: backend for engine in engines if (backend := self._fleet.get(engine)) is not None}
         if unknown := [engine for engine in engines if engine not in found]:
             known = ", ".join(backend.id for backend in self._fleet) or "none"
-            raise Permanent(f"no engine {', '.join(map(repr, unknown))}; known: {known}")
+            raise Permanent(f"{path}no engine {', '.join(map(repr, unknown))}; known: {known}")
         return list(found.values())
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -130,7 +130,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 def _check_free(host: str, port: int) -> None:
     """Raises OSError where another process listens there."""
-    socket.create_server((host, port), family=_family(host)).close()
+    with socket.socket(_family(host)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
 
 
 def _family(host: str) -> socket.AddressFamily:

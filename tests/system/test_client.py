@@ -115,7 +115,10 @@ async def test_an_engine_that_was_never_there_is_passed_over(engines: list[Local
     urls = [nowhere, engines[0].url]
     async with GatewayClient(f"http://127.0.0.1:{free_port()}", urls, patience=PATIENCE) as client:
         answers = await asyncio.gather(
-            *(client.complete({"model": "simulated", "prompt": "x", "max_tokens": 3}) for _ in range(4))
+            *(
+                client.chat({"model": "simulated", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3})
+                for _ in range(4)
+            )
         )
         assert all(answer["usage"]["completion_tokens"] == 3 for answer in answers)
 

@@ -232,9 +232,10 @@ def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
 
 
 def tidy(value: V, digits: int = 6) -> V:
-    """Return the value with its figures at six digits, far more than fits deserve, and fit errors at three."""
+    """Return the value with its figures at six digits, far more than fits deserve, and fit errors at three. Whole
+    numbers, such as sizes, stay as they are."""
     if isinstance(value, float):
-        return cast("V", float(f"{value:.{digits}g}"))
+        return value if value.is_integer() else cast("V", float(f"{value:.{digits}g}"))
     if isinstance(value, tuple):
         return cast("V", tuple(tidy(item, digits) for item in value))
     if not is_dataclass(value) or isinstance(value, type):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fleet.deployers.base import EngineLife
 from orchestrrl.fleet.deployers.kubernetes_api import KubernetesApi, ResourceNotFound
 from orchestrrl.fleet.deployers.kubernetes_objects import ENGINE, LWS, PODS, Object, annotation, selector
@@ -194,7 +195,8 @@ class FleetView:
     _clock: Clock
     _listing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _lists_begun: int = 0
-    _listed: tuple[int, dict[str, Found]] = (0, {})  # the number of the latest list, and what it found
+    # The number of the latest list, and what it found, or why it could not be had.
+    _listed: tuple[int, dict[str, Found] | OrchestrRLError] = (0, {})
     _nodes: dict[str, tuple[float, bool]] = field(default_factory=dict)  # when it was asked for, whether it answers
 
     async def find(self, name: str) -> Found:
@@ -206,9 +208,15 @@ class FleetView:
         begun = self._lists_begun
         async with self._listing:
             if self._listed[0] <= begun:  # else another caller has had them listed since this call
-                self._lists_begun += 1
-                self._listed = self._lists_begun, await self._list()
-            return dict(self._listed[1])
+                number = self._lists_begun = self._lists_begun + 1
+                try:
+                    self._listed = number, await self._list()
+                except OrchestrRLError as error:
+                    self._listed = number, error
+            found = self._listed[1]
+        if isinstance(found, OrchestrRLError):
+            raise found
+        return dict(found)
 
     async def answering(self, pods: Sequence[Object]) -> dict[str, bool]:
         """The nodes of these pods, and whether each answers."""

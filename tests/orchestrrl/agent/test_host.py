@@ -40,8 +40,11 @@ def start_server(
     monkeypatch: pytest.MonkeyPatch, port: int, arguments: list[str], *, front_end: list[str] | None = None
 ) -> None:
     """A process that listens on the port, or has a front end that does."""
-    server = SimpleNamespace(cmdline=lambda: arguments, parent=lambda: None)
-    process = server if front_end is None else SimpleNamespace(cmdline=lambda: front_end, parent=lambda: server)
+    server = SimpleNamespace(cmdline=lambda: arguments, parents=list)
+    between = SimpleNamespace(cmdline=lambda: ["VLLM::EngineCore"])
+    process = server
+    if front_end is not None:
+        process = SimpleNamespace(cmdline=lambda: front_end, parents=lambda: [between, between, server])
     listens = SimpleNamespace(status=psutil.CONN_LISTEN, laddr=("127.0.0.1", port), pid=40)
     monkeypatch.setattr(psutil, "net_connections", lambda _: [listens])
     monkeypatch.setattr(psutil, "Process", lambda pid: {40: process}[pid])
@@ -79,6 +82,7 @@ def test_another_hosts_engine_is_not_taken_for_this_hosts(host: Path) -> None:
         (["--tensor_parallel_size=4", "-pp", "2"], (4, 2, 1, False)),
         (["-tp=2", "--data-parallel-size=8", "--enable-expert-parallel"], (2, 1, 8, True)),
         (["-tp", "many"], (None, 1, 1, False)),
+        (["--tensor-parallel-size", "2", "org/model", "-pp", "3"], (2, 3, 1, False)),
         (["--config", "vllm.yaml"], (None, None, None, None)),
     ],
 )
@@ -102,6 +106,18 @@ def test_the_server_is_found_by_its_port(host: Path, monkeypatch: pytest.MonkeyP
 def test_a_front_end_process_has_its_parents_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     start_server(monkeypatch, 8001, [*VLLM, "-tp", "2"], front_end=["VLLM::APIServer"])
     assert server_arguments(8001) == (*VLLM, "-tp", "2")
+
+
+@pytest.mark.parametrize("error", [PermissionError(), RuntimeError("a line is malformed"), psutil.AccessDenied()])
+def test_where_the_systems_tables_cannot_be_read_other_facts_are(
+    host: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def unreadable(_: str) -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "net_connections", unreadable)
+    facts = host_facts(ServingFacts(), LOCAL)
+    assert (facts.tp, facts.gpu_detail != "") == (None, True)
 
 
 def test_a_process_that_is_no_vllm_says_nothing(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,7 +338,7 @@ async def test_an_engine_left_out_stays_paused_until_its_version_is_told() -> No
     with pytest.raises(Permanent, match="no engine 'e7'"):
         await w.gateway.barrier.set_version((EngineId("e7"),), 3)
     await (await close(w, lease="m"))
-    with pytest.raises(Permanent, match="no engine 'e7'; known: e0, e1"):
+    with pytest.raises(Permanent, match="without: no engine 'e7'; known: e0, e1"):
         await open_barrier(w, 4, ("e7",), lease="m")
     assert w.gateway.barrier.closed is not None
 

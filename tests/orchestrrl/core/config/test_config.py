@@ -49,6 +49,12 @@ def test_the_example_validates_and_shows_the_defaults() -> None:
     assert [c.id for c in example.fleet.configuration_values()] == [ConfigurationId("tp2"), ConfigurationId("tp4")]
 
 
+def test_settings_of_the_fast_loop_that_decide_nothing_any_longer_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse_config("fast: {settle_share: 0.5, preemption_risk: 0.2, tolerance: 0.1}").fast.tolerance == 0.1
+    assert "fast: settle_share, preemption_risk decide nothing any longer" in caplog.text
+    assert faults_in("fast: {settle: 0.5}")
+
+
 def test_every_fault_comes_at_once_with_its_path_and_value() -> None:
     assert faults_in(
         """

@@ -195,3 +195,7 @@ def test_a_tidy_configuration_says_the_same_in_fewer_digits() -> None:
     assert clean.step.base_s.ys[0] == 0.0181235
     assert tidy(clean) == clean
     assert replace(clean, step=engine.step) == engine
+
+
+def test_figures_are_rounded_and_sizes_are_not() -> None:
+    assert tidy((0.123456789, 1_234_567.0, 1_234_567.8)) == (0.123457, 1_234_567.0, 1_234_570.0)

@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from planner.fabric.allocate import AllocationProblem, Demanded, algorithm3, spend
+from planner.fabric.allocate import AllocationProblem, algorithm3
+from planner.fabric.greedy import Demanded, spend
 from planner.fabric.model import EndpointId, Pair, pair_of
 from planner.fabric.plan import Directed
 from planner.fabric.templates import StageTemplate

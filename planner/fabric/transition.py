@@ -5,26 +5,16 @@ in neither is used. What is least, in this order: pairs that go dark, endpoints 
 out, drained and verified, is `orchestrrl/fabric/stage_commit.py`.
 """
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
-from planner.fabric.transition_exact import StageOf, fewest_missed, fewest_stages
-from planner.fabric.transition_order import (
-    RemovalOrder,
-    Subject,
-    TransitionMoves,
-    TransitionReplay,
-    circuits,
-    lit_floors,
-    moves_between,
-    subjects,
-)
-
-CHAIN = 100  # links of a chain of removals that are looked at
+from planner.fabric.transition_exact import fewest_missed, fewest_stages
+from planner.fabric.transition_moves import Subject, TransitionMoves, circuits, lit_floors, moves_between, subjects
+from planner.fabric.transition_order import RemovalOrder, doomed, replayed
+from planner.fabric.transition_stages import StageOf, packed, smoothed, stages_at_least
 
 PointKind = Literal["start", "removed", "added"]
 
@@ -91,12 +81,36 @@ def transition(problem: TransitionProblem) -> Transition:
     """
     moves = moves_between(problem.cabling, problem.current, problem.target, problem.min_fraction)
     order, proven = fewest_missed(moves)
-    max_moves = problem.max_moves_per_stage
-    stage_of, at_least = packed(moves, order, max_moves), math.ceil(moves.count / max_moves)
-    if (count := max(stage_of, default=-1) + 1) > at_least:
-        staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, stage_of, count)
-        at_least, stage_of = staged.at_least, staged.stage_of or stage_of
-    return _transition(problem, moves, smoothed(moves, stage_of, max_moves), at_least, proven)
+    spared = _not_to_count_on(moves, order)
+    stage_of, at_least = _staged(problem.max_moves_per_stage, moves, order, spared)
+    return _transition(problem, moves, stage_of, at_least, proven)
+
+
+def _not_to_count_on(moves: TransitionMoves, order: RemovalOrder) -> frozenset[int]:
+    """The floors that another order with as few that suffer may miss.
+
+    The hopeless, and where other pairs or other endpoints are missed, all pairs or all endpoints.
+    """
+    hopeless = doomed(moves)
+    chosen = {moves.floors[number].is_pair for number in order.missed - hopeless}
+    return hopeless | {number for number, floor in enumerate(moves.floors) if floor.is_pair in chosen}
+
+
+def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared: frozenset[int]) -> tuple[StageOf, int]:
+    if not moves.count:
+        return [], 0
+    at_least = stages_at_least(moves, max_moves, spared)
+    orders = [order]
+    if not order.missed:
+        orders.append(replayed(moves, sorted(order.removals)))
+    usable = [each for each in orders if not each.missed - order.missed]
+    best = min((packed(moves, each, max_moves, by_chains=how) for each in usable for how in (False, True)), key=max)
+    if max(best) + 1 > at_least:
+        staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
+        at_least = staged.at_least
+        if staged.stages is not None:
+            best = [*staged.stages[0], *staged.stages[1]]
+    return smoothed(moves, best, max_moves), at_least
 
 
 def _transition(
@@ -110,8 +124,7 @@ def _transition(
     for stage, addition in zip(stage_of[len(moves.removals) :], moves.additions, strict=True):
         add[stage].append(addition)
     stages = tuple(TransitionStage(tuple(down), tuple(up)) for down, up in zip(remove, add, strict=True))
-    fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
-    suffer = {each for _, _, up, lost in _counted(problem, stages) for each in lost if up[each] < fewest.get(each, 0)}
+    suffer = _suffer(problem, stages)
     dark = tuple(sorted(subject for subject in suffer if isinstance(subject, tuple)))
     thin = tuple(sorted(subject for subject in suffer if isinstance(subject, str)))
     return Transition(stages, dark, thin, at_least, proven)
@@ -142,157 +155,15 @@ def _counted(
         yield number, "added", up, ()
 
 
-def packed(moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> StageOf:
-    """Stage by stage: additions whose ports are free, then whatever may come down, those first for which the longest
-    chain of others waits.
-
-    What is left of the order stays a way to the end throughout, so that no stage can run into a dead end: a removal is
-    brought forward only where every floor bears it at each point that it overtakes.
-    """
-    return _Packing(moves, order, max_moves).run()
-
-
-class _Packing:
-    def __init__(self, moves: TransitionMoves, order: RemovalOrder, max_moves: int) -> None:
-        self._moves, self._order, self._max_moves = moves, order, max_moves
-        self._room = [floor.room for floor in moves.floors]  # with all that is taken so far
-        self._stage_room = list(self._room)  # without this stage's additions
-        self._waiting = [len(needed) for needed in moves.blockers]
-        self._ready = [addition for addition, count in enumerate(self._waiting) if count == 0]
-        behind = _behind(moves, order)
-        self._pending = sorted(order.removals, key=lambda removal: -behind[removal])
-        self._events = _events(moves, order)
-        self._stage_of: StageOf = [-1] * moves.count
-        self._stage = 0
-        self._taken = 0
-
-    def run(self) -> StageOf:
-        while self._pending or self._ready:
-            self._taken = 0
-            self._stage_room = list(self._room)
-            self._raise()
-            self._lower()
-            self._stage += 1
-        return self._stage_of
-
-    def _raise(self) -> None:
-        """What is ready goes up, as far as the stage has moves left."""
-        free = self._max_moves - self._taken
-        for addition in self._ready[:free]:
-            self._take(len(self._moves.removals) + addition)
-            for floor in self._moves.addition_floors[addition]:
-                self._room[floor] += 1
-        del self._ready[:free]
-
-    def _lower(self) -> None:
-        kept = []
-        for place, removal in enumerate(self._pending):
-            if self._taken == self._max_moves:
-                kept += self._pending[place:]
-                break
-            if self._may_come_down(removal):
-                self._remove(removal)
-            else:
-                kept.append(removal)
-        self._pending = kept
-
-    def _remove(self, removal: int) -> None:
-        self._take(removal)
-        for floor in self._moves.removal_floors[removal]:
-            self._room[floor] -= 1
-            self._stage_room[floor] -= 1
-        for addition in self._moves.opens[removal]:
-            self._waiting[addition] -= 1
-            if self._waiting[addition] == 0:
-                self._ready.append(addition)
-        self._raise()
-
-    def _may_come_down(self, removal: int) -> bool:
-        floors = [floor for floor in self._moves.removal_floors[removal] if floor not in self._order.missed]
-        return all(self._stage_room[floor] >= 1 for floor in floors) and all(
-            self._bears(floor, removal) for floor in floors
-        )
-
-    def _bears(self, floor: int, removal: int) -> bool:
-        """Whether all that stands before `removal` in the order can still take place after it."""
-        room = self._room[floor] - 1
-        for move in self._events[floor]:
-            if move == removal:
-                return True
-            if self._stage_of[move] < 0:
-                if move >= len(self._moves.removals):
-                    room += 1
-                else:
-                    room -= 1
-                    if room < 0:
-                        return False
-        return True
-
-    def _take(self, move: int) -> None:
-        self._stage_of[move] = self._stage
-        self._taken += 1
-
-
-def _behind(moves: TransitionMoves, order: RemovalOrder) -> list[int]:
-    """How many stages have to follow each removal: an addition that it opens may be what others wait for, and so on."""
-    behind = [0] * len(moves.removals)
-    bare = [floor for number, floor in enumerate(moves.floors) if floor.room == 0 and number not in order.missed]
-    for _ in range(CHAIN):
-        changed = False
-        for floor in bare:
-            if len(floor.additions) > 1:
-                continue  # another may do
-            waiting = 1 + max(behind[removal] for removal in floor.removals)
-            for addition in floor.additions:
-                for removal in moves.blockers[addition]:
-                    changed |= waiting > behind[removal]
-                    behind[removal] = max(behind[removal], waiting)
-        if not changed:
-            break
-    return behind
-
-
-def _events(moves: TransitionMoves, order: RemovalOrder) -> list[list[int]]:
-    """For each floor the moves that touch it, in turn, each addition as soon as its ports are free."""
-    events: list[list[int]] = [[] for _ in moves.floors]
-    replay = TransitionReplay(moves)
-    for addition, needed in enumerate(moves.blockers):
-        if not needed:
-            for floor in moves.addition_floors[addition]:
-                events[floor].append(len(moves.removals) + addition)
-    for removal in order.removals:
-        for floor in moves.removal_floors[removal]:
-            events[floor].append(removal)
-        for addition in replay.remove(removal):
-            for floor in moves.addition_floors[addition]:
-                events[floor].append(len(moves.removals) + addition)
-    return events
-
-
-def smoothed(moves: TransitionMoves, stage_of: StageOf, max_moves: int) -> StageOf:
-    """The same stages with more light: additions as early, removals as late as moves and ports allow. No count falls at
-    any point."""
-    stage_of, removals = list(stage_of), len(moves.removals)
-    load: dict[int, int] = defaultdict(int)
-    for stage in stage_of:
-        load[stage] += 1
-    last = max(stage_of, default=-1)
-
-    def move_to(move: int, choices: Iterable[int]) -> None:
-        for stage in choices:
-            if load[stage] < max_moves:
-                load[stage_of[move]] -= 1
-                load[stage] += 1
-                stage_of[move] = stage
-                return
-
-    for addition in sorted(range(len(moves.additions)), key=lambda addition: (stage_of[removals + addition], addition)):
-        earliest = max((stage_of[removal] for removal in moves.blockers[addition]), default=0)
-        move_to(removals + addition, range(earliest, stage_of[removals + addition]))
-    for removal in sorted(range(removals), key=lambda removal: (-stage_of[removal], removal)):
-        latest = min((stage_of[removals + addition] for addition in moves.opens[removal]), default=last)
-        move_to(removal, range(latest, stage_of[removal], -1))
-    return stage_of
+def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, tuple[int, PointKind]]:
+    """Those that are below their floors at some point, with the first such point."""
+    fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
+    suffer: dict[Subject, tuple[int, PointKind]] = {}
+    for number, kind, up, lost in _counted(problem, stages):
+        for subject in lost:
+            if up[subject] < fewest.get(subject, 0):
+                suffer.setdefault(subject, (number, kind))
+    return suffer
 
 
 def _used_twice(cross_connects: frozenset[PortPair]) -> list[str]:

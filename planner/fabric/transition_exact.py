@@ -6,19 +6,21 @@ only when it is asked, as that takes longer than most transitions.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from planner.fabric.transition_moves import TransitionMoves
 from planner.fabric.transition_order import (
     RemovalOrder,
-    TransitionMoves,
     TransitionReplay,
     doomed,
     harmless,
     kept_order,
+    postponed,
     replayed,
     short_order,
+    tried_again,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ STAGES_WORK = 2.0
 MOST_ORDER_VARIABLES = 8_000
 MOST_STAGE_VARIABLES = 12_000  # over all numbers of stages that are tried
 
-StageOf = list[int]  # [move]: its stage from 0; removals first, additions after them
+StageNumbers = tuple[tuple[int, ...], tuple[int, ...]]  # the stage of each removal, and of each addition, from 0
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
@@ -55,20 +57,24 @@ def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
 def _fewest(moves: TransitionMoves, known: RemovalOrder, at_least: tuple[int, int]) -> tuple[RemovalOrder, bool]:
     """An order that is no worse than `known`; none costs less than `at_least`.
 
-    What is harmless comes first, and is not asked about. The rest falls into parts that have no floor, port or addition
-    in common; of each, the removals are dealt to as many rounds as there are removals, which no order exceeds.
+    What is harmless comes first and what nobody waits for last; neither is asked about. The rest falls into parts that
+    have no floor, port or addition in common; of each, the removals are dealt to as many rounds as there are removals,
+    which no order exceeds.
     """
     if known.cost(moves) == at_least:
         return known, True
     start = harmless(moves, doomed(moves))
     removals, proven, work = list(start.down), True, ORDER_WORK
-    for part in _parts(moves, start, set(range(len(moves.removals))).difference(start.down)):
+    late = postponed(moves, start)
+    for part in _parts(moves, start, set(range(len(moves.removals))) - {*start.down, *late}):
         own = set(part)
         hint = [removal for removal in known.removals if removal in own]
         found, spent, sure = _order_of(moves, start, hint, work)
         removals += found
         proven, work = proven and sure, max(0.0, work - spent)
-    best = min(known, replayed(moves, removals), key=lambda order: order.cost(moves))
+    best = min(known, replayed(moves, [*removals, *late]), key=lambda order: order.cost(moves))
+    if not proven:
+        best = tried_again(moves, best, at_least)
     return best, proven or best.cost(moves) == at_least
 
 
@@ -118,7 +124,10 @@ def _order_of(
         model.add(down[removal][rounds - 1] == 1)
     up: dict[int, list[Any]] = {}
     for addition in sorted({addition for removal in hint for addition in moves.opens[removal]}):
-        needed = [down[removal] for removal in moves.blockers[addition] if not start.is_down[removal]]
+        pending = [removal for removal in moves.blockers[addition] if not start.is_down[removal]]
+        if not down.keys() >= set(pending):
+            continue  # it waits for one that comes last, and no floor in question for it
+        needed = [down[removal] for removal in pending]
         up[addition] = [_both(model, [each[number] for each in needed]) for number in range(rounds)]
     missed: list[tuple[int, Any]] = []
     for number, floor in enumerate(moves.floors):
@@ -156,17 +165,19 @@ def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ExactStages:
-    """`stage_of` is None where none was found; `at_least` is proven."""
+    """`stages` is None where none was found; `at_least` is proven."""
 
-    stage_of: StageOf | None
+    stages: StageNumbers | None
     at_least: int
 
 
 def fewest_stages(
-    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: StageOf, known_count: int
+    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
 ) -> ExactStages:
-    """Fewer stages than the `known_count` of the transition `known`, with no more pairs and endpoints missed than
-    `cost`."""
+    """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`.
+
+    `known` is the stage of each move, removals first, of a transition to begin from.
+    """
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
         # Half of what is left, so that more stages, which are easier to find, have their turn too.
@@ -181,8 +192,8 @@ def fewest_stages(
 
 
 def _in_stages(
-    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: StageOf, work: float
-) -> tuple[StageOf | None, float, bool]:
+    moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
+) -> tuple[StageNumbers | None, float, bool]:
     """A transition in `count` stages, the work that it took, and whether there is surely none."""
     from ortools.sat.python import cp_model
 
@@ -220,7 +231,8 @@ def _in_stages(
     spent = solver.response_proto.deterministic_time
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, spent, status == cp_model.INFEASIBLE
-    return [sum(not solver.value(var) for var in each[:-1]) for each in done], spent, False
+    stage_of = [sum(not solver.value(var) for var in each[:-1]) for each in done]
+    return (tuple(stage_of[: len(down)]), tuple(stage_of[len(down) :])), spent, False
 
 
 def _solver(work: float) -> "cp_model.CpSolver":

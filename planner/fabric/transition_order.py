@@ -1,156 +1,18 @@
-"""What a transition has to move, and in which order cross-connects come down so that as few pairs and endpoints as can
-be fall below their floors. Pure.
-
-A cross-connect that comes down costs its pair and both endpoints a circuit, one that goes up gives them one. An
-addition waits for the at most two removals that hold its ports. Adding never harms: its ports belong to nothing else
-that is to come, and no count falls. So what can go wrong is decided by the order of the removals alone.
+"""In which order cross-connects come down so that as few pairs and endpoints as can be fall below their floors. Pure.
 
 How many moves a stage takes does not matter here: any stages are also one removal after the other, with every addition
 up as soon as its ports are free, and no point of that order is worse than the stages were.
 """
 
 import heapq
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair
+from planner.fabric.transition_moves import TransitionMoves
 
-Subject = Pair | EndpointId  # what suffers where too few circuits are left
-
-
-@dataclass(frozen=True, slots=True)
-class CircuitFloor:
-    """A pair or an endpoint that may lose no more than `room` circuits beyond those that it is given meanwhile."""
-
-    of: Subject
-    room: int
-    removals: tuple[int, ...]
-    additions: tuple[int, ...]
-
-    @property
-    def is_pair(self) -> bool:
-        return isinstance(self.of, tuple)
-
-
-@dataclass(frozen=True, slots=True)
-class TransitionMoves:
-    """Removals and additions by number, in sorted order, and the floors that could be missed at all."""
-
-    removals: tuple[PortPair, ...]
-    additions: tuple[PortPair, ...]
-    blockers: tuple[tuple[int, ...], ...]  # of each addition: the removals that free its ports
-    opens: tuple[tuple[int, ...], ...]  # of each removal: the additions on its ports
-    floors: tuple[CircuitFloor, ...]
-    removal_floors: tuple[tuple[int, ...], ...]
-    addition_floors: tuple[tuple[int, ...], ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.removals) + len(self.additions)
-
-    def of_pairs_only(self) -> "TransitionMoves":
-        """The same as though endpoints had no floors."""
-        return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
-
-    def with_floors(self, floors: tuple[CircuitFloor, ...]) -> "TransitionMoves":
-        return replace(
-            self,
-            floors=floors,
-            removal_floors=_inverse((floor.removals for floor in floors), len(self.removals)),
-            addition_floors=_inverse((floor.additions for floor in floors), len(self.additions)),
-        )
-
-
-def lit_floors(
-    cabling: Cabling, current: Iterable[PortPair], target: Iterable[PortPair], min_fraction: float
-) -> dict[Subject, int]:
-    """The fewest circuits that each pair and endpoint keeps at every point; those that need none are left out."""
-    before, after = circuits(cabling, current), circuits(cabling, target)
-    floors: dict[Subject, int] = {}
-    for subject in before.keys() & after.keys():
-        fewest = 1 if isinstance(subject, tuple) else _share(min_fraction, min(before[subject], after[subject]))
-        if fewest > 0:
-            floors[subject] = fewest
-    return floors
-
-
-def _share(fraction: float, of: int) -> int:
-    """Rounded down; but 0.29 of 100 is 29, though the product of the floats is a hair less."""
-    return math.floor(fraction * of * (1 + 4 * math.ulp(1.0)))
-
-
-def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subject, int]:
-    """How many circuits each pair and each endpoint has. Raises ValueError for what joins no two endpoints."""
-    counts: dict[Subject, int] = defaultdict(int)
-    for cross_connect in cross_connects:
-        for subject in subjects(cabling, cross_connect):
-            counts[subject] += 1
-    return dict(counts)
-
-
-def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subject, Subject]:
-    """The pair that it joins, and its two endpoints."""
-    pair = cabling.ends(cross_connect)
-    if pair is None:
-        raise ValueError(f"{cross_connect} must join two endpoints")
-    return (pair, *pair)
-
-
-def moves_between(
-    cabling: Cabling, current: frozenset[PortPair], target: frozenset[PortPair], min_fraction: float
-) -> TransitionMoves:
-    removals, additions = tuple(sorted(current - target)), tuple(sorted(target - current))
-    holder = {port: number for number, removal in enumerate(removals) for port in _ports(removal)}
-    blockers = tuple(
-        tuple(sorted({holder[port] for port in _ports(addition) if port in holder})) for addition in additions
-    )
-    opens: list[list[int]] = [[] for _ in removals]
-    for addition, needed in enumerate(blockers):
-        for removal in needed:
-            opens[removal].append(addition)
-    floors = _floors(cabling, current, removals, additions, lit_floors(cabling, current, target, min_fraction))
-    return TransitionMoves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(
-        tuple(floors)
-    )
-
-
-def _ports(cross_connect: PortPair) -> list[tuple[OcsId, int]]:
-    return [(cross_connect.switch, port) for port in cross_connect.ports]
-
-
-def _floors(
-    cabling: Cabling,
-    current: frozenset[PortPair],
-    removals: tuple[PortPair, ...],
-    additions: tuple[PortPair, ...],
-    fewest: Mapping[Subject, int],
-) -> Iterator[CircuitFloor]:
-    """Pairs first, both in sorted order; without those that could lose all that they ever lose at once."""
-    before = circuits(cabling, current)
-    down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
-    for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):
-        room = before[subject] - fewest[subject]
-        if len(down[subject]) > room:
-            yield CircuitFloor(subject, room, tuple(down[subject]), tuple(up[subject]))
-
-
-def _by_subject(cabling: Cabling, cross_connects: tuple[PortPair, ...]) -> dict[Subject, list[int]]:
-    numbers: dict[Subject, list[int]] = defaultdict(list)
-    for number, cross_connect in enumerate(cross_connects):
-        for subject in subjects(cabling, cross_connect):
-            numbers[subject].append(number)
-    return numbers
-
-
-def _inverse(members: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """For each of `count` numbers, the places at which it is a member."""
-    places: list[list[int]] = [[] for _ in range(count)]
-    for place, numbers in enumerate(members):
-        for number in numbers:
-            places[number].append(place)
-    return tuple(map(tuple, places))
+TRIES_STEPS = 60_000  # removals that are put in order while looking for fewer that suffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +109,31 @@ def harmless(moves: TransitionMoves, abandoned: frozenset[int]) -> TransitionRep
     return _Walk(moves, abandoned, range(len(moves.removals))).run(harmless_only=True)
 
 
+def postponed(moves: TransitionMoves, start: TransitionReplay) -> list[int]:
+    """Removals that may as well come last, in this order, once all others are down.
+
+    They open no addition of a floor that may yet be missed; and without them fewer floors may be, and so forth.
+    """
+    left, late = list(start.left), list[int]()
+    pending = [removal for removal, down in enumerate(start.is_down) if not down]
+    while True:
+        awaited = {
+            addition
+            for number, floor in enumerate(moves.floors)
+            if left[number] > start.room[number]
+            for addition in floor.additions
+        }
+        idle = [removal for removal in pending if awaited.isdisjoint(moves.opens[removal])]
+        if not idle:
+            return late[::-1]
+        for removal in idle:
+            late.append(removal)
+            for floor in moves.removal_floors[removal]:
+                left[floor] -= 1
+        gone = set(idle)
+        pending = [removal for removal in pending if removal not in gone]
+
+
 def short_order(
     moves: TransitionMoves, abandoned: frozenset[int] = frozenset(), turn: Sequence[int] = ()
 ) -> RemovalOrder:
@@ -260,6 +147,26 @@ def short_order(
 def kept_order(moves: TransitionMoves, known: RemovalOrder) -> RemovalOrder:
     """The order of `known` as far as the floors allow it, and without those that it misses."""
     return _Walk(moves, doomed(moves) | known.missed, known.removals, strict=True).run().order()
+
+
+def tried_again(moves: TransitionMoves, best: RemovalOrder, at_least: tuple[int, int]) -> RemovalOrder:
+    """A better order, if there is one among many: with all floors, and without those that the best one misses but one.
+
+    Stops at the cost `at_least`.
+    """
+    hopeless, numbers = doomed(moves), list(range(len(moves.removals)))
+    draw, steps = random.Random(0), 0
+    while best.cost(moves) > at_least and steps < TRIES_STEPS:
+        for given_up in [*(best.missed - {spared} for spared in sorted(best.missed - hopeless)), hopeless]:
+            draw.shuffle(numbers)
+            tried = _Walk(moves, hopeless | given_up, numbers).run().order()
+            steps += len(numbers)
+            if tried.cost(moves) < best.cost(moves):
+                best = tried
+                break
+            if steps >= TRIES_STEPS:
+                break
+    return best
 
 
 class _Walk:

@@ -1,0 +1,148 @@
+"""What a transition has to move: which removal frees the ports of which addition, and what has to stay lit. Pure.
+
+A cross-connect that comes down costs its pair and both endpoints a circuit, one that goes up gives them one. An
+addition waits for the at most two removals that hold its ports. Adding never harms: its ports belong to nothing else
+that is to come, and no count falls. So what can go wrong is decided by the order of the removals alone.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair
+
+Subject = Pair | EndpointId  # what suffers where too few circuits are left
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitFloor:
+    """A pair or an endpoint that may lose no more than `room` circuits beyond those that it is given meanwhile."""
+
+    of: Subject
+    room: int
+    removals: tuple[int, ...]
+    additions: tuple[int, ...]
+
+    @property
+    def is_pair(self) -> bool:
+        return isinstance(self.of, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionMoves:
+    """Removals and additions by number, in sorted order, and the floors that could be missed at all."""
+
+    removals: tuple[PortPair, ...]
+    additions: tuple[PortPair, ...]
+    blockers: tuple[tuple[int, ...], ...]  # of each addition: the removals that free its ports
+    opens: tuple[tuple[int, ...], ...]  # of each removal: the additions on its ports
+    floors: tuple[CircuitFloor, ...]
+    removal_floors: tuple[tuple[int, ...], ...]
+    addition_floors: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.removals) + len(self.additions)
+
+    def of_pairs_only(self) -> "TransitionMoves":
+        """The same as though endpoints had no floors."""
+        return self.with_floors(tuple(floor for floor in self.floors if floor.is_pair))
+
+    def with_floors(self, floors: tuple[CircuitFloor, ...]) -> "TransitionMoves":
+        return replace(
+            self,
+            floors=floors,
+            removal_floors=_inverse((floor.removals for floor in floors), len(self.removals)),
+            addition_floors=_inverse((floor.additions for floor in floors), len(self.additions)),
+        )
+
+
+def lit_floors(
+    cabling: Cabling, current: Iterable[PortPair], target: Iterable[PortPair], min_fraction: float
+) -> dict[Subject, int]:
+    """The fewest circuits that each pair and endpoint keeps at every point; those that need none are left out."""
+    before, after = circuits(cabling, current), circuits(cabling, target)
+    floors: dict[Subject, int] = {}
+    for subject in before.keys() & after.keys():
+        fewest = 1 if isinstance(subject, tuple) else _share(min_fraction, min(before[subject], after[subject]))
+        if fewest > 0:
+            floors[subject] = fewest
+    return floors
+
+
+def _share(fraction: float, of: int) -> int:
+    """Rounded down; but 0.29 of 100 is 29, though the product of the floats is a hair less."""
+    return math.floor(fraction * of * (1 + 4 * math.ulp(1.0)))
+
+
+def circuits(cabling: Cabling, cross_connects: Iterable[PortPair]) -> dict[Subject, int]:
+    """How many circuits each pair and each endpoint has. Raises ValueError for what joins no two endpoints."""
+    counts: dict[Subject, int] = defaultdict(int)
+    for cross_connect in cross_connects:
+        for subject in subjects(cabling, cross_connect):
+            counts[subject] += 1
+    return dict(counts)
+
+
+def subjects(cabling: Cabling, cross_connect: PortPair) -> tuple[Subject, Subject, Subject]:
+    """The pair that it joins, and its two endpoints."""
+    pair = cabling.ends(cross_connect)
+    if pair is None:
+        raise ValueError(f"{cross_connect} must join two endpoints")
+    return (pair, *pair)
+
+
+def moves_between(
+    cabling: Cabling, current: frozenset[PortPair], target: frozenset[PortPair], min_fraction: float
+) -> TransitionMoves:
+    removals, additions = tuple(sorted(current - target)), tuple(sorted(target - current))
+    holder = {port: number for number, removal in enumerate(removals) for port in _ports(removal)}
+    blockers = tuple(
+        tuple(sorted({holder[port] for port in _ports(addition) if port in holder})) for addition in additions
+    )
+    opens: list[list[int]] = [[] for _ in removals]
+    for addition, needed in enumerate(blockers):
+        for removal in needed:
+            opens[removal].append(addition)
+    floors = _floors(cabling, current, removals, additions, lit_floors(cabling, current, target, min_fraction))
+    return TransitionMoves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(
+        tuple(floors)
+    )
+
+
+def _ports(cross_connect: PortPair) -> list[tuple[OcsId, int]]:
+    return [(cross_connect.switch, port) for port in cross_connect.ports]
+
+
+def _floors(
+    cabling: Cabling,
+    current: frozenset[PortPair],
+    removals: tuple[PortPair, ...],
+    additions: tuple[PortPair, ...],
+    fewest: Mapping[Subject, int],
+) -> Iterator[CircuitFloor]:
+    """Pairs first, both in sorted order; without those that could lose all that they ever lose at once."""
+    before = circuits(cabling, current)
+    down, up = _by_subject(cabling, removals), _by_subject(cabling, additions)
+    for subject in sorted(fewest, key=lambda subject: (isinstance(subject, str), subject)):
+        room = before[subject] - fewest[subject]
+        if len(down[subject]) > room:
+            yield CircuitFloor(subject, room, tuple(down[subject]), tuple(up[subject]))
+
+
+def _by_subject(cabling: Cabling, cross_connects: tuple[PortPair, ...]) -> dict[Subject, list[int]]:
+    numbers: dict[Subject, list[int]] = defaultdict(list)
+    for number, cross_connect in enumerate(cross_connects):
+        for subject in subjects(cabling, cross_connect):
+            numbers[subject].append(number)
+    return numbers
+
+
+def _inverse(members: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """For each of `count` numbers, the places at which it is a member."""
+    places: list[list[int]] = [[] for _ in range(count)]
+    for place, numbers in enumerate(members):
+        for number in numbers:
+            places[number].append(place)
+    return tuple(map(tuple, places))

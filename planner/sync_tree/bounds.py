@@ -127,7 +127,8 @@ def _crossing_s(
         at_boundaries_s = 2 * crossing / float(_boundary_gbps(problem)[useful].sum())
         return max(at_boundaries_s, crossing / float(between.sum()), _cuts_s(problem, needed, between, useful))
     ends = problem.boundary_circuits[useful]
-    return crossing / (min(int(ends.sum()) // 2, int(ends.sum() - ends.max())) * problem.link_gbps)
+    at_once = min(int(ends.sum()) // 2, int(ends.sum() - ends.max()))
+    return crossing / (at_once * problem.link_gbps) if at_once else 0.0  # where there is none: told of the pod
 
 
 def _cuts_s(

@@ -21,7 +21,7 @@ from orchestrrl.weights.controller.planning import PlannedSync, common_transport
 from orchestrrl.weights.controller.progress import SyncProgress
 from orchestrrl.weights.controller.reports import SyncPhase, SyncState
 from orchestrrl.weights.controller.state import SyncRecord
-from orchestrrl.weights.model import HeldVersion, Peer, VersionMap
+from orchestrrl.weights.model import EngineShare, HeldVersion, Peer, VersionMap
 from orchestrrl.weights.orders import (
     ArrivedBytes,
     CarryEdge,
@@ -60,6 +60,8 @@ class TreeTransfer:
         self._still = still
         self._plans = 0
         self._carried: tuple[PlannedSync, VersionMap] | None = None  # the last plan that peers began to carry out
+        self._shares: Mapping[PeerId, EngineShare] = {}  # of the peers of the last plan, and of the one carried out
+        self._carried_shares: Mapping[PeerId, EngineShare] = {}
         self._is_up = is_up  # circuits, or on their way
         self._tearing: asyncio.Task[None] | None = None
 
@@ -85,7 +87,7 @@ class TreeTransfer:
             edges=len(planned.edges),
             carried_bytes=sum(edge.bytes for edge in planned.edges),  # to be; in the end, as it was
         )
-        self._carried = planned, map
+        self._carried, self._carried_shares = (planned, map), self._shares
         record.state(SyncState.CARRYING)
         self.carrying = Carrying(acts, record, planned, map, brought.network)
         try:
@@ -103,8 +105,11 @@ class TreeTransfer:
 
     async def _held(self, receivers: Collection[PeerId]) -> dict[PeerId, HeldVersion]:
         """Return what receivers have since an earlier attempt, and others that have all. It is not counted on where
-        something that ranks have staged is away, or a receiver is new, whose needs shards have not been cut for."""
-        if self._carried is None or not self._acts.hub.attached().keys() & receivers <= self._carried[0].opens.keys():
+        something that ranks have staged is away, or a receiver is new or serves another share by now, whose needs
+        shards have not been cut for."""
+        there = self._acts.hub.attached()
+        known = all(there[peer].share == self._carried_shares.get(peer) for peer in there.keys() & receivers)
+        if self._carried is None or not known:
             return {}
         found: dict[PeerId, HeldVersion] = {}
         version, opens = self._record.report.version, self._carried[0].opens
@@ -126,6 +131,7 @@ class TreeTransfer:
     ) -> PlannedSync:
         wanted = {*receivers, *held, *(each.peer for each in self._publications)}
         peers = {id: peer for id, peer in self._acts.hub.attached().items() if id in wanted}
+        self._shares = {id: peer.share for id, peer in peers.items()}
         self._plans += 1
         settings, name = self._acts.settings, f"{self._record.id}.{self._plans}"
 

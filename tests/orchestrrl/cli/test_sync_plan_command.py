@@ -80,6 +80,20 @@ def test_who_holds_it_already_receives_nothing() -> None:
     assert {(edge["src"], edge["dst"]) for edge in wave["edges"]} == {("g0", "g1")}
 
 
+def test_holders_that_no_circuit_leaves_are_infeasible() -> None:
+    """Their pods need the shard themselves, and a third one does, too."""
+    pods = [
+        {"id": id, "role": role, "boundary_circuits": n}
+        for id, role, n in (("a", "train", 0), ("b", "train", 0), ("c", "gen", 4))
+    ]
+    endpoints = [{"id": f"{pod}{n}", "pod": pod, "tor": f"{pod}-tor", "nic_gbps": 200} for pod in "abc" for n in (0, 1)]
+    shards = [{"id": "s", "bytes": 10**9, "holders": ["a0", "b0"], "receivers": ["a1", "b1", "c0"]}]
+    tors = {f"{pod}-tor": 4 for pod in "abc"}
+    result = run("-", "--json", document=problem(pods=pods, endpoints=endpoints, shards=shards, tor_circuits=tors))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "infeasible: shards are missing in PoDs that no circuit leads to" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [

@@ -15,7 +15,7 @@ from orchestrrl.daemon.weight_circuits import PacketNetwork
 from orchestrrl.weights import controller
 from orchestrrl.weights.controller.actions import BroughtUp
 from orchestrrl.weights.controller.reports import EngineSync, SyncPhase, SyncState
-from orchestrrl.weights.model import TensorMeta
+from orchestrrl.weights.model import EngineShare, TensorMeta
 from orchestrrl.weights.orders import CarryEdges, RestEngine
 from orchestrrl.weights.publication import Publication
 from planner.model import EngineId
@@ -38,6 +38,30 @@ def test_an_engine_that_cannot_install_is_left_out_and_repaired_later(tmp_path: 
         assert not harness.fence.state.serves(EngineId("e1"))
         await harness.pass_time(20.0)
         harness.check_one_version(2)
+
+    played(tmp_path, scene)
+
+
+def test_a_peer_that_comes_back_with_another_share_gets_that(tmp_path: Path) -> None:
+    """What came in the first attempt is of its share from before."""
+
+    async def scene(harness: Harness) -> None:
+        await first(harness)
+        peer = next(peer for peer in harness.peers.values() if peer.engines)
+        peer.share = EngineShare(tp=2, tp_ranks=(0,))
+        peer.die()
+        peer.come_back()
+        await harness.pass_time(1.0)
+        harness.fence.refuses = 1
+        syncing = harness.publish(2)
+        while harness.fence.refuses:
+            await harness.pass_time(0.1)
+        peer.die()
+        peer.share = EngineShare(tp=2, tp_ranks=(1,))
+        peer.come_back()
+        report = await harness.report(syncing)
+        assert (report.state, report.attempt) == (SyncState.DONE, 2)
+        assert report.carried_bytes > 0, "all was there, of another share"
 
     played(tmp_path, scene)
 

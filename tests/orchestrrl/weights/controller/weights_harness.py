@@ -25,6 +25,7 @@ from orchestrrl.weights.controller.stale_versions import StaleVersions
 from orchestrrl.weights.controller.state import EngineNow
 from orchestrrl.weights.model import (
     EngineAt,
+    EngineShare,
     HeldVersion,
     Peer,
     PeerLocation,
@@ -118,6 +119,7 @@ class FakePeer:
     given: set[EngineId] = field(default_factory=set)  # those that it was told of
     ranks_of: tuple[EngineId, ...] = ()
     folder: str = ""
+    share: EngineShare = field(default_factory=EngineShare)
 
     def peer(self) -> Peer:
         engines = tuple(EngineAt(e.id, e.url, self.installed.get(e.id), e.id in self.given) for e in self.engines)
@@ -133,6 +135,7 @@ class FakePeer:
         place = PeerLocation(None, self.pod, f"{self.pod}-tor")
         ways = {"tcp": f"{self.id}:1"}
         host, more = f"host-{self.id}", {"serves": self.serves, "ranks_of": self.ranks_of, "folder": self.folder}
+        more["share"] = self.share
         return Peer(self.id, self.role, host, place, ways, engines, held=held, **more)  # type: ignore[arg-type]
 
     def attach(self) -> None:

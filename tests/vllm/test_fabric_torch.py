@@ -1,7 +1,7 @@
 """Circuits change in the windows of real programs of torch.distributed: what becomes of each period, at any pace."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,30 @@ class Ran:
     lives: bool  # daemon, agent and switches, until the end
 
 
-async def run(folder: Path, iterations: int, *, device_s: float, window_s: float, within_s: float) -> Ran:
+def of_both_kinds(outcome: PeriodOutcomes) -> bool:
+    return {commit.period for commit in outcome.commits} == {"gradients", "experts"}
+
+
+async def run(
+    folder: Path,
+    iterations: int,
+    *,
+    device_s: float,
+    window_s: float,
+    within_s: float,
+    enough: Callable[[PeriodOutcomes], bool] = lambda outcome: True,
+) -> Ran:
+    """So many iterations, and as many again, twice at most, while that was not `enough`: a machine that is busy
+    elsewhere lets a window pass."""
     async with (
         Launcher(folder, VLLM_PYTHON) as launcher,
         fabric_demo(folder, device_s=device_s, within_s=within_s) as harness,
     ):
         await launcher.start("job", window_s, harness.rings)
         await harness.reads("job")
-        iterations_s = await launcher.turn("job", iterations)
+        iterations_s = [*await launcher.turn("job", iterations)]
+        while not enough(await harness.outcome()) and len(iterations_s) < 3 * iterations:
+            iterations_s += await launcher.turn("job", iterations)
         outcome, traces = await harness.outcome(), read_traces(harness.rings)
         statuses = await launcher.stop("job")
         return Ran(
@@ -79,11 +95,11 @@ def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
 
 async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
     """With windows far longer than is needed."""
-    iterations, window_s = 12, 0.4
-    ran = await run(tmp_path, iterations, device_s=0.025, window_s=window_s, within_s=10.0)
-    check_whole(ran, iterations, window_s)
+    window_s = 0.4
+    ran = await run(tmp_path, 12, device_s=0.025, window_s=window_s, within_s=10.0, enough=of_both_kinds)
+    check_whole(ran, len(ran.iterations_s), window_s)
     commits, traffic = ran.outcome.commits, RecordedTraffic.of(ran.traces)
-    assert {commit.period for commit in commits} == {"gradients", "experts"}
+    assert of_both_kinds(ran.outcome)
     assert all(commit.report.window_opened_unix_s > 0 and commit.report.done for commit in commits)
     assert all(commit.received_s is not None and commit.set_s is not None for commit in commits)
     outside = [each for each in commits if traffic.during(each.commanded_s, each.usable_s) > 0]

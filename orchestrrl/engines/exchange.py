@@ -12,6 +12,7 @@ import ssl
 from base64 import b64encode
 from collections import deque
 from collections.abc import Iterable
+from ipaddress import ip_address
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
@@ -298,6 +299,8 @@ class ConnectionPool:
             raise Permanent(f"{without_login(url)}: not a URL")
         self.where = without_login(url)
         self._host = parts.hostname
+        # An address needs no race of several, which costs every connection.
+        self._next_address_after_s = None if _is_address(parts.hostname) else NEXT_ADDRESS_AFTER_S
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
@@ -351,7 +354,7 @@ class ConnectionPool:
                     self._host,
                     self._port,
                     ssl=self._tls,
-                    happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
+                    happy_eyeballs_delay=self._next_address_after_s,
                 )
         except (OSError, UnicodeError) as error:  # TimeoutError is an OSError; a host's name may be none
             if isinstance(error, OSError) and error.errno in _OWN_SHORTAGE:
@@ -387,6 +390,14 @@ class ConnectionPool:
         while self._idle and self._idle[0].idle_since_s + KEEP_IDLE_S <= loop.time():
             self._idle.popleft().close()
         self._sweep_timer = loop.call_at(self._idle[0].idle_since_s + KEEP_IDLE_S, self._sweep) if self._idle else None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def written(headers: Iterable[tuple[str, str]]) -> bytes:

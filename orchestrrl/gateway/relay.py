@@ -340,9 +340,10 @@ class RequestRelay:
         coalesce = 1 if record.streaming else self._limits.coalesce_tokens
         move = self._move if self._move is not None and self._move.submitted else None
         self._pump_task = task = asyncio.create_task(self._pump(attempt, coalesce, move))
-        task.add_done_callback(partial(_log_defect, attempt_id))
+        over = asyncio.Event()  # cheaper than asyncio.wait
+        task.add_done_callback(partial(_see_end, attempt_id, over))
         try:
-            await asyncio.wait({task})  # it may be cancelled without this being so
+            await over.wait()  # not the task, which may be cancelled without this being so
         finally:
             try:
                 if not task.done():
@@ -508,8 +509,9 @@ class RequestRelay:
         return before != computed
 
 
-def _log_defect(attempt_id: str, task: "asyncio.Task[bool]") -> None:
-    # Who waits for it may have been ended or cancelled in the same moment, and does not look at it then.
+def _see_end(attempt_id: str, over: asyncio.Event, task: "asyncio.Task[bool]") -> None:
+    over.set()
+    # The relay may have been ended or cancelled in the same moment, and does not look at the error then.
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, OrchestrRLError):
         logger.error("attempt %s broke", attempt_id, exc_info=error)

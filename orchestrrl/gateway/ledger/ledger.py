@@ -9,6 +9,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
@@ -19,6 +20,7 @@ from planner.model import EngineId, RequestId, RequestState, RequestView
 
 # Reported of a request in flight and of one that has ended.
 _REPORTED = ("id", "engine", "prompt_tokens", "generated_tokens", "group", "tag", "moves", "group_enough")
+_reported_values = attrgetter(*_REPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class RequestRecord:
         return FinishedRequest(finish_reason=self.finish_reason or "error", duration_s=duration_s, **self._reported())
 
     def _reported(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _REPORTED}
+        return dict(zip(_REPORTED, _reported_values(self), strict=True))
 
 
 def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:

@@ -445,9 +445,12 @@ class EngineConformance:
         share = before.kv_capacity_tokens // bench.seats
         assert share + 300 < (bench.capabilities.max_model_len_tokens or 0), "the KV cache is too large to be filled"
         prompts = [[*PROMPT, *[seat] * (share - 300)] for seat in range(bench.seats)]
-        runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
-        together = [(await run.done()).token_ids for run in runs]
-        assert (await engine.metrics()).preemptions_total > before.preemptions_total
+        for _ in range(5):  # on a busy machine the first may be done before the last is sent
+            runs = [bench.start(prompt, max_tokens=OVERLAPPING_TOKENS) for prompt in prompts]
+            together = [(await run.done()).token_ids for run in runs]
+            if preempted := (await engine.metrics()).preemptions_total > before.preemptions_total:
+                break
+        assert preempted
         tokens = OVERLAPPING_TOKENS - 1
         assert together[-1][:tokens] == (await bench.run(prompts[-1], max_tokens=tokens)).token_ids
 

@@ -6,17 +6,16 @@ from dataclasses import replace
 
 from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
+from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife, FixedGpusDeployer, check_free
 from orchestrrl.fleet.deployers.command_line import EngineSpec
-from planner.model import ConfigurationId, EngineId, GpuId
+from planner.model import ConfigurationId, EngineId
 
 
-class SimulatedDeployer:
+class SimulatedDeployer(FixedGpusDeployer):
     """The GPUs of one fleet, and the engines on them. `started` and `stopped` are called for every engine that comes to
     life, and for every one that ends."""
 
-    can_lend = True
-    can_scale = True
+    keeps_gpus = "simulated engines neither sleep nor scale"
 
     def __init__(
         self,
@@ -60,18 +59,6 @@ class SimulatedDeployer:
     async def list_engines(self) -> tuple[DeployedInstance, ...]:
         return tuple(self._engines[engine] for engine in sorted(self._engines))
 
-    async def lend(self, engine: EngineId, lent: bool) -> None:
-        held = await self.status(engine)
-        if held is None:
-            raise Permanent(f"there is no engine {engine} that could lend its GPUs")
-        self._become(replace(held, lent=lent))
-
-    async def scale(self, spec: EngineSpec) -> DeployedInstance:
-        held = await self.status(spec.engine)
-        if held is None or held.life is not EngineLife.ALIVE:
-            raise Permanent(f"there is no engine {spec.engine} that runs and could be scaled")
-        return self._become(replace(held, configuration=spec.configuration, gpus=spec.gpus, spec=spec))
-
     async def close(self) -> None:
         """Release nothing: engines outlive the daemon."""
 
@@ -98,11 +85,6 @@ class SimulatedDeployer:
         for coming_up in self._coming_up.values():
             coming_up.cancel()
 
-    def _become(self, deployed: DeployedInstance) -> DeployedInstance:
-        self._check_free(deployed.engine, deployed.gpus if not deployed.lent else ())
-        self._engines[deployed.engine] = deployed
-        return deployed
-
     def _end(self, engine: EngineId) -> None:
         if (coming_up := self._coming_up.pop(engine, None)) is not None:
             coming_up.cancel()
@@ -111,18 +93,11 @@ class SimulatedDeployer:
 
     def _take(self, spec: EngineSpec) -> DeployedInstance:
         self.check(spec)
-        self._check_free(spec.engine, spec.gpus)
+        check_free(spec.engine, spec.gpus, {engine: held.gpus for engine, held in self._engines.items()})
         url = f"http://{spec.engine}.{self._domain}"
         deployed = DeployedInstance(spec.engine, spec.configuration, spec.gpus, url, spec=spec)
         self._engines[spec.engine] = deployed
         return deployed
-
-    def _check_free(self, engine: EngineId, gpus: tuple[GpuId, ...]) -> None:
-        others = (held for held in self._engines.values() if not held.lent)
-        owner = {gpu: other.engine for other in others if other.engine != engine for gpu in other.gpus}
-        if taken := sorted(gpu for gpu in gpus if gpu in owner):
-            owners = ", ".join(f"{gpu} by {owner[gpu]}" for gpu in taken)
-            raise Permanent(f"engine {engine} cannot have GPUs that are in use: {owners}")
 
     async def _come_up(self, engine: EngineId, after_s: float) -> None:
         await self._clock.sleep(after_s)

@@ -1,23 +1,14 @@
 """Circuits change in the windows of real programs of torch.distributed: what becomes of each period, at any pace."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from orchestrrl.fabric.periods import OVER, PeriodState
-from orchestrrl.integrations.instrument.rings import RingEvent
-from orchestrrl.lab.demo.fabric_stack import (
-    RANKS,
-    Launcher,
-    PeriodOutcomes,
-    RecordedTraffic,
-    fabric_demo,
-    read_traces,
-)
-from tests.vllm.conftest import VLLM_PYTHON
+from orchestrrl.lab.demo.fabric_stack import RANKS, PeriodOutcomes, fabric_demo
 
 # Of a rank of lab/demo/fabric_job.py, in each iteration, and in all of them.
 IN_EACH = {"all_to_all": 2, "all_reduce": 3, "announce": 0, "iteration": 1, "forward": 1, "backward": 1, "optimizer": 1}
@@ -33,7 +24,6 @@ class Ran:
     iterations_s: Sequence[float]
     statuses: Sequence[int | None]
     outcome: PeriodOutcomes
-    traces: Mapping[int, Sequence[RingEvent]]
     lives: bool  # daemon, agent and switches, until the end
 
 
@@ -52,20 +42,14 @@ async def run(
 ) -> Ran:
     """So many iterations, and as many again, twice at most, while that was not `enough`: a machine that is busy
     elsewhere lets a window pass."""
-    async with (
-        Launcher(folder, VLLM_PYTHON) as launcher,
-        fabric_demo(folder, device_s=device_s, within_s=within_s) as harness,
-    ):
-        await launcher.start("job", window_s, harness.rings)
-        await harness.reads("job")
-        iterations_s = [*await launcher.turn("job", iterations)]
+    async with fabric_demo(folder, device_s=device_s, within_s=within_s) as harness:
+        await harness.start_job("job", window_s)
+        iterations_s = [*await harness.turn("job", iterations)]
         while not enough(await harness.outcome()) and len(iterations_s) < 3 * iterations:
-            iterations_s += await launcher.turn("job", iterations)
-        outcome, traces = await harness.outcome(), read_traces(harness.rings)
-        statuses = await launcher.stop("job")
-        return Ran(
-            iterations_s, statuses, outcome, traces, all(process.running for process in harness.processes.values())
-        )
+            iterations_s += await harness.turn("job", iterations)
+        outcome = await harness.outcome()
+        statuses = await harness.job_request(stop="job")
+        return Ran(iterations_s, statuses, outcome, all(process.running for process in harness.processes.values()))
 
 
 def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
@@ -74,11 +58,9 @@ def check_whole(ran: Ran, iterations: int, window_s: float) -> None:
     assert ran.statuses == [0] * RANKS
     assert len(ran.iterations_s) == iterations
     assert min(ran.iterations_s) >= 2 * window_s
-    status = ran.outcome.status
-    assert (
-        sorted(ran.traces) == sorted(rank for job in status.hosts[0].jobs for rank in job.ranks) == list(range(RANKS))
-    )
-    for rank, events in ran.traces.items():
+    status, traces = ran.outcome.status, ran.outcome.traffic.traces
+    assert sorted(traces) == sorted(rank for job in status.hosts[0].jobs for rank in job.ranks) == list(range(RANKS))
+    for rank, events in traces.items():
         ops = Counter(event.op for event in events)
         announced = ANNOUNCED_IN_EACH if rank == 0 else 0
         assert {op: ops[op] for op in IN_EACH} == {
@@ -98,12 +80,11 @@ async def test_circuits_follow_a_job_inside_its_windows(tmp_path: Path) -> None:
     window_s = 0.4
     ran = await run(tmp_path, 12, device_s=0.025, window_s=window_s, within_s=10.0, enough=of_both_kinds)
     check_whole(ran, len(ran.iterations_s), window_s)
-    commits, traffic = ran.outcome.commits, RecordedTraffic.of(ran.traces)
+    commits = ran.outcome.commits
     assert of_both_kinds(ran.outcome)
     assert all(commit.report.window_opened_unix_s > 0 and commit.report.done for commit in commits)
     assert all(commit.received_s is not None and commit.set_s is not None for commit in commits)
-    outside = [each for each in commits if traffic.during(each.commanded_s, each.usable_s) > 0]
-    assert len(outside) <= len(commits) // 4
+    assert len(ran.outcome.outside) <= len(commits) // 4
     committed = [period for period in ran.outcome.status.periods if period.code == "committed"]
     assert all(period.stages_done == period.stages == len(period.commits) for period in committed)
 

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -20,9 +20,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from orchestrrl.lab.bench.figure import Figure
-from orchestrrl.lab.demo import fabric_stack
-from orchestrrl.lab.testbed.processes import VLLM_PYTHON, LabProcess
-from orchestrrl.rpc.pb import fabric_pb2
+from orchestrrl.lab.demo.fabric_stack import RANKS, CommitRecord, FabricDemoStack, PeriodOutcomes, fabric_demo
+from orchestrrl.lab.testbed.processes import LabProcess
 
 DEVICE_S, WINDOW_S = 0.025, 0.16
 TURNS, ITERATIONS = 42, 5  # the first turn of each job is not timed
@@ -33,39 +32,10 @@ ALLOWED_OUTSIDE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class WindowsRun:
-    """One recorded job under a running."""
-
-    iterations: int
-    periods: Sequence[fabric_pb2.PeriodReport]
-    commits: Sequence[fabric_stack.CommitRecord]
-    traffic: fabric_stack.RecordedTraffic
-
-    @property
-    def outside(self) -> list[fabric_stack.CommitRecord]:
-        """Commits during which some rank had a collective in flight."""
-        return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
-
-    def latencies_s(self, until: Callable[[fabric_stack.CommitRecord], float | None]) -> list[float]:
-        """From the end of the last rank's last collective, of commits that waited for it."""
-        found: list[float] = []
-        for commit in self.commits:
-            quiet, at_s = self.traffic.quiet_around(commit.commanded_s), until(commit)
-            if quiet is not None and at_s is not None and commit.armed_s <= quiet[0]:
-                found.append(at_s - quiet[0])
-        return found
-
-    def periods_text(self) -> str:
-        """Periods by what became of them."""
-        counts = Counter(str(period.code) for period in self.periods)
-        return ", ".join(f"{count} {code}" for code, count in counts.most_common())
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """`pairs`: mean seconds of an iteration with and without OrchestrRL, turn by turn. `echo_s`: how long each took."""
 
-    run: WindowsRun
+    run: PeriodOutcomes
     pairs: Sequence[tuple[float, float]]
     echo_s: Sequence[float]
 
@@ -76,59 +46,53 @@ def fabric_windows(log_dir: Path) -> list[Figure]:
     load = os.getloadavg()[0]
     # Jobs have working directories of their own.
     with TemporaryDirectory(dir=log_dir.resolve(), prefix="fabric-") as folder:
-        shown, slow = asyncio.run(_run(Path(folder)))
+        shown = asyncio.run(_show(Path(folder) / "shown"))
+        slow = asyncio.run(_refuse(Path(folder) / "slow"))
     return [_aim(shown, load), _pace(shown), *_soon(shown), _too_slow(slow, shown.run)]
 
 
-async def _run(folder: Path) -> tuple[Shown, WindowsRun]:
-    async with fabric_stack.Launcher(folder, VLLM_PYTHON) as launcher:
-        return await _show(launcher, folder), await _refuse(launcher, folder)
-
-
-async def _show(launcher: fabric_stack.Launcher, folder: Path) -> Shown:
-    made = folder / "shown"
-    made.mkdir()
-    stamps = made / "stamps"
-    async with fabric_stack.fabric_demo(made, device_s=DEVICE_S) as running:
-        await launcher.start("watched", WINDOW_S, running.rings, stamps)
-        await launcher.start("alone", WINDOW_S, None, made / "stamps-alone")
-        await running.reads("watched")
-        words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(fabric_stack.RANKS), str(POLL_S))
-        async with LabProcess("echo", words, made) as echo:
-            pairs = [await _pair(launcher, turn) for turn in range(TURNS)]
-        run = await _seen(running, TURNS * ITERATIONS)
-        await launcher.stop("watched")
-        await launcher.stop("alone")
+async def _show(folder: Path) -> Shown:
+    async with fabric_demo(folder, device_s=DEVICE_S) as stack:
+        stamps = await stack.start_job("watched", WINDOW_S)
+        await stack.start_job("alone", WINDOW_S, recorded=False)
+        words = (sys.executable, "-m", "orchestrrl.lab.bench.echo", stamps, str(RANKS), str(POLL_S))
+        async with LabProcess("echo", words, folder) as echo:
+            pairs = [await _pair(stack, turn) for turn in range(TURNS)]
+        run = await _seen(stack)
     return Shown(run, pairs[1:], json.loads(echo.out_path.read_text()))
 
 
-async def _pair(launcher: fabric_stack.Launcher, turn: int) -> tuple[float, float]:
+async def _pair(stack: FabricDemoStack, turn: int) -> tuple[float, float]:
     """Each goes first in every other turn."""
     order = ("watched", "alone") if turn % 2 else ("alone", "watched")
-    taken_s = {name: fmean(await launcher.turn(name, ITERATIONS)) for name in order}
+    taken_s = {name: fmean(await stack.turn(name, ITERATIONS)) for name in order}
     return taken_s["watched"], taken_s["alone"]
 
 
-async def _refuse(launcher: fabric_stack.Launcher, folder: Path) -> WindowsRun:
+async def _refuse(folder: Path) -> PeriodOutcomes:
     """A device that is slower than any window is long."""
-    made = folder / "slow"
-    made.mkdir()
-    async with fabric_stack.fabric_demo(made, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as running:
-        await launcher.start("slow", SHORT_WINDOW_S, running.rings)
-        await running.reads("slow")
-        await launcher.turn("slow", SLOW_ITERATIONS)
-        run = await _seen(running, SLOW_ITERATIONS)
-        await launcher.stop("slow")
-    return run
+    async with fabric_demo(folder, device_s=SLOW_DEVICE_S, within_s=SHORT_WINDOW_S + 0.03) as stack:
+        await stack.start_job("slow", SHORT_WINDOW_S)
+        await stack.turn("slow", SLOW_ITERATIONS)
+        return await _seen(stack)
 
 
-async def _seen(running: fabric_stack.FabricDemoStack, iterations: int) -> WindowsRun:
+async def _seen(stack: FabricDemoStack) -> PeriodOutcomes:
     """While the job's processes still are there: rings of dead ones are removed."""
-    outcome = await running.outcome()
-    traces = fabric_stack.read_traces(running.rings)
-    if sorted(traces) != list(range(fabric_stack.RANKS)):
-        raise RuntimeError(f"the traces must be of ranks 0 to {fabric_stack.RANKS - 1}, got {sorted(traces)}")
-    return WindowsRun(iterations, outcome.status.periods, outcome.commits, fabric_stack.RecordedTraffic.of(traces))
+    outcome = await stack.outcome()
+    if (ranks := sorted(outcome.traffic.traces)) != list(range(RANKS)):
+        raise RuntimeError(f"the traces must be of ranks 0 to {RANKS - 1}, got {ranks}")
+    return outcome
+
+
+def _latencies_s(run: PeriodOutcomes, until: Callable[[CommitRecord], float | None]) -> list[float]:
+    """From the end of the last rank's last collective, of commits that waited for it."""
+    found: list[float] = []
+    for commit in run.commits:
+        quiet, at_s = run.traffic.quiet_around(commit.commanded_s), until(commit)
+        if quiet is not None and at_s is not None and commit.armed_s <= quiet[0]:
+            found.append(at_s - quiet[0])
+    return found
 
 
 def _aim(shown: Shown, load: float) -> Figure:
@@ -137,9 +101,9 @@ def _aim(shown: Shown, load: float) -> Figure:
     met_ms = max((run.traffic.during(each.commanded_s, each.usable_s) for each in run.outside), default=0.0) * 1e3
     made, outside = len(run.commits), len(run.outside)
     note = (
-        f"{made - outside} of {made} commits inside a window by the trace of all {fabric_stack.RANKS} ranks "
-        f"({met_ms:.1f} ms met at worst), {run.iterations} iterations, device {DEVICE_S * 1e3:.0f} ms, "
-        f"a commit takes {took_ms:.0f} ms; periods: {run.periods_text()}; load before: {load:.1f}"
+        f"{made - outside} of {made} commits inside a window by the trace of all {RANKS} ranks ({met_ms:.1f} ms met at "
+        f"worst), {TURNS * ITERATIONS} iterations, device {DEVICE_S * 1e3:.0f} ms, a commit takes {took_ms:.0f} ms; "
+        f"periods: {_counted(period.code for period in run.status.periods)}; load before: {load:.1f}"
     )
     share = 100 * outside / max(1, made)
     return Figure("fabric_windows_outside", share, "%", "allowed", 100 * ALLOWED_OUTSIDE, note)
@@ -166,7 +130,7 @@ def _soon(shown: Shown) -> list[Figure]:
         ("wire", lambda commit: commit.received_s, "the first switch's process has it from its socket"),
         ("mirror", lambda commit: commit.set_s, "the first mirror is told to move"),
     ):
-        taken_s = shown.run.latencies_s(until)
+        taken_s = _latencies_s(shown.run, until)
         note = (
             f"from the last rank's last collective until {where}: {len(taken_s)} commits that waited for it; echo: "
             f"{len(echo_s)} pauses of the same turns, polled every {POLL_S * 1e3:g} ms"
@@ -181,15 +145,16 @@ def _soon(shown: Shown) -> list[Figure]:
     return found
 
 
-def _too_slow(run: WindowsRun, shown: WindowsRun) -> Figure:
-    reasons = Counter(_reason(period.code, period.detail) for period in run.periods)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    slow = (
-        f"device of {SLOW_DEVICE_S * 1e3:.0f} ms, windows of {SHORT_WINDOW_S * 1e3:.0f} ms, {run.iterations} iterations"
-    )
+def _too_slow(run: PeriodOutcomes, shown: PeriodOutcomes) -> Figure:
+    windows = f"windows of {SHORT_WINDOW_S * 1e3:.0f} ms, {SLOW_ITERATIONS} iterations"
     baseline = f"device of {DEVICE_S * 1e3:.0f} ms, windows of {WINDOW_S * 1e3:.0f} ms"
-    note = f"{slow}, {run.iterations} iterations; periods held: {listed}"
+    held = _counted(_reason(period.code, period.detail) for period in run.status.periods)
+    note = f"device of {SLOW_DEVICE_S * 1e3:.0f} ms, {windows}; periods held: {held}"
     return Figure("fabric_windows_too_slow", len(run.commits), "commits", baseline, len(shown.commits), note)
+
+
+def _counted(reasons: Iterable[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(reasons).most_common())
 
 
 def _reason(code: str, detail: str) -> str:

@@ -5,13 +5,13 @@ buckets of gradients that are all-reduced over DP meanwhile, the optimizer's pau
 
 `python -m orchestrrl.lab.demo.fabric_job` reads orders on its standard input and answers each with one line of JSON:
 
-    {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE or null}
+    {"start": NAME, "ranks": 8, "window_s": 0.12, "store": FILE, "rings": FOLDER or null, "stamps": FILE}
     {"turn": NAME, "iterations": N}     how long each took for its slowest rank, in seconds
     {"stop": NAME}                      its ranks' exit statuses
 
 A job with rings has its collectives recorded (the folder orchestrrl/integrations/instrument is on PYTHONPATH), and its
-rank 0 announces what comes next. One with stamps stores the moment at which each rank's pauses begin. Standard library
-and torch only: it runs where OrchestrRL's dependencies are not installed.
+rank 0 announces what comes next. FILE gets the moment at which each rank's pauses begin. Standard library and torch
+only: it runs where OrchestrRL's dependencies are not installed.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Stamps:
 class JobRank:
     """One process of a job. EP groups are the halves of the job, one in each PoD; DP groups have a rank of either."""
 
-    def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps | None) -> None:
+    def __init__(self, order: "JobOrder", recorder: ModuleType | None, stamps: Stamps) -> None:
         self._rank, half = dist.get_rank(), order.ranks // 2
         self._order = order
         self._recorder = recorder
@@ -102,8 +102,7 @@ class JobRank:
         return time.perf_counter() - began_s
 
     def _pause(self) -> None:
-        if self._stamps is not None:
-            self._stamps.pause()
+        self._stamps.pause()
         time.sleep(max(0.0, self._order.window_s - LAYER_S))  # the first layer's compute after it is quiet too
 
     def _mine(self, groups: list[list[int]]) -> Any:
@@ -133,7 +132,7 @@ class JobOrder:
     window_s: float
     store: str
     rings: str | None
-    stamps: str | None
+    stamps: str
 
 
 def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
@@ -146,11 +145,10 @@ def run_rank(order: JobOrder, rank: int, line: Connection) -> None:
 
         here.start(order.rings, job=order.start)
         recorder = here
-    stamps = None if order.stamps is None else Stamps(Path(order.stamps), rank)
     store = dist.FileStore(order.store, order.ranks)
     patience = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=order.ranks, timeout=patience)
-    made = JobRank(order, recorder, stamps)
+    made = JobRank(order, recorder, Stamps(Path(order.stamps), rank))
     dist.barrier()
     line.send(None)
     with contextlib.suppress(EOFError):

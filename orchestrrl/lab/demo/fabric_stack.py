@@ -1,40 +1,36 @@
 """A daemon with a small site, its switches in a process of their own, an agent that reads this machine's rings, and the
 jobs of fabric_job.py.
 
-What became of each period is asked of the daemon afterwards, and of the switches what came to them and when.
+What became of each period is asked of the daemon afterwards, of the switches what came to them and when, and of the
+recorders of a job's ranks when a collective was in flight.
 """
 
 import json
 import os
 import sys
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from operator import itemgetter
+from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import orchestrrl.integrations.instrument
 from orchestrrl.core.errors import Permanent
 from orchestrrl.core.journal.store import EntryKind, JournalReader
 from orchestrrl.fabric.site import site_text
 from orchestrrl.integrations.instrument.rings import RingEvent, RingReader, list_rings
-from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess, until
+from orchestrrl.lab.testbed.processes import REPOSITORY, VLLM_PYTHON, LabProcess, until
 from orchestrrl.lab.testbed.stack import JOURNAL_FILE, Stack
 from orchestrrl.rpc.pb import fabric_pb2
 from planner.fabric.generate import SiteShape, regular_site
 from planner.fabric.topology import Site, SwitchModel
-from planner.fabric.windows import Interval
+from planner.fabric.windows import Interval, quiet_between
 
 RANKS = 8
 INSTRUMENT = Path(orchestrrl.integrations.instrument.__file__).parent
 WORD_BYTES = 8
-ANSWER_WITHIN_S = 300.0
-STOP_WITHIN_S = 30.0
-NANO = 1e-9
-START, END = itemgetter(0), itemgetter(1)  # of an interval
 SITE_FILE = "site.yaml"
 PORTS = 12
 ENTRIES = 1_000_000
@@ -59,35 +55,80 @@ class CommitRecord:
     set_s: float | None
 
 
+class RecordedTraffic:
+    """The events of every rank, and when no collective of any rank was in flight: disjoint and ascending intervals of
+    the host's monotonic clock, the first and the last of them without an end."""
+
+    def __init__(self, traces: Mapping[int, Sequence[RingEvent]]) -> None:
+        """A collective that has not ended lasts for ever."""
+        self.traces = traces
+        collectives = [event for events in traces.values() for event in events if event.is_collective]
+        busy = [(event.start_ns / 1e9, (event.end_ns or 2**62) / 1e9) for event in collectives]
+        self._quiet = quiet_between([(-inf, -inf), *busy, (inf, inf)])
+
+    def during(self, start_s: float, end_s: float) -> float:
+        """Return for how many of these seconds there was some."""
+        quiet_s = (min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in self._quiet)
+        return end_s - start_s - sum(each_s for each_s in quiet_s if each_s > 0)
+
+    def quiet_around(self, at_s: float) -> Interval | None:
+        """Return the pause between two collectives that this moment is in; None where it is in none."""
+        return next((pause for pause in self._quiet[1:-1] if pause[0] <= at_s < pause[1]), None)
+
+
 @dataclass(frozen=True, slots=True)
 class PeriodOutcomes:
-    """The fabric's status with the last periods, and their commits in order. `set_s`: when any switch's mirrors were
-    told to move."""
+    """The fabric's status with the last periods, their commits in order, and the traffic of the jobs that are there.
+    `set_s`: when any switch's mirrors were told to move."""
 
     status: fabric_pb2.FabricStatus
     commits: Sequence[CommitRecord]
     set_s: Sequence[float]
+    traffic: RecordedTraffic
+
+    @property
+    def outside(self) -> list[CommitRecord]:
+        """Commits during which some rank had a collective in flight."""
+        return [each for each in self.commits if self.traffic.during(each.commanded_s, each.usable_s) > 0]
 
 
 class FabricDemoStack(Stack):
-    """Made by `fabric_demo`; `folder` is its own."""
+    """Made by `fabric_demo`; `folder` is its own. Its jobs run in vLLM's environment, which has torch."""
 
     @property
     def rings(self) -> Path:
         """Where jobs are recorded."""
         return self.folder / "rings"
 
-    async def reads(self, job: str) -> None:
-        """Return when the daemon knows that all ranks of the job are read: what they announce before may be lost."""
+    async def start_job(self, name: str, window_s: float, *, recorded: bool = True) -> Path:
+        """Start a job, and return the file into which it writes when its pauses begin. One that is recorded is ready
+        once the daemon reports that all its ranks are read: what they announce before may be lost."""
+        stamps = self.folder / f"{name}.stamps"
+        stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
+        files = {"store": str(self.folder / f"{name}.store"), "stamps": str(stamps)}
+        rings = str(self.rings) if recorded else None
+        await self.job_request(start=name, ranks=RANKS, window_s=window_s, rings=rings, **files)
 
         async def are_read() -> bool:
             hosts = (await self.fabric()).hosts
-            return any(each.job == job and len(each.ranks) == RANKS for host in hosts for each in host.jobs)
+            return any(each.job == name and len(each.ranks) == RANKS for host in hosts for each in host.jobs)
 
-        await until(are_read, f"all ranks of {job} are read")
+        if recorded:
+            await until(are_read, f"all ranks of {name} are read")
+        return stamps
+
+    async def turn(self, job: str, iterations: int) -> list[float]:
+        """Return the seconds of each iteration: of its slowest rank."""
+        taken_s: list[float] = await self.job_request(turn=job, iterations=iterations)
+        return taken_s
+
+    async def job_request(self, **order: Any) -> Any:
+        """Return the answer to one of the orders of fabric_job.py."""
+        return await self.processes["torch"].request(order)
 
     async def outcome(self) -> PeriodOutcomes:
-        """Return what the daemon and the switches report when no period is under way any more."""
+        """Return what the daemon, the switches and the recorders report when no period is under way any more. Raises
+        Permanent where an event was overwritten before it was read."""
 
         async def over() -> fabric_pb2.FabricStatus | None:
             status = await self.fabric(PERIODS_ASKED)
@@ -98,25 +139,40 @@ class FabricDemoStack(Stack):
         offset_s = time.monotonic() - time.time()  # daemon and switches have Unix time
         if abs(offset_s - host.offset_s) > CLOCKS_AGREE_S:
             raise Permanent(f"this host's clock was set meanwhile, by {offset_s - host.offset_s:g} s")
-        noted = await self._noted(offset_s)
+        switches = (await self.processes["switches"].request({})).values()
+        noted = {what: sorted(at_s for each in switches for at_s in each[what]) for what in ("received_s", "set_s")}
         reader = JournalReader(self.folder / JOURNAL_FILE)
         try:
             armed_s = [entry.at_s for entry in reader.since(0, (EntryKind.CIRCUITS_INTENT,), ENTRIES)]
         finally:
             reader.close()
-        commits = [
-            _commit(period.period, report, armed_s, offset_s, noted)
-            for period in status.periods
-            for report in period.commits
-        ]
-        return PeriodOutcomes(status, sorted(commits, key=lambda commit: commit.commanded_s), noted["set_s"])
 
-    async def _noted(self, offset_s: float) -> dict[str, list[float]]:
-        """What came to any of the switches, in order."""
-        said = (await self.processes["switches"].request({})).values()
-        return {
-            what: sorted(at_s + offset_s for each in said for at_s in each[what]) for what in ("received_s", "set_s")
-        }
+        def commit(period: str, report: fabric_pb2.CommitReport) -> CommitRecord:
+            from_s, to_s = report.commanded_unix_s, report.usable_unix_s
+            first = {
+                what: next((s + offset_s for s in times if from_s <= s <= to_s), None) for what, times in noted.items()
+            }
+            armed_unix_s = max(at_s for at_s in armed_s if at_s <= from_s)
+            return CommitRecord(period, report, armed_unix_s + offset_s, from_s + offset_s, to_s + offset_s, **first)
+
+        commits = [commit(period.period, report) for period in status.periods for report in period.commits]
+        return PeriodOutcomes(
+            status,
+            sorted(commits, key=lambda commit: commit.commanded_s),
+            noted["set_s"],
+            RecordedTraffic(_traces(self.rings)),
+        )
+
+
+def _traces(rings: Path) -> dict[int, list[RingEvent]]:
+    found: dict[int, list[RingEvent]] = {}
+    for path in list_rings(rings):
+        with RingReader(path) as reader:
+            events, lost = reader.events()
+            found[reader.header().rank] = events
+        if lost:
+            raise Permanent(f"{path} has lost {lost} events: fewer iterations, or larger rings")
+    return found
 
 
 @asynccontextmanager
@@ -137,24 +193,13 @@ async def fabric_demo(folder: Path, *, device_s: float, within_s: float = 10.0) 
             }
         )
         stack.start_agent("--rings", str(stack.rings))
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{INSTRUMENT}"}
+        job_words = (VLLM_PYTHON, "-m", "orchestrrl.lab.demo.fabric_job")
+        job_folder = stack.folder
+        stack.launch(
+            LabProcess("torch", job_words, job_folder, environment=environment, cwd=job_folder, takes_input=True)
+        )
         yield stack
-
-
-def _commit(
-    period: str,
-    report: fabric_pb2.CommitReport,
-    armed_s: Sequence[float],
-    offset_s: float,
-    noted: dict[str, list[float]],
-) -> CommitRecord:
-    commanded_s, usable_s = report.commanded_unix_s + offset_s, report.usable_unix_s + offset_s
-
-    def first(what: str) -> float | None:
-        return next((at_s for at_s in noted[what] if commanded_s <= at_s <= usable_s), None)
-
-    armed_unix_s = max(at_s for at_s in armed_s if at_s <= report.commanded_unix_s)
-    received_s, set_s = first("received_s"), first("set_s")
-    return CommitRecord(period, report, armed_unix_s + offset_s, commanded_s, usable_s, received_s, set_s)
 
 
 def _site(device_s: float) -> Site:
@@ -175,96 +220,3 @@ def _site(device_s: float) -> Site:
             core_device=device,
         )
     )
-
-
-# --- the jobs, which run in an environment that has torch
-
-
-class Launcher:
-    """Use as `async with`; `folder` is for its log and its jobs' rendezvous. Jobs that run are stopped at the end."""
-
-    def __init__(self, folder: Path, python: Path) -> None:
-        self.folder = folder
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{INSTRUMENT}"}
-        words = (python, "-m", "orchestrrl.lab.demo.fabric_job")
-        self._process = LabProcess("torch", words, folder, environment=environment, cwd=folder, takes_input=True)
-
-    async def __aenter__(self) -> Self:
-        self._process.spawn()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._process.stop(STOP_WITHIN_S)
-
-    async def start(self, name: str, window_s: float, rings: Path | None = None, stamps: Path | None = None) -> None:
-        """Start a job. It is recorded in `rings`, and writes into `stamps` when its pauses begin."""
-        if stamps is not None:
-            stamps.write_bytes(bytes(2 * RANKS * WORD_BYTES))
-        files = {"store": self.folder / f"{name}.store", "rings": rings, "stamps": stamps}
-        paths = {what: None if path is None else str(path) for what, path in files.items()}
-        await self._request(start=name, ranks=RANKS, window_s=window_s, **paths)
-
-    async def turn(self, name: str, iterations: int) -> list[float]:
-        """Seconds of each iteration: of its slowest rank."""
-        taken_s: list[float] = await self._request(turn=name, iterations=iterations)
-        return taken_s
-
-    async def stop(self, name: str) -> list[int | None]:
-        """The ranks' exit statuses."""
-        statuses: list[int | None] = await self._request(stop=name)
-        return statuses
-
-    async def _request(self, **order: Any) -> Any:
-        return await self._process.request(order, ANSWER_WITHIN_S)
-
-
-# --- what the recorders of a job's ranks noted, as intervals: whether a change of circuits met traffic
-
-
-def read_traces(rings: Path) -> dict[int, list[RingEvent]]:
-    """Every rank's events. Raises Permanent where one has forgotten some."""
-    found: dict[int, list[RingEvent]] = {}
-    for path in list_rings(rings):
-        with RingReader(path) as reader:
-            events, lost = reader.events()
-            rank = reader.header().rank
-        if lost:
-            raise Permanent(f"{path} has lost {lost} events: fewer iterations, or larger rings")
-        found[rank] = events
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTraffic:
-    """`busy`: some collective of some rank was in flight; disjoint and ascending, by the host's monotonic clock."""
-
-    busy: Sequence[Interval]
-
-    @classmethod
-    def of(cls, traces: Mapping[int, Iterable[RingEvent]]) -> "RecordedTraffic":
-        """One that has not ended lasts for ever."""
-        intervals = sorted(
-            (event.start_ns * NANO, (event.end_ns or 2**62) * NANO)
-            for events in traces.values()
-            for event in events
-            if event.is_collective
-        )
-        busy: list[Interval] = []
-        for start_s, end_s in intervals:
-            if busy and start_s <= busy[-1][1]:
-                busy[-1] = busy[-1][0], max(busy[-1][1], end_s)
-            else:
-                busy.append((start_s, end_s))
-        return cls(busy)
-
-    def during(self, start_s: float, end_s: float) -> float:
-        """For how many of these seconds there was some."""
-        met = self.busy[bisect_right(self.busy, start_s, key=END) : bisect_left(self.busy, end_s, key=START)]
-        return sum(min(until_s, end_s) - max(since_s, start_s) for since_s, until_s in met)
-
-    def quiet_around(self, at_s: float) -> Interval | None:
-        """The pause that this moment is in; None: it is in none, or outside of what was recorded."""
-        index = bisect_right(self.busy, at_s, key=END)
-        if index == 0 or index == len(self.busy) or self.busy[index][0] <= at_s:
-            return None
-        return self.busy[index - 1][1], self.busy[index][0]

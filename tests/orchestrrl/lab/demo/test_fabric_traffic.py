@@ -26,7 +26,7 @@ def test_traffic_is_what_any_rank_has_in_flight(noted: list[tuple[int, int, int,
         traces.setdefault(rank, []).append(event(kind, start, start + lasts))
         if kind == COLLECTIVE:
             busy |= set(range(start, start + lasts))  # a tick lasts until the next
-    traffic = RecordedTraffic.of(traces)
+    traffic = RecordedTraffic(traces)
     assert traffic.during(at, at + length) == len(busy & set(range(at, at + length)))
     before, after = [tick for tick in busy if tick < at], [tick for tick in busy if tick > at]
     quiet = traffic.quiet_around(at + 0.5)

@@ -3,7 +3,8 @@
 
 import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ START = WorkerReport(None, "", is_read_back=False, not_read_back="", fault="", i
 class ManagedFace:
     """The routes, and what is behind them: whether it sleeps, how many replicas it has, and its weights."""
 
-    def __init__(self, options: SimulatedOptions, runtime: Runtime, clock: Clock) -> None:
+    def __init__(
+        self, options: SimulatedOptions, runtime: Runtime, clock: Clock, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """`shapes`: of the weights that it begins with, empty where it loads its first ones later."""
         self.asleep = False
         self._options = options
         self._runtime = runtime
@@ -36,8 +40,7 @@ class ManagedFace:
         self._weights_name = UNNAMED
         self._reported = START
         self._is_updating = False
-        # Of what it began with, or loaded first.
-        self._shapes = {} if options.weights is None else read_weights(options.weights).shapes
+        self._shapes = shapes
         self._loads = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -206,26 +209,27 @@ class ManagedFace:
         self._loads += 1
         try:
             weights = await asyncio.to_thread(read_weights, folder)
-            if self._shapes and weights.shapes:
+            if self._shapes:
                 check_same_model(weights.shapes, self._shapes)
             if self._loads in self._options.refuse_load:
                 raise Permanent("the engine was told to refuse it (--refuse-load)")
         except (Permanent, BrokenCheckpoint) as fault:
             if checked:
-                self._reported = WorkerReport(**{**asdict(self._reported), "fault": str(fault)})
+                self._reported = replace(self._reported, fault=str(fault))
             raise Permanent(str(fault)) from fault
-        await self._take_s(self._options.load_s + self._options.load_s_per_gb * weights.bytes / 1e9)
+        await self._take_s(self._options.load_s)
         if self._loads in self._options.tear_load:
             self._tear("the engine was told to fail at it (--tear-load)")
             raise Permanent(self._reported.fault)
         self._shapes = self._shapes or weights.shapes
         self._runtime.take_weights(model_of(self._options, weights.seed))
-        known = {"version": version, "sum": weights.sum, "is_read_back": True} if version is not None else {}
-        self._reported = WorkerReport(**{**asdict(START), **known})
+        self._reported = (
+            START if version is None else replace(START, version=version, sum=weights.sum, is_read_back=True)
+        )
 
     def _tear(self, fault: str) -> None:
         self._runtime.take_weights(model_of(self._options, self._runtime.model.weights_seed ^ TORN))
-        self._reported = WorkerReport(**{**asdict(START), "fault": fault, "is_torn": True})
+        self._reported = replace(START, fault=fault, is_torn=True)
 
     async def _take_s(self, virtual_s: float) -> None:
         if virtual_s:

@@ -66,7 +66,6 @@ class SimulatedOptions(BaseModel):
     enable_sleep_mode: bool = Field(default=False, description="It can sleep and wake up.")
     enable_elastic_ep: bool = Field(default=False, description="It can go on with other numbers of replicas.")
     load_s: float = Field(default=0.0, ge=0, description="Virtual seconds to load weights.")
-    load_s_per_gb: float = Field(default=0.0, ge=0, description="And for each GB of them.")
     sleep_s: float = Field(default=0.0, ge=0, description="To fall asleep, and to wake up.")
     scale_s: float = Field(default=0.0, ge=0, description="To go on with another number of replicas.")
     start_delay_s: float = Field(default=0.0, ge=0, description="Listen so many virtual seconds later.")

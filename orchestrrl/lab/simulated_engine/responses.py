@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from orchestrrl.engines.base import CompletionEndpoint
@@ -99,16 +100,12 @@ class Formatter:
             return None
         tokens = [self._model.detokenize([token]) for token in part.token_ids]
         tops = [self._alternatives(*pair) for pair in zip(part.token_ids, part.logprobs, strict=True)]
+        rows = list(zip(tokens, part.logprobs, tops, strict=True))
         if self._chat:
-            rows = zip(tokens, part.logprobs, tops, strict=True)
             return {"content": [{**_entry(t, p), "top_logprobs": [_entry(*x) for x in top]} for t, p, top in rows]}
-        offsets = []
-        for token in tokens:
-            offsets.append(self._text_offset)
-            self._text_offset += len(token)
+        *offsets, self._text_offset = accumulate(map(len, tokens), initial=self._text_offset)
         # vLLM's dictionary holds the chosen token even where no alternatives were asked for.
-        first = [[(token, logprob)] for token, logprob in zip(tokens, part.logprobs, strict=True)]
-        top_logprobs = [dict(top or chosen) for top, chosen in zip(tops, first, strict=True)]
+        top_logprobs = [dict(top or [(token, logprob)]) for token, logprob, top in rows]
         return {"text_offset": offsets, "token_logprobs": part.logprobs, "tokens": tokens, "top_logprobs": top_logprobs}
 
     def _alternatives(self, token: int, logprob: float) -> list[tuple[str, float]]:

@@ -25,7 +25,7 @@ from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.requests import read_completion_request, read_detokenize, read_tokenize, refusal
 from orchestrrl.lab.simulated_engine.responses import Formatter, metrics_page
 from orchestrrl.lab.simulated_engine.runtime import AnswerPart, Runtime, SimulatedAnswer
-from orchestrrl.lab.simulated_engine.weights import first_model
+from orchestrrl.lab.simulated_engine.weights import model_of, read_weights
 
 __all__ = ["SimulatedOptions", "SimulatedServer"]
 
@@ -42,9 +42,12 @@ class SimulatedServer:
     ) -> None:
         self.url = ""
         self._clock = clock or WallClock()
-        self.runtime = Runtime(options, first_model(options), self._clock)
+        weights = None if options.weights is None else read_weights(options.weights)
+        self.runtime = Runtime(
+            options, model_of(options, options.seed if weights is None else weights.seed), self._clock
+        )
         self._options = options
-        self._managed = ManagedFace(options, self.runtime, self._clock)
+        self._managed = ManagedFace(options, self.runtime, self._clock, {} if weights is None else weights.shapes)
         self._address = (host, port)
 
     async def __aenter__(self) -> Self:

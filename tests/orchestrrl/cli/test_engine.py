@@ -52,7 +52,7 @@ def test_wrong_layouts_and_faults_are_named_as_they_were_given() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [(["--fail-start"], "the engine was told to fail"), (["--weights", "/nowhere"], "/nowhere/simulated.json: cannot")],
+    [(["--fail-start"], "the engine was told to fail"), (["--weights", "/nowhere"], "/nowhere: ")],
 )
 def test_an_engine_that_cannot_start_says_why_and_ends(given: list[str], words: str) -> None:
     result = runner.invoke(application(), ["engine", "simulated", *given])

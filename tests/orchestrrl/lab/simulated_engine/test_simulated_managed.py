@@ -1,7 +1,6 @@
 """The simulated engine under the contract of one that is started for us, and what its faults look like from outside."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import CompletionEndpoint, GenerationRequest, ReportedLayout
-from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats
+from orchestrrl.engines.managed_conformance import PROMPT, TOKENS, ManagedConformance, mean_nats, write_version
 from orchestrrl.lab.simulated_engine.client import SimulatedEngine
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions, SimulatedServer
 
@@ -25,24 +24,17 @@ OPTIONS = SimulatedOptions(
 WIDE = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 2, "enable_expert_parallel": True}
 
 
-def folder_of(directory: Path, seed: int) -> Path:
-    folder = directory / f"seed-{seed}"
-    folder.mkdir(exist_ok=True)
-    (folder / "simulated.json").write_text(json.dumps({"seed": seed}))
-    return folder
-
-
 @pytest.fixture
 def weights(tmp_path: Path) -> tuple[Path, Path]:
-    return folder_of(tmp_path, 0), folder_of(tmp_path, 1)
+    return write_version(tmp_path / "seed-0", 0), write_version(tmp_path / "seed-1", 1)
 
 
 class TestPlain(ManagedConformance):
     layout = ReportedLayout(tp=1, pp=1, dp=1, ep=False)
 
     @pytest.fixture
-    async def engine(self) -> AsyncIterator[SimulatedEngine]:
-        async with SimulatedServer(OPTIONS) as server:
+    async def engine(self, weights: tuple[Path, Path]) -> AsyncIterator[SimulatedEngine]:
+        async with SimulatedServer(OPTIONS.model_copy(update={"weights": weights[0]})) as server:
             engine = SimulatedEngine(server.url)
             yield engine
             await engine.close()
@@ -52,9 +44,9 @@ class TestOfManyTalents(ManagedConformance):
     layout = ReportedLayout(tp=2, pp=3, dp=2, ep=True)
 
     @pytest.fixture
-    async def engine(self) -> AsyncIterator[SimulatedEngine]:
+    async def engine(self, weights: tuple[Path, Path]) -> AsyncIterator[SimulatedEngine]:
         offers = {"enable_sleep_mode": True, "enable_elastic_ep": True, "load_s": 2, "sleep_s": 3, "scale_s": 5}
-        async with SimulatedServer(OPTIONS.model_copy(update={**WIDE, **offers})) as server:
+        async with SimulatedServer(OPTIONS.model_copy(update={**WIDE, **offers, "weights": weights[0]})) as server:
             engine = SimulatedEngine(server.url)
             yield engine
             await engine.close()
@@ -85,18 +77,16 @@ async def test_replicas_agree_whatever_their_layout_and_an_engine_that_answers_w
 
 
 async def test_weights_to_begin_with_are_those_of_a_folder(weights: tuple[Path, Path]) -> None:
-    by_folder = OPTIONS.model_copy(update={"weights": weights[1]})
-    excerpts = [
-        await engine.excerpt(PROMPT, TOKENS)
-        async for engine in engines(OPTIONS.model_copy(update={"seed": 1}), by_folder, OPTIONS)
-    ]
-    assert excerpts[0] == excerpts[1] != excerpts[2]
-    with pytest.raises(Permanent, match="cannot be read"):
+    first, second = (OPTIONS.model_copy(update={"weights": folder}) for folder in weights)
+    excerpts = [await engine.excerpt(PROMPT, TOKENS) async for engine in engines(first, first, second, OPTIONS)]
+    assert excerpts[0] == excerpts[1]
+    assert len({excerpt.token_ids for excerpt in excerpts}) == 3
+    with pytest.raises(Permanent, match="has no tensors"):
         SimulatedServer(OPTIONS.model_copy(update={"weights": weights[0].parent}))
 
 
 async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tmp_path: Path) -> None:
-    (tmp_path / "simulated.json").write_text('{"seed": "seven"}')
+    (tmp_path / "model.safetensors").write_bytes(b"seven")
     async for engine in engines(OPTIONS.model_copy(update={"weight_transfer": False})):
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         with pytest.raises(OutcomeUnknown, match="may have half of it"):

@@ -25,7 +25,7 @@ def test_the_demo_of_a_redeployment(tmp_path: Path) -> None:
     assert (redeployment["from"], redeployment["to"]) == ({"tp2": 8}, {"tp8": 2})
     assert 0 < redeployment["at_s"] < report["makespan_s"]["free"][0]
     assert redeployment["predicted_gain_s"] > 0
-    assert {step["kind"] for step in redeployment["steps"]} >= {
+    assert {step["kind"] for step in redeployment["report"]["steps"]} >= {
         "evacuate",
         "sleep",
         "wake",

@@ -22,9 +22,8 @@ def redeploy_demo_view(demo: RedeployDemo) -> View:
             began_s = at_s(redeployed, outcome, speed)
             title = f"{change_text(report)} at {began_s:.0f} engine seconds of seed {outcome.seed}"
             yield cells_table(title, COLUMNS, _beside_the_paper(demo, redeployed))
-        if outcome.fabric_after is not None:
-            title = f"Circuits of {GEN_POD} before and after, seed {outcome.seed}"
-            yield cells_table(title, ("from", "to", "before", "after"), _circuits(outcome))
+        title = f"Circuits of {GEN_POD} before and after, seed {outcome.seed}"
+        yield cells_table(title, ("from", "to", "before", "after"), _circuits(outcome))
     columns: Columns = {
         "seed": "seed",
         "pinned": lambda outcome: f"{outcome.baseline.makespan_s:.1f}",
@@ -52,7 +51,7 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
     modelled_s = modelled_switch_s(demo.scenario.deployment, demo.scenario.deployment.standby) / speed
     yield row("redeploying", redeployed.redeploying_s, plan["redeploy_cost_s"], PAPER["redeploying_s"])
     yield row("  as modelled: going to sleep, waking", modelled_s, None, PAPER["redeploying_s"])
-    circuits_s = redeployed.followed.wall_s if redeployed.followed else 0.0
+    circuits_s = redeployed.followed["wall_s"] if redeployed.followed else 0.0
     if redeployed.followed:
         yield row("  circuits, on virtual switches", circuits_s, None, None)
     yield row(
@@ -66,8 +65,6 @@ def _beside_the_paper(demo: RedeployDemo, redeployed: ObservedRedeployment) -> I
 
 def _circuits(outcome: RedeploySeed) -> Iterator[tuple[object, ...]]:
     """Of the PoD that generates. ToRs are named without it."""
-    assert outcome.fabric_before is not None, "there was a fabric"
-    assert outcome.fabric_after is not None, "there was a fabric"
     before, after = outcome.fabric_before.circuits, outcome.fabric_after.circuits
     for pod, a, b in sorted(before.keys() | after.keys()):
         if pod == GEN_POD:
@@ -86,8 +83,8 @@ def _summary(demo: RedeployDemo) -> Iterator[str]:
             yield f"  from then to the step's end: predicted {predicted:.1f}, actual {actual:.1f} engine seconds"
         if (followed := redeployed.followed) is not None:
             yield (
-                f"  {followed.said}: announced to verified {duration(followed.wall_s)}, of which command to "
-                f"verified {duration(followed.switches_wall_s)}"
+                f"  {followed['said']}: announced to verified {duration(followed['wall_s'])}, of which command to "
+                f"verified {duration(followed['switches_wall_s'])}"
             )
         if redeployed.resumption is not None:
             half, last = redeployed.resumption.median_s * speed, redeployed.resumption.last_s * speed

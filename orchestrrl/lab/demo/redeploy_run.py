@@ -11,7 +11,6 @@ from typing import Any
 
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.lab.demo.redeploy_stack import (
-    Followed,
     ObservedFabric,
     RedeployStack,
     fabric_now,
@@ -57,7 +56,7 @@ class ObservedRedeployment:
     report: Mapping[str, Any]
     plan: Mapping[str, Any]
     resumption: Resumption | None  # None: no request was seen to wait for it
-    followed: Followed | None = None  # by circuits; None: there is no fabric
+    followed: Mapping[str, Any] | None  # by circuits; None: none were announced
 
     @property
     def redeploying_s(self) -> float:
@@ -82,8 +81,8 @@ class RedeploySeed(ComparedStep):
 
     began_s: float
     snapshots: list[FlightSnapshot]
-    fabric_before: ObservedFabric | None  # None: there is none
-    fabric_after: ObservedFabric | None
+    fabric_before: ObservedFabric
+    fabric_after: ObservedFabric
     redeployments: list[ObservedRedeployment] = field(default_factory=list)
     failed_redeployments: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -98,6 +97,7 @@ async def run_redeploy_demo(
     report("starting OrchestrRL and the engines", 0, 0)
     outcomes = []
     async with redeploy_stack(scenario, out_dir) as stack:
+        site = site_of(stack.deployment)
         await stack.begin_with(stack.deployment.standby, "to sleep until they are wanted")
         for seed in seeds:
             step = samples(scenario, "simulated", seed)
@@ -105,7 +105,7 @@ async def run_redeploy_demo(
             await stack.pin()
             pinned, *_ = await _run(scenario, stack, step, report, f"pinned, seed {seed}")
             known = {redeployment["redeployment_id"] for redeployment in await _redeployments(stack.control)}
-            before, label = await _fabric_now(stack), f"free to redeploy, seed {seed}"
+            before, label = await fabric_now(stack.control, site), f"free to redeploy, seed {seed}"
             # While engines are frozen until they have every request, a redeployment would cost the step nothing.
             free, began_s, looks = await _run(scenario, stack, step, report, label, stack.release)
             outcome = RedeploySeed(
@@ -117,15 +117,11 @@ async def run_redeploy_demo(
                 began_s=began_s,
                 snapshots=looks,
                 fabric_before=before,
-                fabric_after=await _fabric_now(stack),
+                fabric_after=await fabric_now(stack.control, site),
             )
             await _add_redeployments(outcome, stack.control, known)
             outcomes.append(outcome)
     return RedeployDemo(scenario, outcomes)
-
-
-async def _fabric_now(stack: RedeployStack) -> ObservedFabric | None:
-    return await fabric_now(stack.control, site_of(stack.deployment))
 
 
 async def _run(

@@ -15,7 +15,7 @@ from orchestrrl.daemon.configuration import load_config
 from orchestrrl.fabric.site import site_text
 from orchestrrl.fleet.launch import deployer_of
 from orchestrrl.lab.demo.scenario import DemoScenario, DeploymentSection
-from orchestrrl.lab.demo.stack import gateway_flags, loop_settings, write_lengths
+from orchestrrl.lab.demo.stack import daemon_settings, gateway_flags, write_lengths
 from orchestrrl.lab.testbed.processes import flags_of
 from orchestrrl.lab.testbed.stack import Stack, sped_up
 from orchestrrl.rpc.control_client import ControlClient
@@ -102,13 +102,12 @@ def _straight(deployment: DeploymentSection) -> dict[str, Configuration]:
 def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder: Path) -> dict[str, Any]:
     """All of it in seconds of the clock, as the daemon and everything that it sees have them: engines are as much
     faster as the scenario says."""
-    speed, loops = scenario.speed, loop_settings(scenario)
-    loops["slow"]["cooldown_s"] = deployment.cooldown_s
+    speed = scenario.speed
     asleep_s = modelled_switch_s(deployment, deployment.standby) / 2 / speed
     options = {"lengths": write_lengths(scenario, folder), "tick_s": scenario.tick_s, "sleep_s": asleep_s}
     straight = _straight(deployment)
     return {
-        **loops,
+        **daemon_settings(scenario),
         "fleet": {
             "gpus": {"count": deployment.gpus, "per_node": deployment.per_node},
             "configurations": [
@@ -127,7 +126,7 @@ def _daemon_config(scenario: DemoScenario, deployment: DeploymentSection, folder
                 "standby": "keep",
             },
         },
-        **write_fabric(deployment, folder),
+        **_write_fabric(deployment, folder),
     }
 
 
@@ -143,24 +142,9 @@ class ObservedFabric:
     periods: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """How circuits followed one redeployment, in the form of the report."""
-
-    state: str
-    code: str
-    moves: int  # cross-connects that were taken down, and those that were brought up
-    stages: int
-    wall_s: float  # from the announcement until all was in place and verified
-    switches_wall_s: float  # of that, from each command until its circuits were usable
-    said: str  # by the step admit
-
-
-def write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
-    """Write the site's file; what goes into the daemon's configuration of that folder, nothing without a fabric."""
+def _write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]:
+    """Write the site's file; what goes into the daemon's configuration of that folder."""
     site, fabric = site_of(deployment), deployment.fabric
-    if site is None or fabric is None:
-        return {}
     (out_dir / SITE_FILE).write_text(site_text(site), encoding="utf-8")
     options = {"connectivity": "any_to_any", "ports": SWITCH_PORTS, "reconfiguration_s": fabric.device_s}
     return {
@@ -170,11 +154,9 @@ def write_fabric(deployment: DeploymentSection, out_dir: Path) -> dict[str, Any]
     }
 
 
-def site_of(deployment: DeploymentSection) -> Site | None:
+def site_of(deployment: DeploymentSection) -> Site:
     """A PoD that trains and one that generates. Each ToR has a lane to the core that is kept for responses."""
     fabric = deployment.fabric
-    if fabric is None:
-        return None
     servers = deployment.gpus // fabric.gpus_per_server
     device = SwitchModel("shown", fabric.device_s, SWITCH_PORTS)
     return regular_site(
@@ -195,10 +177,7 @@ def site_of(deployment: DeploymentSection) -> Site | None:
     )
 
 
-async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabric | None:
-    """None: there is none."""
-    if site is None:
-        return None
+async def fabric_now(control: ControlClient, site: Site) -> ObservedFabric:
     message = await control.call(control.fabric.GetFabric, fabric_pb2.GetFabricRequest(limit=PERIODS_ASKED))
     counts: Counter[tuple[str, str, str]] = Counter()
     for switch in site.switches:  # as they are at this moment, whatever the daemon believes
@@ -210,21 +189,20 @@ async def fabric_now(control: ControlClient, site: Site | None) -> ObservedFabri
     return ObservedFabric(counts, plain(message)["periods"])
 
 
-def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric | None) -> Followed | None:
-    """What was announced while the redeployment let requests in. None: nothing was. Pure."""
+def followed(redeployment: Mapping[str, Any], fabric: ObservedFabric) -> dict[str, Any] | None:
+    """Return how circuits followed one redeployment, in the form of the report: what was announced while it let
+    requests in. `switches_wall_s`: of the whole time, from each command until its circuits were usable. Pure."""
     for step in redeployment["steps"]:
-        if step["kind"] != "admit" or fabric is None or step["began_unix_s"] is None:
+        if step["kind"] != "admit" or step["began_unix_s"] is None:
             continue
         ended_s = step["began_unix_s"] + step["elapsed_s"]
         for period in fabric.periods:
             if step["began_unix_s"] <= period["announced_unix_s"] <= ended_s and period["ended_unix_s"] is not None:
-                return Followed(
-                    period["state"],
-                    period["code"],
-                    period["moves"],
-                    period["stages"],
-                    period["ended_unix_s"] - period["announced_unix_s"],
-                    sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in period["commits"]),
-                    step["detail"],
-                )
+                commits = period["commits"]
+                return {
+                    **{name: period[name] for name in ("state", "code", "moves", "stages")},
+                    "wall_s": period["ended_unix_s"] - period["announced_unix_s"],
+                    "switches_wall_s": sum(each["usable_unix_s"] - each["commanded_unix_s"] for each in commits),
+                    "said": step["detail"],
+                }
     return None

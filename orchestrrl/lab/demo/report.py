@@ -4,9 +4,10 @@ decodes it."""
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from orchestrrl.core.charts import axes, save
 from orchestrrl.lab.demo.redeploy_run import ObservedRedeployment, RedeployDemo, RedeploySeed, Resumption
@@ -112,7 +113,8 @@ PAPER = {"at_s": 272.0, "total_s": 7.5, "redeploying_s": 1.5, "kv_recompute_s": 
 
 
 def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
-    """All seconds are the engines', as the paper's are, but for those named wall_s."""
+    """All seconds are the engines', as the paper's are, but for those named wall_s, and those of the daemon's own
+    reports and plans."""
     speed = demo.scenario.speed
     return {
         "requests": len(demo.seeds[0].samples),
@@ -141,7 +143,6 @@ def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
                 "circuits_after": _circuits_json(outcome.fabric_after),
             }
             for outcome in demo.seeds
-            if outcome.fabric_after is not None
         ],
         "paper": PAPER,
         "lost": demo.lost,
@@ -153,38 +154,20 @@ def redeploy_json(demo: RedeployDemo) -> dict[str, Any]:
 def _redeployment_json(redeployed: ObservedRedeployment, outcome: RedeploySeed, speed: float) -> dict[str, Any]:
     report, resumed = redeployed.report, redeployed.resumption
     return {
-        "redeployment_id": report["redeployment_id"],
-        "plan_id": report["plan_id"],
-        "reason": report["reason"],
         "from": dict(Counter(engine["configuration"] for engine in report["old_engines"])),
         "to": dict(Counter(engine["configuration"] for engine in report["new_engines"])),
         "at_s": at_s(redeployed, outcome, speed),
         "redeploying": {"wall_s": redeployed.redeploying_s, "s": redeployed.redeploying_s * speed},
-        "predicted_redeploying_s": redeployed.plan["redeploy_cost_s"] * speed,
         "recompute": None if resumed is None else _resumption_json(resumed, speed),
-        "circuits": None if redeployed.followed is None else asdict(redeployed.followed),
+        "circuits": redeployed.followed,
         "total": {"wall_s": redeployed.total_s, "s": redeployed.total_s * speed},
         "predicted_gain_s": redeployed.predicted_gain_s * speed,
-        "predicted_rest_s": redeployed.plan["predicted_s"] * speed,
-        "actual_rest_s": None
-        if redeployed.plan["actual_makespan_s"] is None
-        else redeployed.plan["actual_makespan_s"] * speed,
-        "steps": [
-            {
-                "kind": step["kind"],
-                "engine": step["engine_id"],
-                "after_wall_s": step["began_unix_s"] - report["created_unix_s"],
-                "wall_s": step["elapsed_s"],
-            }
-            for step in report["steps"]
-            if step["began_unix_s"] is not None
-        ],
+        "report": report,
+        "plan": redeployed.plan,
     }
 
 
-def _circuits_json(fabric: ObservedFabric | None) -> list[dict[str, Any]]:
-    if fabric is None:
-        return []
+def _circuits_json(fabric: ObservedFabric) -> list[dict[str, Any]]:
     return [{"pod": pod, "a": a, "b": b, "circuits": count} for (pod, a, b), count in sorted(fabric.circuits.items())]
 
 
@@ -225,14 +208,21 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, outcome: RedeploySeed) -> No
 
     deployment = demo.scenario.deployment
     assert deployment is not None, "the scenario is of a fleet that the daemon starts"
-    gpus_of = _gpus_of(outcome)
-    rows = [_load(look.engine_of.values(), gpus_of, deployment.gpus) for look in outcome.snapshots]
+    gpus_of: dict[str, Sequence[int]] = {
+        engine["engine_id"]: engine["gpus"]
+        for redeployed in outcome.redeployments
+        for engines in ("old_engines", "new_engines")
+        for engine in redeployed.report[engines]
+    }
     times = [(look.at_s - outcome.began_s) * demo.scenario.speed for look in outcome.snapshots]
     if len(times) > 1 and gpus_of:
+        loads = np.full((deployment.gpus, len(times)), np.nan)  # [gpu, look], requests of its engine, by its GPUs
+        for look, snapshot in enumerate(outcome.snapshots):
+            for engine, requests in Counter(snapshot.engine_of.values()).items():
+                if gpus := gpus_of.get(engine):
+                    loads[gpus, look] = requests / len(gpus)
         edges = [*times, 2 * times[-1] - times[-2]]
-        loads = [list(gpu) for gpu in zip(*rows, strict=True)]  # [gpu, look]
-        most = max((requests for row in loads for requests in row if not isnan(requests)), default=1.0)
-        norm = LogNorm(0.1, max(1.0, most))
+        norm = LogNorm(0.1, np.nanmax(loads, initial=1.0))
         mesh = axis.pcolormesh(edges, range(deployment.gpus + 1), loads, norm=norm, cmap="Blues")
         axis.figure.colorbar(mesh, ax=axis, orientation="horizontal", label="requests per GPU", pad=0.25, aspect=40)
     end_s = outcome.shown.makespan_s
@@ -248,21 +238,3 @@ def _draw_engines(axis: "Axes", demo: RedeployDemo, outcome: RedeploySeed) -> No
     axis.set_xlabel("time (engine seconds)")
     axis.set_xlim(left=0)
     axis.set_yticks(range(0, deployment.gpus + 1, 4))
-
-
-def _gpus_of(outcome: RedeploySeed) -> dict[str, Sequence[int]]:
-    return {
-        engine["engine_id"]: engine["gpus"]
-        for redeployed in outcome.redeployments
-        for engines in ("old_engines", "new_engines")
-        for engine in redeployed.report[engines]
-    }
-
-
-def _load(engines: Any, gpus_of: Mapping[str, Sequence[int]], gpus: int) -> list[float]:
-    """[gpu]: requests on its engine, by its GPUs. Not a number where there are none."""
-    load = [float("nan")] * gpus
-    for engine, requests in Counter(engines).items():
-        for gpu in gpus_of.get(engine, ()):
-            load[gpu] = requests / len(gpus_of[engine])
-    return load

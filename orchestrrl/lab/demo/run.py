@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,6 @@ from orchestrrl.lab.demo.sync_run import SyncOutcome, run_sync
 from orchestrrl.lab.sim.static import best_placed_s, lower_bound_s, placed_s
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.testbed.engines import LocalEngine
-from orchestrrl.lab.testbed.stack import Stack
 from orchestrrl.rpc.control_client import ControlClient
 from orchestrrl.rpc.pb import control_pb2
 from planner.model import MoveMethod
@@ -107,7 +106,8 @@ async def run_demo(
             step = samples(scenario, engine, seed)
             record = await fleet.run_step(step, f"without OrchestrRL, seed {seed}")
             outcomes.append(SeedOutcome(seed, step, record))
-        async with _orchestrrl(fleet, engines, out_dir) as control_plane:
+        report("starting OrchestrRL", 0, 0)
+        async with stack.orchestrrl(scenario, engine, engines, out_dir) as control_plane:
             for outcome in outcomes:
                 before, label = await control_plane.status(), f"with OrchestrRL, seed {outcome.seed}"
                 outcome.shown = await fleet.run_step(outcome.samples, label, control_plane.gateway_url)
@@ -127,11 +127,10 @@ async def run_demo(
 
 async def run_sync_demo(scenario: DemoScenario, engine: str, out_dir: Path, report: Report) -> SyncOutcome:
     """The new weights alone."""
-    async with (
-        _fleet(scenario, engine, out_dir, report) as (fleet, engines),
-        _orchestrrl(fleet, engines, out_dir) as control_plane,
-    ):
-        return await run_sync(fleet, control_plane)
+    async with _fleet(scenario, engine, out_dir, report) as (fleet, engines):
+        report("starting OrchestrRL", 0, 0)
+        async with stack.orchestrrl(scenario, engine, engines, out_dir) as control_plane:
+            return await run_sync(fleet, control_plane)
 
 
 @contextlib.asynccontextmanager
@@ -144,14 +143,6 @@ async def _fleet(
         connected(scenario, engine, [local.url for local in running], report) as fleet,
     ):
         yield fleet, running
-
-
-@contextlib.asynccontextmanager
-async def _orchestrrl(fleet: DemoFleet, engines: Sequence[LocalEngine], out_dir: Path) -> AsyncIterator[Stack]:
-    fleet.report("starting OrchestrRL", 0, 0)
-    async with stack.orchestrrl(fleet.scenario, fleet.kind, engines, out_dir) as running:
-        await running.until_reported(len(fleet.clients))
-        yield running
 
 
 def _oracle(scenario: DemoScenario, step: Sequence[Sample]) -> OracleMark:
@@ -175,38 +166,25 @@ async def marks_by_method(control: ControlClient, speed: float) -> list[MethodMa
     wanted = control_pb2.WatchJournalRequest(
         tail=ALL_ENTRIES, kinds=[EntryKind.OPERATION_INTENT, EntryKind.OPERATION_RESULT]
     )
-    entries = [entry async for entry in control.control.WatchJournal(wanted)]
-    orders: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for entry in entries:
+    orders: dict[tuple[str, str], Mapping[str, Any]] = {}
+    moved: dict[MoveMethod, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {method: [] for method in MoveMethod}
+    async for entry in control.control.WatchJournal(wanted):
+        body = json.loads(entry.body_json)
         if entry.kind == EntryKind.OPERATION_INTENT:
-            action = json.loads(entry.body_json)["operation"]["action"]
-            orders[entry.subject_id] = {move["request"]: move for move in action.get("moves", ())}
-    moved = [
-        (orders[entry.subject_id][item["id"]], item)
-        for entry in entries
-        if entry.kind == EntryKind.OPERATION_RESULT
-        for item in json.loads(entry.body_json)["items"]
-        if item["id"] in orders.get(entry.subject_id, {}) and item["done"] and item["duration_s"] > 0
-    ]
-    return list(_marks(moved, speed))
+            moves = body["operation"]["action"].get("moves", ())
+            orders |= {(entry.subject_id, move["request"]): move for move in moves}
+            continue
+        for item in body["items"]:
+            order = orders.get((entry.subject_id, item["id"]), {})
+            is_as_ordered = order.get("predicted_s", 0) > 0 and order["method"] == item["method"]
+            if is_as_ordered and item["done"] and item["duration_s"] > 0:
+                moved[MoveMethod(item["method"])].append((order, item))
+    return [_mark(method, pairs, speed) for method, pairs in moved.items() if pairs]
 
 
-def _marks(moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> Iterator[MethodMark]:
-    for method in MoveMethod:
-        found = [
-            (order, item)
-            for order, item in moved
-            if item["method"] == order["method"] == method and order["predicted_s"] > 0
-        ]
-        if found:
-            predicted_s = speed * median(order["predicted_s"] for order, _ in found)
-            actual_s = speed * median(item["duration_s"] for _, item in found)
-            yield MethodMark(
-                method=method,
-                moves=len(found),
-                context_tokens=median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in found),
-                predicted_s=predicted_s,
-                actual_s=actual_s,
-                predicted_over_actual=predicted_s / actual_s,
-                other_s=speed * median(order["other_s"] for order, _ in found),
-            )
+def _mark(method: MoveMethod, moved: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], speed: float) -> MethodMark:
+    """`moved`: orders and their results."""
+    predicted_s, other_s = (speed * median(order[name] for order, _ in moved) for name in ("predicted_s", "other_s"))
+    actual_s = speed * median(item["duration_s"] for _, item in moved)
+    context_tokens = median(item["loaded_tokens"] + item["recomputed_tokens"] for _, item in moved)
+    return MethodMark(method, len(moved), context_tokens, predicted_s, actual_s, predicted_s / actual_s, other_s)

@@ -4,12 +4,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from orchestrrl.core.errors import ProblemFaults, faults_of
+from orchestrrl.lab.sim.scenario import Count, GenerationControlSection, NotNegative, Positive, ScenarioSection
 from orchestrrl.lab.sim.workload import SimRequest
 from orchestrrl.lab.simulated_engine.options import SimulatedOptions
 from orchestrrl.lab.simulated_engine.tokens import EOS, FIRST_WORD, LengthModel, TokenModel
@@ -17,72 +18,47 @@ from planner.model import RequestId
 
 ENGINES = ("simulated", "vllm")
 VLLM_VOCABULARY = 512  # of the tiny model; ids below 16 are special
-_Positive = Annotated[float, Field(gt=0)]
-_Count = Annotated[int, Field(ge=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DemoControlSection(_Section):
-    """OrchestrRL's settings, in seconds of wall time."""
-
-    scrape_interval_s: _Positive
-    rate_window_s: _Positive
-    report_interval_s: _Positive
-    fast_interval_s: _Positive
-    slow_interval_s: _Positive
-    theta: Annotated[float, Field(ge=0)]
-    max_moves_per_tick: _Count
-    max_moves_per_request: _Count
-
-
-class DemoFabricSection(_Section):
+class DemoFabricSection(ScenarioSection):
     """An optical fabric of virtual switches: a PoD with these engines, and one as large that takes their responses."""
 
     model: str  # whose sizes say what engines send
-    gpus_per_server: _Count  # each with a NIC; a server is below a ToR of its own
-    tor_fibres: _Count
-    device_s: _Positive  # from command to link up, of the clock
+    gpus_per_server: Count  # each with a NIC; a server is below a ToR of its own
+    tor_fibres: Count
+    device_s: Positive  # from command to link up, of the clock
 
 
-class DeploymentSection(_Section):
+class DeploymentSection(ScenarioSection):
     """Engines that the daemon starts, and may replace by others. What they cost is a built-in profile's; replaced ones
     sleep until they are wanted again."""
 
     profile: str
-    gpus: _Count
-    per_node: _Count
+    gpus: Count
+    per_node: Count
     initial: str  # configuration that each step begins with
     standby: str  # one that is started before, and put to sleep
-    # What a switch takes here beside the engines' own time, and how soon after another it may come: of the clock.
-    overhead_s: Annotated[float, Field(ge=0)]
-    cooldown_s: Annotated[float, Field(ge=0)]
-    fabric: DemoFabricSection | None = None
+    # What a switch takes here beside the engines' own time: of the clock.
+    overhead_s: NotNegative
+    fabric: DemoFabricSection
 
 
-class SyncSection(_Section):
+class SyncSection(ScenarioSection):
     """Weights that a trainer publishes while requests of a step run. vLLM's are those of its model."""
 
-    prompts: _Count  # of that step
-    max_tokens: _Count
-    tensors: _Count
-    tensor_bytes: _Count
-    # What peers on one machine reach, for the plan's estimate.
-    gbps: _Positive
-    hop_s: _Positive
+    prompts: Count  # of that step
+    max_tokens: Count
 
 
-class DemoScenario(_Section):
+class DemoScenario(ScenarioSection):
     """One generation step, to be run over several seeds."""
 
-    engines: _Count
+    engines: Count
     engine: SimulatedOptions  # vLLM brings its own step time
-    prompts: _Count
-    samples: _Count
-    prompt_tokens: tuple[_Count, _Count]
-    max_tokens: _Count
+    prompts: Count
+    samples: Count
+    prompt_tokens: tuple[Count, Count]
+    max_tokens: Count
     lengths: LengthModel
     # A model without a sense of length: each request's own max_tokens is how long its answer will be.
     length_is_max_tokens: bool = False
@@ -90,9 +66,11 @@ class DemoScenario(_Section):
     deployment: DeploymentSection | None = None  # None: the demo starts the engines, and they stay
     sync: SyncSection | None = None  # None: weights stay as they are
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
-    speed: _Positive
-    tick_s: _Positive = 0.03
-    control: DemoControlSection
+    speed: Positive
+    tick_s: Positive = 0.03
+    # In seconds of wall time, the daemon's configuration without its fleet included.
+    control: GenerationControlSection
+    daemon: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

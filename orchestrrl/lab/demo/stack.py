@@ -61,13 +61,15 @@ def write_lengths(scenario: DemoScenario, out_dir: Path) -> Path:
 async def orchestrrl(
     scenario: DemoScenario, kind: str, running: Sequence[LocalEngine], out_dir: Path
 ) -> AsyncIterator[Stack]:
-    """Yield daemon, agent and gateway beside running engines; they are ended on leaving."""
+    """Yield daemon, agent and gateway beside running engines, once all of them have reported; they are ended on
+    leaving."""
     control, urls = scenario.control, named([engine.url for engine in running])
     async with Stack(out_dir) as stack:
         await stack.start_daemon(_daemon_config(scenario, urls))
         intervals = {"interval_s": control.scrape_interval_s, "rate_window_s": control.rate_window_s}
         stack.start_agent("--engine", kind, "--node-id", "agent", *flags_of(intervals), *agent_flags(urls))
         await stack.start_gateway(*gateway_flags(scenario, kind), *engine_flags("--engine", urls))
+        await stack.until_reported(len(running))
         yield stack
 
 
@@ -75,19 +77,14 @@ def gateway_flags(scenario: DemoScenario, kind: str) -> list[str]:
     return flags_of({"engine_kind": kind, "report_interval_s": scenario.control.report_interval_s})
 
 
-def loop_settings(scenario: DemoScenario) -> dict[str, dict[str, object]]:
-    """Both loops, in wall time, as everything that the daemon sees."""
-    control = scenario.control
-    fast = {"max_moves_per_tick": control.max_moves_per_tick, "max_moves_per_request": control.max_moves_per_request}
-    slow = {"interval_s": control.slow_interval_s, "max_output_tokens": scenario.max_tokens}
-    return {
-        "fast": {"interval_s": control.fast_interval_s, **fast},
-        "slow": {**slow, "epsilon_s": EPSILON_S / scenario.speed},
-    }
+def daemon_settings(scenario: DemoScenario) -> dict[str, dict[str, Any]]:
+    """Return the daemon's configuration but for its fleet."""
+    by_step = {"max_output_tokens": scenario.max_tokens, "epsilon_s": EPSILON_S / scenario.speed}
+    return {**scenario.daemon, "slow": {**scenario.daemon["slow"], **by_step}}
 
 
 def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str, Any]:
-    engine, loops = scenario.engine, loop_settings(scenario)
+    engine = scenario.engine
     shape = engine.shape
     kv_transfer = {
         "connector": "kv_handover",
@@ -95,7 +92,6 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
         "latency_s": engine.kv_latency_s / scenario.speed,
         "kv_bytes_per_token": engine.kv_bytes_per_token,
     }
-    loops["fast"]["theta"] = scenario.control.theta
     configuration = Configuration(
         ConfigurationId("as-started"),
         GPUS_PER_ENGINE,
@@ -122,7 +118,4 @@ def _daemon_config(scenario: DemoScenario, urls: Mapping[str, str]) -> dict[str,
             for index, (name, url) in enumerate(urls.items())
         ],
     }
-    if (sync := scenario.sync) is None:
-        return {**loops, "fleet": fleet}
-    network = {"link_gbps": sync.gbps, "nic_gbps": sync.gbps}
-    return {**loops, "fleet": fleet, "weights": {"network": network, "hop_latency_s": sync.hop_s}}
+    return {**daemon_settings(scenario), "fleet": fleet}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrrl.engines.base import weights_engine
-from orchestrrl.lab.demo.scenario import DemoScenario, Sample, SyncSection, samples
+from orchestrrl.lab.demo.scenario import DemoScenario, Sample, samples
 from orchestrrl.lab.demo.step import DemoFleet, DemoStepRecord
 from orchestrrl.lab.simulated_engine.tokens import EOS, TokenModel
 from orchestrrl.lab.simulated_engine.weights import read_weights
@@ -32,7 +32,7 @@ LOOK_S = 0.05
 TRAINER = "train0"
 HOSTS = 2  # of engines
 BEFORE, AFTER = 1, 2  # the versions
-COLUMNS = 1024
+LAYERS, SHAPE = 16, (512, 1024)  # of the weights of simulated engines, in float32: 32 MiB
 
 
 @dataclass(slots=True)
@@ -134,9 +134,8 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
         stack.command(f"peer-{name}", "sync", "peer", *stack.peer_words(name, home / name, engines, *flags))
     checkpoints = {version: home / f"checkpoint-{version}" for version in (BEFORE, AFTER)}
     if fleet.kind == "simulated":
-        assert fleet.scenario.sync is not None, "the scenario has new weights"
         for version, folder in checkpoints.items():
-            await asyncio.to_thread(_write, folder, fleet.scenario.sync, version)
+            await asyncio.to_thread(_write, folder, version)
     else:  # the model as it was started, and the same of another seed
         checkpoints[BEFORE] = stack.folder / "tiny-model"
         await make_model(checkpoints[AFTER], seed=1)
@@ -144,16 +143,15 @@ async def _start_peers(fleet: DemoFleet, stack: Stack, home: Path) -> dict[int, 
     return checkpoints
 
 
-def _write(folder: Path, sync: SyncSection, seed: int) -> None:
+def _write(folder: Path, seed: int) -> None:
     """Write random weights, for which simulated engines have other answers."""
-    shape = (max(1, sync.tensor_bytes // (4 * COLUMNS)), COLUMNS)
-    layout = lay_out([TensorMeta(f"model.layers.{layer}.weight", "F32", shape) for layer in range(sync.tensors)])
+    layout = lay_out([TensorMeta(f"model.layers.{layer}.weight", "F32", SHAPE) for layer in range(LAYERS)])
     chance = np.random.default_rng(seed)
     folder.mkdir()
     with (folder / MODEL_FILE).open("wb") as file:
         file.write(layout.header)
         for _ in layout.tensors:
-            file.write(chance.standard_normal(shape, dtype=np.float32).tobytes())
+            file.write(chance.standard_normal(SHAPE, dtype=np.float32).tobytes())
 
 
 async def _under_way(daemon_address: str, engines: int) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from balancer.balance import BalanceDecision, BalanceSituation, PolicyInForce, decide_balance
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.lab.bench.routing import Setting
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -21,7 +20,7 @@ from planner.model import (
     Snapshot,
     StepTimeEstimates,
 )
-from tests.balancer.whole_steps import TIGHT, descending, makespans_by_arm, preempted_share
+from tests.balancer.whole_steps import TIGHT, Setting, descending, makespans_by_arm, preempted_share
 
 TP2 = Configuration(ConfigurationId("tp2"), 2, 0.0184, 8.1e-5, 4.1e-8, 582_885, 1024, 18_000.0, 1.7)
 SETTINGS = FastSettings()
@@ -186,7 +185,7 @@ def test_no_policy_moves_nothing() -> None:
 
 
 class TestSteps:
-    SETTING = Setting("small", 24, 800.0, 1.2, 6_000, 24_000)
+    SETTING = Setting(24, 800.0, 6_000, 24_000)
 
     def test_packing_ends_sooner_than_static_and_an_oracle_sooner_still(self) -> None:
         totals: dict[str, float] = {}

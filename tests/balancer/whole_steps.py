@@ -5,23 +5,28 @@ forecast from this step's own finished ones, packing as if every output had the 
 every length: the better of packing with the lengths known and of engines filled from the start in descending order.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from statistics import mean
 
 from balancer.balance import BalanceSituation, decide_balance
 from balancer.kv_headroom import LengthDistributions
 from orchestrrl.core.config.schema import FastSettings
-from orchestrrl.lab.bench.routing import ENGINES, SAMPLES, Setting
+from orchestrrl.lab.sim.engines import EngineKind
 from orchestrrl.lab.sim.workload import SimRequest
+from planner.cost.profile import Curve, EngineProfile, ProfileSource, Provenance, StepTime
 from planner.model import (
     Configuration,
+    ConfigurationId,
     EngineHealth,
     EngineId,
     EngineView,
     FastPolicy,
     FinishedLength,
     Mode,
+    Parallelism,
     RequestId,
     RequestState,
     RequestView,
@@ -36,7 +41,48 @@ BIN_TOKENS = 512
 _Expected = tuple[Mapping[RequestId, float], LengthDistributions | None]
 Expect = Callable[[IntervalState, Snapshot], _Expected]
 
-TIGHT = Setting("KV tight, 15k", 64, 1500.0, 1.2, 15_000, 70_000)
+ENGINES = 8
+SAMPLES = 8  # of each prompt, dealt to one engine
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A step's load on engines of a 14B model at TP=2 on H800s."""
+
+    requests_per_engine: int
+    median_tokens: float
+    max_tokens: int
+    kv_capacity_tokens: int
+
+    def requests(self, seed: int) -> list[SimRequest]:
+        """Lengths are lognormal, correlated within a prompt, and cut."""
+        rng, correlation, sigma = random.Random(seed), 0.6, 1.2
+        made = []
+        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
+            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
+            for sample in range(SAMPLES):
+                score = correlation**0.5 * of_prompt + (1 - correlation) ** 0.5 * rng.gauss(0, 1)
+                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(sigma * score))))
+                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
+        return made
+
+    @property
+    def kind(self) -> EngineKind:
+        return EngineKind(
+            EngineProfile(
+                ConfigurationId("tp2"),
+                Parallelism(tp=2),
+                StepTime(Curve.line(0.0183738, 8.1e-5), 4.1e-8),
+                prefill_tokens_per_s=18_000.0,
+                kv_capacity_tokens=self.kv_capacity_tokens,
+                max_sequences=1024,
+                switch_s=1.7,
+                provenance=Provenance(ProfileSource.MEASURED, ""),
+            )
+        )
+
+
+TIGHT = Setting(64, 1500.0, 15_000, 70_000)
 
 
 def makespans_by_arm(setting: Setting, requests: Sequence[SimRequest]) -> dict[str, float]:

@@ -6,11 +6,9 @@ gateway knows of them (its own counts, and the KV that the daemon tells once a s
 """
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp
 from statistics import mean
 
 from orchestrrl.core.clock import VirtualClock
@@ -19,76 +17,50 @@ from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from orchestrrl.lab.bench.figure import Figure
 from orchestrrl.lab.sim.engines import EngineKind, VirtualEngine
 from orchestrrl.lab.sim.gateway import CountedRecord, VirtualGateway
-from orchestrrl.lab.sim.workload import SimRequest
-from planner.cost.profile import Curve, EngineProfile, ProfileSource, Provenance, StepTime
-from planner.model import ConfigurationId, EngineId, NodeId, Parallelism, RequestId
+from orchestrrl.lab.sim.scenario import LognormalLengths, WorkloadSection
+from orchestrrl.lab.sim.workload import requests_of_step
+from planner.cost.paper import named_profile
+from planner.model import EngineId, NodeId
 
 ENGINES = 8
-SAMPLES = 8  # of each prompt, dealt to one engine
+SEATS = 16  # of an engine
 SEEDS = (1, 2, 3)
-# A 14B model at TP=2 on H800s.
-TP2 = EngineProfile(
-    ConfigurationId("tp2"),
-    Parallelism(tp=2),
-    StepTime(Curve.line(0.0183738, 8.1e-5), 4.1e-8),
-    prefill_tokens_per_s=18_000.0,
-    kv_capacity_tokens=582_885,
-    max_sequences=1024,
-    switch_s=1.7,
-    provenance=Provenance(ProfileSource.MEASURED, ""),
-)
 TICK_S = 0.05  # the gateway receives tokens, and engines requests, so much later
 ROUTES_S = 1.0
 QUEUE_DEPTH = 4
 POLICIES = ("load_index", "round_robin", "prefix_affinity")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A step's load. Lengths are lognormal, correlated within a prompt, and cut."""
-
-    name: str
-    requests_per_engine: int
-    median_tokens: float
-    sigma: float
-    max_tokens: int
-    kv_capacity_tokens: int
-    max_sequences: int = TP2.max_sequences
-    correlation: float = 0.6
-
-    def requests(self, seed: int) -> list[SimRequest]:
-        rng = random.Random(seed)
-        made = []
-        for prompt in range(ENGINES * self.requests_per_engine // SAMPLES):
-            of_prompt, prompt_tokens = rng.gauss(0, 1), rng.randint(64, 512)
-            for sample in range(SAMPLES):
-                score = self.correlation**0.5 * of_prompt + (1 - self.correlation) ** 0.5 * rng.gauss(0, 1)
-                length = min(self.max_tokens, max(1, round(self.median_tokens * exp(self.sigma * score))))
-                made.append(SimRequest(RequestId(f"p{prompt:03d}-s{sample}"), f"p{prompt:03d}", prompt_tokens, length))
-        return made
-
-    @property
-    def kind(self) -> EngineKind:
-        profile = replace(TP2, kv_capacity_tokens=self.kv_capacity_tokens, max_sequences=self.max_sequences)
-        return EngineKind(profile)
+# Four times as many requests as seats.
+STEP = WorkloadSection(
+    prompts=64,
+    prompt_tokens=(64, 512),
+    max_tokens=4000,
+    lengths=LognormalLengths(kind="lognormal", median_tokens=400.0, sigma=1.2),
+    correlation=0.6,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalLoad:
-    """How a step's requests arrive."""
+    """A step's requests, and how they arrive."""
 
     name: str
-    setting: Setting
     rate_per_s: float | None = None  # None: all at once
     slowdown: float = 1.0  # of every second engine's steps, which the gateway is not told
+    step: WorkloadSection = STEP
+    seats: int = SEATS
+
+    @property
+    def kind(self) -> EngineKind:
+        """A 14B model at TP=2 on H800s."""
+        profile = next(each for each in named_profile("paper-14b-h800").configurations if each.id == "tp2")
+        return EngineKind(replace(profile, max_sequences=self.seats))
 
 
-# Four times as many requests as seats, lengths lognormal; or about as many in a second as the engines can end.
-_SEATED = Setting("16 seats", 64, 400.0, 1.2, 4000, 582_885, max_sequences=16)
+# At once, or about as many in a second as the engines can end.
 LOADS = (
-    ArrivalLoad("at once", _SEATED),
-    ArrivalLoad("10/s", _SEATED, 10.0),
-    ArrivalLoad("at once, half of them half as fast", _SEATED, slowdown=2.0),
+    ArrivalLoad("at once"),
+    ArrivalLoad("13/s", 13.0),
+    ArrivalLoad("at once, half of them half as fast", slowdown=2.0),
 )
 
 
@@ -100,9 +72,9 @@ class RoutingOutcome:
 
 async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> RoutingOutcome:
     """Run one step of `load`, a prompt's samples arriving together."""
-    clock, requests = VirtualClock(), load.setting.requests(seed)
+    clock, requests = VirtualClock(), requests_of_step(load.step, seed, 0)
     finished: list[CountedRecord] = []
-    kind = load.setting.kind
+    kind = load.kind
     engines = {f"http://e{n}": VirtualEngine(EngineId(f"e{n}"), kind, (), f"http://e{n}", 0.0) for n in range(ENGINES)}
     for engine in list(engines.values())[1::2]:
         engine.scheduler.slowdown = load.slowdown
@@ -113,7 +85,8 @@ async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> Rout
     routing, at = RoutingPolicy(policy), engines.__getitem__
     gateway = VirtualGateway(NodeId("gateway"), clock, at, arrive, finished.append, routing=routing, queue_depth=depth)
     rate, routed_s = load.rate_per_s, -ROUTES_S
-    coming = deque((index // SAMPLES * SAMPLES / rate if rate else 0.0, r) for index, r in enumerate(requests))
+    samples = load.step.samples
+    coming = deque((each.group_index * samples / rate if rate else 0.0, each) for each in requests)
     while len(finished) < len(requests):
         if clock.now_s() - routed_s >= ROUTES_S:
             routed_s = clock.now_s()

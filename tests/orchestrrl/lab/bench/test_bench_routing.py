@@ -3,9 +3,9 @@
 import pytest
 
 from orchestrrl.gateway.routing.strategies import STRATEGIES
-from orchestrrl.lab.bench.routing import ArrivalLoad, Setting, outcome, routing
+from orchestrrl.lab.bench.routing import STEP, ArrivalLoad, outcome, routing
 
-SMALL = ArrivalLoad("small", Setting("small", 8, 50.0, 0.8, 200, 20_000, max_sequences=2))
+SMALL = ArrivalLoad("small", step=STEP.model_copy(update={"prompts": 8, "max_tokens": 200}), seats=2)
 
 
 @pytest.mark.parametrize("policy", STRATEGIES)

@@ -9,7 +9,8 @@ import json
 import sys
 import threading
 
-from orchestrrl.lab.box.weights_carrier import InMemory
+from in_memory import InMemory
+
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.base import make_transport

@@ -2,19 +2,20 @@
 
 A tree that is planned on the circuits that are there, beside every receiver straight from a holder and the two-stage
 scheme, one after the other in turn. Each host is a process in its own network namespace with the product's carrier and
-transport; each way has the circuits that its own edges ask the daemon for. What is received is wiped in between.
+transport; each way has the circuits that its own edges ask the daemon for, and files of its own.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,13 @@ from orchestrrl.daemon.weight_circuits import intent_of, network_of, station_of
 from orchestrrl.fabric.client import FabricClient
 from orchestrrl.fabric.periods import PeriodReport, PeriodState
 from orchestrrl.lab.box import intents
+from orchestrrl.lab.box.cabling import port_name
+from orchestrrl.lab.box.namespaces import within
 from orchestrrl.lab.box.plan import PACKET_SIDE_SHARE
 from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
-from orchestrrl.lab.box.weights_carrier import CARRY, MAP, memory_of
+from orchestrrl.lab.box.weights_carrier import CARRY, FOLDER, MAP, opened, sha256_of
 from orchestrrl.lab.testbed.processes import REPOSITORY, LabProcess
 from orchestrrl.weights.controller.planning import PlannedSync, plan_sync
 from orchestrrl.weights.model import Peer, PeerLocation, PeerRole, ShardMap, TensorMeta
@@ -37,9 +40,9 @@ from orchestrrl.weights.publication import Publication
 from planner.fabric.intent import Intent
 from planner.fabric.topology import PodRole
 from planner.model import PeerId
-from planner.sync_tree.network import NetworkStation, SyncNetwork
+from planner.sync_tree.network import SyncNetwork
 
-VERSION, SEED = 1, 20261122
+VERSION = 1
 CHUNK_BYTES = 256 * 1024
 STALL_S = 30.0
 TENSORS = 4
@@ -85,7 +88,6 @@ async def weights(box: Testbed, order: BoxOrder) -> dict[str, Any]:
         FabricClient(box.daemon_address) as client,
     ):
         show = _Show(box, client, peers, carriers, order.sync_bytes)
-        await show.open()
         await show.measure_payload()
         for number in range(order.sync_rounds):
             turn = number % len(ways)
@@ -102,23 +104,25 @@ class _Show:
         self._client = client
         self._carriers = carriers
         self._peers = {peer.id: peer for peer in peers}
-        self._receivers = [peer.id for peer in peers if peer.role is PeerRole.ENGINE]
-        self._stations = {id: station_of(peer, box.site) for id, peer in self._peers.items()}
+        self._stations = stations = {id: station_of(peer, box.site) for id, peer in self._peers.items()}
+        engines = (peer.id for peer in peers if peer.role is PeerRole.ENGINE)
+        self._receivers = sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))  # ToR by ToR
         trainers = [id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER]
         self._publications = publications(trainers, size)
         self._payload = 1.0  # of a line's rate
         self._planned = self._plan()
+        whole = opened(FOLDER / "whole", self._planned.map, {shard.id for shard in self._planned.map.shards})
+        self._sha256 = sha256_of(whole.folder)
+        shutil.rmtree(whole.folder)
         self._rows: list[dict[str, Any]] = []
 
-    async def open(self) -> None:
-        """Have holders make the bytes, and all others room for them."""
-        map = self._planned.map
+    async def _open(self) -> None:
+        """Have holders make the bytes, and all others room for them; what was received before is gone."""
         held: dict[PeerId, list[str]] = {id: [] for id in self._peers}
         for shard, holder in self._planned.summed_by.items():
             held[holder].append(shard)
-        document = MAP.dump_python(map, mode="json")
-        await self._order({id: {"open": document, "holds": held[id], "seed": SEED} for id in self._peers})
-        self._sha256 = memory_of(map, SEED, {shard.id for shard in map.shards}).sha256()
+        document = MAP.dump_python(self._planned.map, mode="json")
+        await self._order({id: {"open": document, "holds": held[id]} for id in self._peers})
 
     async def _order(self, orders: Mapping[PeerId, Mapping[str, Any]]) -> dict[PeerId, Any]:
         """Return the answers of the peers, once all of them have carried out their orders."""
@@ -127,7 +131,7 @@ class _Show:
 
     async def measure_payload(self) -> None:
         """What one TCP connection over one circuit between PoDs delivers of the circuit's rate."""
-        await self._circuits(tree(self._planned))
+        await self._circuits((self._planned.edges,))
         source = next(id for id, peer in self._peers.items() if peer.role is PeerRole.TRAINER)
         first = {PeerId(str(server.id)): server.gpus[0] for server in self._box.site.servers}
         sent_from, sent_to = (self._box.plan.nic_of(first[id]) for id in (source, self._receivers[0]))
@@ -144,22 +148,24 @@ class _Show:
 
     async def go(self, way: str, number: int) -> None:
         stages, circuits = await self._prepared(way)
-        counted = await self._boundary_bytes()
+        await self._open()
+        counted = self._boundary_bytes()
         busy_s, since_s = _busy_s(), time.monotonic()
         began_s = time.time()
         ended_s = began_s
         for stage in stages:
             ended_s = max(ended_s, await self._carried(stage))
         cores = (_busy_s() - busy_s) / (time.monotonic() - since_s)
-        crossed = {port: count - counted[port] for port, count in (await self._boundary_bytes()).items()}
         row = {
             "way": way,
             "round": number,
             "seconds": ended_s - began_s,
             "edges": sum(map(len, stages)),
             "carried_bytes": sum(edge.bytes for stage in stages for edge in stage),
-            "crossing_bytes": crossing_bytes(stages, self._stations),
-            "crossed_bytes": sum(crossed.values()),
+            "crossing_bytes": sum(
+                edge.bytes for stage in stages for edge in stage if self._crosses(edge.src, edge.dst)
+            ),
+            "crossed_bytes": self._boundary_bytes() - counted,
             "cores_busy": cores,
             "circuits": circuits,
             "identical": await self._identical(),
@@ -167,7 +173,6 @@ class _Show:
         if way == "tree":
             row["estimate_s"] = self._planned.plan.estimate_s
         self._rows.append(row)
-        await self._order({id: {"end": VERSION} for id in self._peers})
 
     def report(self) -> dict[str, Any]:
         """`bound_s`: no plan can be faster, at the rate that a circuit was measured to give to TCP's payload."""
@@ -188,11 +193,40 @@ class _Show:
     async def _prepared(self, way: str) -> tuple[Stages, dict[str, Any]]:
         """The way's edges, with circuits up that they ask for; a tree is planned anew on those that are there."""
         if way == "tree":
-            circuits = await self._circuits(tree(self._planned))
+            circuits = await self._circuits((self._planned.edges,))
             self._planned = self._plan()
-            return tree(self._planned), circuits
-        stages = (naive if way == "naive" else two_stage)(self._planned, self._peers, self._stations)
+            return (self._planned.edges,), circuits
+        stages = self._naive() if way == "naive" else self._two_stage()
         return stages, await self._circuits(stages)
+
+    def _naive(self) -> Stages:
+        """Every receiver straight from a holder."""
+        shards, holders = self._planned.map.shards, self._planned.summed_by
+        return (self._edges("x", [(shard, holders[shard.id], other) for shard in shards for other in self._receivers]),)
+
+    def _two_stage(self) -> Stages:
+        """Figure 4 of the paper: those that train send everything once to the first replica of each PoD, which then
+        broadcasts to the others there; the broadcast is a chain along which chunks are forwarded as they come, as
+        collective libraries do it, ToR by ToR."""
+        chains = [list(pod) for _, pod in groupby(self._receivers, key=lambda id: self._stations[id].pod)]
+        shards, holders = self._planned.map.shards, self._planned.summed_by
+        across = [(shard, holders[shard.id], chain[0]) for shard in shards for chain in chains]
+        along = [(shard, *hop) for shard in shards for chain in chains for hop in pairwise(chain)]
+        return self._edges("x", across), self._edges("y", along)
+
+    def _edges(self, letter: str, hops: Iterable[tuple[ShardMap, PeerId, PeerId]]) -> tuple[CarryEdge, ...]:
+        """Return an edge for a whole shard on each hop; `letter` begins their ids."""
+        made = []
+        for number, (shard, src, dst) in enumerate(hops):
+            (transport, address), *_ = self._peers[dst].transports.items()
+            phase: Literal["A", "B"] = "A" if self._crosses(src, dst) else "B"
+            id = f"{letter}{number}"
+            made.append(CarryEdge(id, shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase))
+        return tuple(made)
+
+    def _crosses(self, src: PeerId, dst: PeerId) -> bool:
+        """From one PoD into another."""
+        return self._stations[src].pod != self._stations[dst].pod
 
     async def _circuits(self, stages: Stages) -> dict[str, Any]:
         """Announced as the daemon's own syncs announce them, after those of generation: nobody sends meanwhile."""
@@ -245,31 +279,26 @@ class _Show:
         sums = await self._order({id: {"sum": True} for id in self._receivers})
         return sum(each["sha256"] == self._sha256 and not each["missing"] for each in sums.values())
 
-    async def _boundary_bytes(self) -> dict[str, int]:
-        """That the core has carried into each PoD that generates, with all headers, by the ports' own counters."""
-        site = self._box.site
-        found: dict[str, int] = {}
+    def _boundary_bytes(self) -> int:
+        """Return what the core has carried into PoDs that generate, with all headers, by the ports' own counters."""
+        site, carried = self._box.site, 0
         for switch in site.core_switches:
-            counts = await _sent_bytes(self._box.plan.switches[switch.id])
+            counts = _sent_bytes(self._box.plan.switches[switch.id])
             for uplink, ports in switch.ports.items():
                 if site.pod[site.pod_of[uplink]].role is PodRole.GEN:
-                    found |= {f"{switch.id}:{port}": counts.get(f"p{port}", 0) for port in ports}
-        return found
+                    carried += sum(counts.get(port_name(port), 0) for port in ports)
+        return carried
 
     def _gbps(self, gbps: float) -> float:
         """Of the site, as the box has it."""
         return gbps * self._box.plan.bps_per_gbps * 1e-9
 
 
-async def _sent_bytes(room: str) -> dict[str, int]:
-    """By interface. Raises Permanent with the words of `ip`."""
-    process = await asyncio.create_subprocess_exec(
-        *("ip", "-n", room, "-j", "-s", "link", "show"), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    if process.returncode:
-        raise Permanent(f"ip -n {room} -s link show: {err.decode(errors='replace').strip()}")
-    return {link["ifname"]: int(link["stats64"]["tx"]["bytes"]) for link in json.loads(out)}
+def _sent_bytes(room: str) -> dict[str, int]:
+    """By interface."""
+    _, _, *lines = within(room, Path("/proc/thread-self/net/dev").read_text).splitlines()
+    rows = (line.partition(":") for line in lines)
+    return {name.strip(): int(counts.split()[8]) for name, _, counts in rows}
 
 
 def _busy_s() -> float:
@@ -277,57 +306,3 @@ def _busy_s() -> float:
     fields = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
     idle = fields[3] + fields[4]
     return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK")
-
-
-# --- ways to bring weights to engines, as edges
-#
-# `naive`: every receiver straight from a holder. `two_stage`: figure 4 of the paper: those that train send everything
-# once to the first replica of each PoD, which then broadcasts to the others there; the broadcast is a chain along which
-# chunks are forwarded as they come, as collective libraries do it, ToR by ToR.
-
-
-def tree(planned: PlannedSync) -> Stages:
-    return (planned.edges,)
-
-
-def naive(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
-    receivers = _receivers(peers, stations)
-    hops = [(shard, planned.summed_by[shard.id], other) for shard in planned.map.shards for other in receivers]
-    return (_edges("x", hops, peers, stations),)
-
-
-def two_stage(planned: PlannedSync, peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Stages:
-    chains: dict[str, list[PeerId]] = {}
-    for receiver in _receivers(peers, stations):
-        chains.setdefault(stations[receiver].pod, []).append(receiver)
-    shards, each = planned.map.shards, chains.values()
-    across = [(shard, planned.summed_by[shard.id], chain[0]) for shard in shards for chain in each]
-    along = [(shard, *hop) for shard in shards for chain in each for hop in pairwise(chain)]
-    return _edges("x", across, peers, stations), _edges("y", along, peers, stations)
-
-
-def crossing_bytes(stages: Stages, stations: Mapping[PeerId, NetworkStation]) -> int:
-    """That pass from one PoD into another."""
-    return sum(edge.bytes for stage in stages for edge in stage if stations[edge.src].pod != stations[edge.dst].pod)
-
-
-def _receivers(peers: Mapping[PeerId, Peer], stations: Mapping[PeerId, NetworkStation]) -> Sequence[PeerId]:
-    """ToR by ToR."""
-    engines = (id for id, peer in peers.items() if peer.role is PeerRole.ENGINE)
-    return sorted(engines, key=lambda id: (stations[id].pod, stations[id].tor, id))
-
-
-def _edges(
-    letter: str,
-    hops: Iterable[tuple[ShardMap, PeerId, PeerId]],
-    peers: Mapping[PeerId, Peer],
-    stations: Mapping[PeerId, NetworkStation],
-) -> tuple[CarryEdge, ...]:
-    """Return an edge for a whole shard on each hop; `letter` begins their ids."""
-    made = []
-    for number, (shard, src, dst) in enumerate(hops):
-        (transport, address), *_ = peers[dst].transports.items()
-        phase: Literal["A", "B"] = "B" if stations[src].pod == stations[dst].pod else "A"
-        id = f"{letter}{number}"
-        made.append(CarryEdge(id, shard.id, 0, shard.bytes, src, dst, transport, address, phase=phase))
-    return tuple(made)

@@ -3,19 +3,19 @@
 HOSTS is JSON: `[[PEER, ADDRESS, NAMESPACE], ...]`. Each host is a rank that enters its network namespace, and carries
 what it is ordered by the product's own carrier and transport. The first line of output is the address of each peer.
 Each line of standard input has an order for some peers, `{PEER: ORDER, ...}`, and is answered with a line,
-`{PEER: ANSWER, ...}`, once all of them are done. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...], "seed": 1}`,
-`{"carry": ORDER}`, `{"end": VERSION}`, `{"sum": true}`.
+`{PEER: ANSWER, ...}`, once all of them are done. Orders: `{"open": VERSION_MAP, "holds": [SHARD, ...]}`,
+`{"carry": ORDER}`, `{"sum": true}`.
 """
 
-import ctypes
 import hashlib
 import json
 import random
+import shutil
 import sys
-import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,77 +23,34 @@ from pydantic import TypeAdapter
 
 from orchestrrl.lab.box.namespaces import enter
 from orchestrrl.lab.testbed.ranks import Ranks, print_json
-from orchestrrl.weights.model import Range, ShardMap, VersionMap
+from orchestrrl.weights.model import MODEL_FILE, VersionMap
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
+from orchestrrl.weights.peer.staged import StagedVersion
 from orchestrrl.weights.transports.base import make_transport
 from planner.model import PeerId
-from planner.sync_tree.ranges import ByteRanges
 
+FOLDER = Path("/run/weights")  # of the box's own, in memory
 MAP: TypeAdapter[VersionMap] = TypeAdapter(VersionMap)
 CARRY: TypeAdapter[CarryEdges] = TypeAdapter(CarryEdges)
 
 
-class InMemory:
-    """A version in memory: shards of these bytes or, where only a size is given, to be received. What peers hold is in
-    files (weights/peer/staged.py)."""
-
-    def __init__(self, version: int, shards: Mapping[str, bytes | int]) -> None:
-        self.bytes = {name: bytearray(what) for name, what in shards.items()}
-        maps = tuple(ShardMap(name, len(held), ()) for name, held in self.bytes.items())
-        self.map = VersionMap(version, (), maps, block_bytes=1)
-        self._received = [name for name, what in shards.items() if isinstance(what, int)]
-        self._there = {name: ByteRanges() for name in shards}
-        self._changed = threading.Condition()
-        for name in shards.keys() - set(self._received):
-            self._there[name].add(0, len(self.bytes[name]))
-
-    def wipe(self) -> None:
-        """Overwrite all that was received with zeros, and forget it."""
-        for name in self._received:
-            held = self.bytes[name]
-            ctypes.memset((ctypes.c_char * len(held)).from_buffer(held), 0, len(held))
-        with self._changed:
-            self._there |= {name: ByteRanges() for name in self._received}
-
-    def view(self, shard: str, offset: int, size: int) -> memoryview | None:
-        return memoryview(self.bytes[shard])[offset : offset + size]
-
-    def read(self, shard: str, offset: int, into: memoryview) -> None:
-        into[:] = memoryview(self.bytes[shard])[offset : offset + len(into)]
-
-    def write(self, shard: str, offset: int, data: memoryview) -> None:
-        memoryview(self.bytes[shard])[offset : offset + len(data)] = data
-
-    def arrived(self, shard: str, offset: int, size: int) -> None:
-        with self._changed:
-            self._there[shard].add(offset, size)
-            self._changed.notify_all()
-
-    def wait(self, shard: str, offset: int, size: int, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._there[shard].covers(offset, size), timeout_s)
-
-    def missing(self) -> dict[str, tuple[Range, ...]]:
-        with self._changed:
-            gaps = {name: there.gaps(len(self.bytes[name])) for name, there in self._there.items()}
-        return {name: ranges for name, ranges in gaps.items() if ranges}
-
-    def sha256(self) -> str:
-        """Return the sum of all shards, one behind the other."""
-        found = hashlib.sha256()
-        for held in self.bytes.values():
-            found.update(held)
-        return found.hexdigest()
+def opened(folder: Path, map: VersionMap, holds: Collection[str]) -> StagedVersion:
+    """Return a version in files of which the shards `holds` are there from the start, and nothing of an earlier one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    staged = StagedVersion(folder, map)
+    for shard in map.shards:
+        if shard.id in holds:
+            staged.write(shard.id, 0, memoryview(random.Random(shard.id).randbytes(shard.bytes)))
+            staged.arrived(shard.id, 0, shard.bytes)
+    return staged
 
 
-def memory_of(map: VersionMap, seed: int, holds: Collection[str]) -> InMemory:
-    """Return a version of which `holds` are there from the start, of random bytes that `seed` and their names give."""
-
-    def content(shard: ShardMap) -> bytes:
-        return random.Random(f"{seed}/{shard.id}").randbytes(shard.bytes)
-
-    return InMemory(map.version, {s.id: content(s) if s.id in holds else s.bytes for s in map.shards})
+def sha256_of(folder: Path) -> str:
+    """Return the sum of a version's file."""
+    with (folder / MODEL_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def run_rank(transport_name: str, hosts: list[list[str]], number: int, line: Connection) -> None:
@@ -108,17 +65,19 @@ def run_rank(transport_name: str, hosts: list[list[str]], number: int, line: Con
             ended.put(news)
 
     carrier = ThreadedCarrier(PeerId(peer), {transport_name: transport}, on_news)
-    staged: InMemory | None = None
+    staged: StagedVersion | None = None
     while (order := line.recv()) is not None:
         if "open" in order:
-            staged = memory_of(MAP.validate_python(order["open"]), order["seed"], order["holds"])
+            map = MAP.validate_python(order["open"])
+            carrier.end(map.version)
+            staged = opened(FOLDER / peer, map, order["holds"])
         line.send(None if staged is None else _carry_out(order, carrier, ended, staged))
     carrier.close()
     transport.close()
 
 
 def _carry_out(
-    order: dict[str, Any], carrier: ThreadedCarrier, ended: "SimpleQueue[EdgeEvent]", staged: InMemory
+    order: dict[str, Any], carrier: ThreadedCarrier, ended: "SimpleQueue[EdgeEvent]", staged: StagedVersion
 ) -> Any:
     match order:
         case {"carry": document}:
@@ -127,11 +86,8 @@ def _carry_out(
             events = [ended.get() for _ in edges.edges]
             broken = [f"edge {event.edge} broke: {event.detail}" for event in events if event.state is EdgeState.BROKEN]
             return {"ended_s": max(event.ended_s if event.is_receiver else 0.0 for event in events), "broken": broken}
-        case {"end": version}:
-            carrier.end(version)
-            staged.wipe()
         case {"sum": True}:
-            return {"sha256": staged.sha256(), "missing": staged.missing()}
+            return {"sha256": sha256_of(staged.folder), "missing": staged.missing()}
     return None
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrrl.core.errors import ProblemFaults
-from orchestrrl.lab.box.weights_carrier import InMemory
 from orchestrrl.weights.orders import ArrivedBytes, CarryEdge, CarryEdges, EdgeEvent, EdgeState
 from orchestrrl.weights.peer.carry import ThreadedCarrier
 from orchestrrl.weights.transports.conformance import pattern
 from orchestrrl.weights.transports.tcp import TcpTransport
 from planner.model import PeerId
+from tests.faults.in_memory import InMemory
 
 PATIENT_S = 60.0
 VERSION = 3

@@ -5,19 +5,38 @@ Started by `orchestrrl.lab.box.enter`; prints one line of JSON, and ends with it
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrrl.lab.box.enter import end_with_input
 from orchestrrl.lab.box.namespaces import Script
-from orchestrrl.lab.box.traffic import Flow, running
+from orchestrrl.lab.box.traffic import CHUNK, Flow, running
 
 HOST_INDEX, TRUNK_INDEX = 20_000, 30_000
 QUEUE_PACKETS = 80
 BEGIN_S = 1.0  # until flows share as they will
+
+
+@dataclass(slots=True)
+class Transfer(Flow):
+    """A flow that ends, under a congestion control of its own."""
+
+    most_bytes: float = float("inf")
+    congestion: str = "cubic"
+
+    async def send(self, out: socket.socket) -> None:
+        out.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
+        left = self.most_bytes
+        while left > 0:
+            chunk = CHUNK[: int(min(left, len(CHUNK)))]
+            await asyncio.get_running_loop().sock_sendall(out, chunk)
+            left -= len(chunk)
+        out.shutdown(socket.SHUT_WR)
 
 
 def room(host: int) -> str:
@@ -103,7 +122,7 @@ async def main(order: dict[str, Any]) -> None:
 
     def flow(source: int, sink: int, most_bytes: float = float("inf")) -> Flow:
         one, other = ((room(host), address(host, per_tor)) for host in (source, sink))
-        return Flow(one, other, most_bytes=most_bytes, congestion=order["congestion"])
+        return Transfer(one, other, most_bytes=most_bytes, congestion=order["congestion"])
 
     found = {}
     for name, flows in order["rates"].items():

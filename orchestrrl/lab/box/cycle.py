@@ -5,7 +5,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from orchestrrl.lab.box import intents
 from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import Testbed
 from orchestrrl.lab.box.traffic import Flow, mbps, running
+from orchestrrl.lab.testbed.processes import beside
 from planner.fabric.intent import Intent, Stage
 
 # So many announcements at most, each for two iterations: a trainer announces in each of its own.
@@ -90,8 +90,7 @@ class Cycle:
         """The trainer runs on: circuits change in one of its pauses."""
         began_s, first, iterations = time.monotonic(), len(trainer.bursts), self.order.iterations
         within_s = ANNOUNCED_FOR * (self.order.collective_s + self.order.pause_s)
-        running_on = asyncio.ensure_future(trainer.run())
-        try:
+        async with beside(trainer.run()) as running_on:
             for _ in range(ANNOUNCED):
                 report = await self.client.announce(intent.period, intent, within_s=within_s)
                 if report.state is not PeriodState.KEPT:
@@ -99,10 +98,6 @@ class Cycle:
             then = len(trainer.bursts)
             while len(trainer.bursts) < then + iterations and not running_on.done():
                 await asyncio.sleep(0.05)
-        finally:
-            running_on.cancel()
-            with suppress(asyncio.CancelledError):
-                await running_on
         offset_s = time.monotonic() - time.time()
         begun_s = min((commit.commanded_s for commit in report.commits), default=report.announced_s) + offset_s
         usable_s = max((commit.usable_s for commit in report.commits), default=report.announced_s) + offset_s
@@ -186,11 +181,8 @@ async def cycle(box: Testbed, order: BoxOrder) -> dict[str, Any]:
 
 def flows_between_tors(box: Testbed, intent: Intent) -> list[Flow]:
     """A flow for each pair of hosts below different ToRs that the traffic matrix names."""
-    pairs = {
-        (source, sink)
-        for source, sink in intents.sends(box.site, intent)
-        if box.site.tor_of(source) != box.site.tor_of(sink)
-    }
+    senders = intents.senders(box.site, intent)
+    pairs = {pair for pair in senders if box.site.tor_of(pair[0]) != box.site.tor_of(pair[1])}
     return [Flow(box.plan.nic_of(source), box.plan.nic_of(sink)) for source, sink in sorted(pairs)]
 
 

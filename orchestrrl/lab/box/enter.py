@@ -42,7 +42,7 @@ def lacking() -> str:
             capture_output=True,
             text=True,
             timeout=PROBE_WITHIN_S,
-            env=environment(),
+            env={**os.environ, "PATH": _path()},
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -58,7 +58,7 @@ def start(name: str, words: Sequence[str | Path], folder: Path) -> LabProcess:
     if why := lacking():
         raise Permanent(why)
     command = [*_prefix(), sys.executable, *words]
-    process = LabProcess(name, command, folder, environment=environment(), takes_input=True)
+    process = LabProcess(name, command, folder, environment={"PATH": _path()}, takes_input=True)
     process.spawn()
     return process
 
@@ -76,13 +76,12 @@ def end_with_input(stop: Callable[[], object]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (os.environ.get("PATH", ""), *SEARCHED)))
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+def _path() -> str:
+    return os.pathsep.join(filter(None, (os.environ.get("PATH", ""), *SEARCHED)))
 
 
 def _found(tool: str) -> str | None:
-    return shutil.which(tool, path=environment()["PATH"])
+    return shutil.which(tool, path=_path())
 
 
 def _prefix() -> list[str]:

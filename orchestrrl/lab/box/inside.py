@@ -7,12 +7,12 @@ input.
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.box.testbed import TOOK_WITHIN_S, Testbed, standing
 from orchestrrl.lab.box.traffic import Flow, mbps, running
 from orchestrrl.lab.testbed.processes import until
+from orchestrrl.lab.testbed.ranks import print_json
 from planner.fabric.light import interfaces_at, links_up
 from planner.fabric.model import EndpointId, PortPair, port_pair
-from planner.fabric.topology import PodRole, Tier
+from planner.fabric.topology import PodRole
 
 COUNTS = (1, 2, 3)  # of circuits
 SETTLING_S = 1.0  # until TCP has found the rate
@@ -37,19 +38,11 @@ TRANSFER_WINDOW_BYTES = 32_768  # of which Linux makes twice as much
 
 
 def tor_pair(box: Testbed, role: PodRole = PodRole.TRAIN) -> tuple[EndpointId, EndpointId]:
-    """Two ToRs of one PoD with most fibres to the same switch, and hosts."""
-    site = box.site
-    with_hosts = {tor for server in site.servers for tor in server.tors}
-    pairs = [
-        (min(len(switch.ports.get(one.id, ())), len(switch.ports.get(other.id, ()))), one.id, other.id)
-        for switch in site.switches
-        if switch.tier is Tier.AGG
-        for k, one in enumerate(site.tors)
-        for other in site.tors[k + 1 :]
-        if one.pod == other.pod == switch.pod and site.pod[one.pod].role is role and {one.id, other.id} <= with_hosts
-    ]
-    _, one, other = max(pairs, key=lambda each: each[0])
-    return one, other
+    """Two ToRs of one PoD with hosts, between which one switch can have most circuits."""
+    with_hosts = {tor for server in box.site.servers for tor in server.tors}
+    tors = [tor for tor in box.site.tors if tor.id in with_hosts and box.site.pod[tor.pod].role is role]
+    pairs = [(one.id, other.id) for one, other in combinations(tors, 2) if one.pod == other.pod]
+    return max(pairs, key=lambda pair: len(circuits_between(box, *pair)))
 
 
 def circuits_between(box: Testbed, one: EndpointId, other: EndpointId) -> list[PortPair]:
@@ -253,11 +246,6 @@ SHOWS: dict[str, Callable[[Testbed, BoxOrder], Awaitable[dict[str, Any]]]] = {
 }
 
 
-def report(**what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
-
-
 async def main(order: BoxOrder) -> None:
     mine = asyncio.current_task()
     assert mine is not None
@@ -269,9 +257,9 @@ async def main(order: BoxOrder) -> None:
             "switches": {id: switch.protocol for id, switch in box.switches.items()},
         }
         for name in order.shows:
-            report(at=name)
+            print_json({"at": name})
             results[name] = await SHOWS[name](box, order)
-    report(results=results)
+    print_json({"results": results})
 
 
 if __name__ == "__main__":
@@ -281,5 +269,4 @@ if __name__ == "__main__":
     try:
         asyncio.run(main(BoxOrder(**json.loads(sys.argv[1]))))
     except (OrchestrRLError, DriverError) as error:
-        report(failed=str(error))
-        os._exit(1)
+        sys.exit(str(error))

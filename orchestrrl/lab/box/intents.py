@@ -48,15 +48,13 @@ def weights(site: Site) -> Intent:
     return Intent("weights", Stage.WEIGHT_SYNC, (traffic,), job=JOB)
 
 
-def sends(site: Site, intent: Intent) -> dict[tuple[GpuId, GpuId], float]:
-    """The traffic matrix: bytes from GPU to GPU."""
-    found: dict[tuple[GpuId, GpuId], float] = {}
+def senders(site: Site, intent: Intent) -> set[tuple[GpuId, GpuId]]:
+    """Return which GPU sends to which by the traffic matrix."""
+    found: set[tuple[int, int]] = set()
     placement = RankPlacement.of(site, intent, mask_nics(site, FabricFailures()))
     for traffic in intent.traffic:
         is_tree = traffic.primitive is Primitive.BROADCAST
         for some in [broadcasts_of(traffic, placement)] if is_tree else transfers_of(traffic):
-            for source, sink, count in zip(*map(list, (some.sources, some.destinations, some.sent_bytes)), strict=True):
-                pair = intent.gpu(int(source)), intent.gpu(int(sink))
-                if count > 0:
-                    found[pair] = found.get(pair, 0.0) + float(count)
-    return found
+            used = some.sent_bytes > 0
+            found |= set(zip(some.sources[used].tolist(), some.destinations[used].tolist(), strict=True))
+    return {(intent.gpu(source), intent.gpu(sink)) for source, sink in found}

@@ -30,12 +30,8 @@ class PatchPanel:
     def __init__(self, plan: TestbedPlan, glasses: Mapping[OcsId, CrossConnectModel]) -> None:
         self._glasses = glasses
         self._links = {switch: Links(room) for switch, room in plan.switches.items()}
-        self._ports: dict[Port, int] = {}
-        self._bridges: dict[Port, int] = {}
-        for port in plan.ends:
-            switch, number = port
-            self._ports[port] = self._links[switch].index(port_name(number))
-            self._bridges[port] = self._links[switch].index(bridge_name(number))
+        self._ports = {port: self._links[port[0]].index(port_name(port[1])) for port in plan.ends}
+        self._bridges = {port: self._links[port[0]].index(bridge_name(port[1])) for port in plan.ends}
         self._ends = dict(plan.ends)  # as really plugged in
         self.joined: frozenset[PortPair] = frozenset()  # the cross-connects that carry packets now
         self._lit: frozenset[Port] = frozenset()

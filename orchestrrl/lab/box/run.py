@@ -10,7 +10,6 @@ from string import Template
 from typing import Any
 
 from orchestrrl.core.charts import axes, save
-from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.box import enter
 
 # In the order in which they are shown.
@@ -56,13 +55,10 @@ async def run_box(order: BoxOrder, warn: Callable[[str], None] = lambda _: None)
     async with enter.start("box", words, Path(order.folder)) as box:
         while True:
             said: dict[str, Any] = json.loads(await box.next_line(math.inf))
-            if "at" in said:
-                warn(said["at"])
-            elif "failed" in said:
-                raise Permanent(box.obituary(f"fell: {said['failed']}"))
-            else:
+            if "results" in said:
                 results: dict[str, Any] = said["results"]
                 return results
+            warn(said["at"])
 
 
 COLOURS = {"train": "#eaf1fa", "gen": "#edf6ec", "weight_sync": "#f3f0f8"}

@@ -1,8 +1,7 @@
 """A box that stands: rooms and cables, switches with the panel behind them, and, where asked for, the daemon."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -20,7 +19,7 @@ from orchestrrl.lab.box.patch_panel import PatchPanel
 from orchestrrl.lab.box.plan import TestbedPlan, plan_of
 from orchestrrl.lab.box.run import BoxOrder
 from orchestrrl.lab.emulated_switch import GRPC, driver_of, make_switch
-from orchestrrl.lab.testbed.processes import until
+from orchestrrl.lab.testbed.processes import beside, until
 from orchestrrl.lab.testbed.stack import ANY_PORT, Stack
 from planner.fabric.model import EndpointId, OcsId, Port, PortPair
 from planner.fabric.topology import Site, Switch
@@ -143,17 +142,11 @@ async def standing(order: BoxOrder) -> AsyncIterator[Testbed]:
     speaking = zip(plan.site.switches, cycle(order.protocols), strict=False)
     switches = {switch.id: await _started(switch, protocol) for switch, protocol in speaking}
     panel = PatchPanel(plan, {id: each.model for id, each in switches.items()})
-    following = asyncio.ensure_future(panel.run())
     try:
-        async with Testbed(folder, plan, switches, panel) as box:
+        async with beside(panel.run()), Testbed(folder, plan, switches, panel) as box:
             await box.drive()
             yield box
-        if following.done():
-            following.result()
     finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
         for each in switches.values():
             await each.emulator.stop()
         panel.close()

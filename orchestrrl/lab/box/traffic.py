@@ -31,13 +31,11 @@ class Flow:
     source: Ends
     sink: Ends
     window_bytes: int | None = None  # that the receiver lets be under way; None: as the kernel sees fit
-    most_bytes: float = float("inf")
-    congestion: str | None = None  # control, e.g. "reno"; None: the kernel's default
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     retransmitted: int = 0  # segments, so far
 
     async def run(self) -> None:
-        """Until all is sent and has arrived, or it is cancelled. Raises Permanent where nobody answers."""
+        """Until it is cancelled, or all that is sent has arrived. Raises Permanent where nobody answers."""
         loop, port = asyncio.get_running_loop(), next(_ports)
         with (
             make_socket(self.sink[0], socket.AF_INET, socket.SOCK_STREAM) as door,
@@ -45,8 +43,6 @@ class Flow:
         ):
             if self.window_bytes is not None:
                 door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.window_bytes)
-            if self.congestion is not None:
-                out.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
             door.bind((self.sink[1], port))
             door.listen(1)
             out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -63,7 +59,7 @@ class Flow:
             with came:
                 came.setblocking(False)
                 self.arrivals.append((time.monotonic(), 0))
-                sending = asyncio.ensure_future(self._send(out))
+                sending = asyncio.ensure_future(self.send(out))
                 try:
                     await self._receive(came)
                 finally:
@@ -85,14 +81,11 @@ class Flow:
         times = [since_s, *(at_s for at_s, _ in self.arrivals if since_s < at_s < until_s), until_s]
         return max(later - earlier for earlier, later in itertools.pairwise(times))
 
-    async def _send(self, out: socket.socket) -> None:
-        loop, left = asyncio.get_running_loop(), self.most_bytes
-        while left > 0:
-            chunk = CHUNK if left >= len(CHUNK) else CHUNK[: int(left)]
-            await loop.sock_sendall(out, chunk)
-            left -= len(chunk)
+    async def send(self, out: socket.socket) -> None:
+        """Send without an end."""
+        while True:
+            await asyncio.get_running_loop().sock_sendall(out, CHUNK)
             self.retransmitted = _retransmitted(out)
-        out.shutdown(socket.SHUT_WR)
 
     async def _receive(self, came: socket.socket) -> None:
         loop, count, buffer = asyncio.get_running_loop(), 0, bytearray(1 << 16)

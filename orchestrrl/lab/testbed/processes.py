@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -147,7 +147,8 @@ class LabProcess:
 
     def cpu_s(self) -> float:
         """Return its CPU seconds since its start, over all its threads."""
-        return process_cpu_s(self.pid)
+        # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
+        return time.clock_gettime(~self.pid << 3 | 2)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -224,12 +225,6 @@ def free_port() -> int:
         return port
 
 
-def process_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process since its start, over all its threads."""
-    # Linux's clock of another process, as clock_getcpuclockid(3) makes it; /proc counts in 10 ms.
-    return time.clock_gettime(~pid << 3 | 2)
-
-
 async def until(
     condition: Callable[[], Awaitable[Found | None]],
     what: str,
@@ -253,6 +248,18 @@ async def until(
 
 
 @contextlib.asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run `work` while the body runs, and cancel it then. A failure of it is raised at the end."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
 async def meanwhile(repeated: Callable[[], Awaitable[None]], every_s: float) -> AsyncIterator[None]:
     """Await `repeated` every so often while the body runs."""
 
@@ -261,10 +268,5 @@ async def meanwhile(repeated: Callable[[], Awaitable[None]], every_s: float) -> 
             await repeated()
             await asyncio.sleep(every_s)
 
-    task = asyncio.create_task(repeat())
-    try:
+    async with beside(repeat()):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

@@ -142,6 +142,9 @@ class SteadyStep:
 
 
 def stages_of(scenario: ClusterScenario, kind: str, **options: object) -> FabricStages:
+    """On one of the fabrics in NAMES."""
+    if kind == "lone":
+        kind, options = "oversubscribed", {"radix": LONE_RADIX}
     return FabricStages(scenario, ClusterFabricSection(kind=kind, options=dict(options)), TRAIN_CONSTANTS)
 
 

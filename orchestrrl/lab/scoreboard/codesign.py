@@ -25,13 +25,17 @@ NEAR = "experts' groups of 16 GPUs are two servers, which ToRs of six servers ke
 LONE = "when engines change, and how many requests there are, is ours"
 
 
-def two_by_two(quick: bool) -> list[ScoreboardRow]:
+def two_by_two(quick: bool) -> Iterator[ScoreboardRow]:
     case = _case(QUICK if quick else 1)
     wanted = [(kind, arm) for arm in ("verl_to", "both") for kind in (BASE, OURS, *(() if quick else (REFERENCE,)))]
     found = {(kind, arm): cases.measured(cases.stages_of(case.scenario([kind]), kind), arm) for kind, arm in wanted}
-    found["lone", "verl_to"] = cases.measured(cases.stages_of(case.scenario([BASE]), BASE, radix=cases.LONE_RADIX))
-    alone = [row for some in dict.fromkeys((case, _fewer_train(case, found))) for row in _lone_rows(some, found)]
-    return [*_rows(case, found), *alone, *_reference(found)]
+    found["lone", "verl_to"] = cases.measured(cases.stages_of(case.scenario([BASE]), "lone"))
+    yield from _rows(case, found)
+    for some in dict.fromkeys((case, _fewer_train(case, found))):
+        yield from _lone_rows(some, found)
+    if not quick:
+        ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
+        yield beyond("RFabric over a full fat tree, both with our scheduler", ours, figure="Figure 17")
 
 
 def _case(fewer: int) -> cases.Case:
@@ -72,7 +76,7 @@ def _why(base: cases.SteadyStep, here: cases.SteadyStep) -> str:
 def _lone_rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadyStep]) -> Iterator[ScoreboardRow]:
     """Were every server alone behind three uplinks for its eight NICs, so that nothing but its own GPUs is near; with
     the case's count of GPUs that train."""
-    there = cases.stages_of(case.scenario([BASE]), BASE, radix=cases.LONE_RADIX)
+    there = cases.stages_of(case.scenario([BASE]), "lone")
     lone = cases.retrained(found["lone", "verl_to"], there)
     ours = cases.stages_of(case.scenario([OURS]), OURS)
     for name, arm in (("fabric_only", "verl_to"), ("both", "both")):
@@ -81,13 +85,6 @@ def _lone_rows(case: cases.Case, found: Mapping[tuple[str, str], cases.SteadySte
         what = f"throughput, {of}, each server alone behind three uplinks"
         rate = here.samples_per_s / lone.samples_per_s
         yield compared("Figure 17", what, f"codesign.throughput.{name}", rate, _why(lone, here))
-
-
-def _reference(found: Mapping[tuple[str, str], cases.SteadyStep]) -> list[ScoreboardRow]:
-    if (REFERENCE, "both") not in found:
-        return []
-    ours = found[OURS, "both"].samples_per_s / found[REFERENCE, "both"].samples_per_s
-    return [beyond("RFabric over a full fat tree, both with our scheduler", ours, figure="Figure 17")]
 
 
 # --- figure 18

@@ -30,9 +30,7 @@ def throughput(model: str, quick: bool) -> Iterator[ScoreboardRow]:
 
 def on_fabrics(case: cases.Case) -> dict[str, cases.SteadyStep]:
     scenario = case.scenario()
-    found = {kind: cases.measured(cases.stages_of(scenario, kind)) for kind in cases.FABRICS}
-    found["lone"] = cases.measured(cases.stages_of(scenario, "oversubscribed", radix=cases.LONE_RADIX))
-    return found
+    return {kind: cases.measured(cases.stages_of(scenario, kind)) for kind in cases.NAMES}
 
 
 def _throughput_rows(case: cases.Case, found: Mapping[str, cases.SteadyStep]) -> Iterator[ScoreboardRow]:

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter
 import balancer
 import orchestrrl
 import planner
-from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.core.errors import Permanent
 from orchestrrl.lab.processes import run_tasks
 from orchestrrl.lab.scoreboard import codesign, decisions, fabrics, fidelity, generation, sensitivity
 from orchestrrl.lab.scoreboard.claims import ScoreboardPart, ScoreboardRow
+from orchestrrl.lab.sim.run import chosen as chosen_names
 
 FIGURES: tuple[ScoreboardPart, ...] = (
     ScoreboardPart("2", "Section 2: a job on 72 GPUs", generation.workload),
@@ -79,19 +80,13 @@ NOT_HERE: Mapping[str, str] = {
 
 def chosen(wanted: Sequence[str]) -> list[ScoreboardPart]:
     """All where none is named; `13` is every one whose id begins with it. Raises ProblemFaults."""
-    known = [figure.id for figure in FIGURES]
-    faults = [
-        f"--figures[{number}]: must be one of {', '.join(known)}, got {name!r}"
-        for number, name in enumerate(wanted)
-        if not any(_is(each, name) for each in known)
-    ]
-    if faults:
-        raise ProblemFaults(faults)
-    return [figure for figure in FIGURES if not wanted or any(_is(figure.id, name) for name in wanted)]
+    known = list(dict.fromkeys(name for figure in FIGURES for name in _names(figure)))
+    names = chosen_names(wanted, known, "--figures")
+    return [figure for figure in FIGURES if any(name in names for name in _names(figure))]
 
 
-def _is(known: str, name: str) -> bool:
-    return name in (known, known.split("-")[0])
+def _names(figure: ScoreboardPart) -> tuple[str, str]:
+    return figure.id.split("-")[0], figure.id
 
 
 @dataclass(frozen=True, slots=True)

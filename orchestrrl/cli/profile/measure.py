@@ -54,8 +54,8 @@ def measure(
     Example: `orchestrrl profile measure http://127.0.0.1:8000 --tp 2 --switch-s 45 --gpu H800 --out profile.yaml`
     """
     from orchestrrl.engines.base import connect
-    from orchestrrl.engines.profiles.importer import layout_id
     from orchestrrl.engines.profiles.measure import MeasurementInputs
+    from planner.cost.predict import identifier
     from planner.cost.profile import Parallelism
     from planner.model import ConfigurationId
 
@@ -63,7 +63,7 @@ def measure(
     link = _link(kv_bytes_per_token, transfer_gbps)
     existing = _existing(out, gpu)
     wanted = MeasurementInputs(
-        id=ConfigurationId(configuration) if configuration else layout_id(layout),
+        id=ConfigurationId(configuration) if configuration else identifier(layout),
         parallelism=layout,
         switch_s=COLD_START_S if switch_s is None else switch_s,
         switch_detail=_switch_detail(switch_s),
@@ -208,8 +208,9 @@ def _merged(existing: "Profile | None", measured: "MeasuredProfile", gpu: str, l
 
     profile = existing or Profile(measured.model, gpu or "unknown", measured.engine_name, ())
     if link is not None:
-        moves = move_costs(measured.prefill, link, measured.engine.provenance)
-        profile = replace(profile, moves=tidy(moves))
+        seen = measured.engine.provenance
+        source = replace(seen, detail=f"{seen.detail}; transfer: command line")
+        profile = replace(profile, moves=tidy(move_costs(measured.prefill, link, source)))
     return with_engine(profile, tidy(measured.engine))
 
 

@@ -14,10 +14,11 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol
 
 from orchestrrl.core.errors import Permanent, ProblemFaults
+from orchestrrl.engines.profiles.measure import MoveLink, move_costs
 from orchestrrl.engines.profiles.store import of_fit, tidy
-from planner.cost.fit import StepSample, TimedSample, fit_curve, fit_rate, fit_step
-from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
-from planner.model import ConfigurationId
+from planner.cost.fit import StepSample, TimedSample, fit_rate, fit_step
+from planner.cost.predict import identifier
+from planner.cost.profile import EngineProfile, MoveCosts, Parallelism, Profile, ProfileSource, Provenance
 
 PACKAGE = "aiconfigurator-core"
 INSTALL = f"{PACKAGE} is not installed here; it comes with `pip install 'orchestrrl[aiconfigurator]'`"
@@ -28,8 +29,6 @@ MEMORY_FRACTION = 0.9
 PREFILL_BATCH_TOKENS = 8192  # activations are sized for this many
 CONTEXTS = (128, 512, 2048, 4096, 8192, 16384, 32768)
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-# A KV transfer crosses nodes at one GPU's rate; the line is drawn through this size.
-LARGE_BYTES = 1e10
 
 
 class ImportHandle(Protocol):
@@ -42,13 +41,6 @@ class ImportHandle(Protocol):
     def predict_prefill_latency(self, bs: int, isl: int) -> float:
         """Milliseconds."""
         ...
-
-
-class KvCacheSize(NamedTuple):
-    """KV cache of one data-parallel rank."""
-
-    tokens: int
-    bytes_per_token: float  # on one GPU
 
 
 class ImportInputs(NamedTuple):
@@ -76,11 +68,6 @@ def layout_named(name: str) -> Parallelism:
     return Parallelism(tp=tp, dp=dp, ep=ep)
 
 
-def layout_id(layout: Parallelism) -> ConfigurationId:
-    parts = [f"tp{layout.tp}", f"dp{layout.dp}" * (layout.dp > 1), f"ep{layout.ep}" * (layout.ep > 1)]
-    return ConfigurationId("".join(parts))
-
-
 def import_profile(
     vendor: "Aiconfigurator",
     model: str,
@@ -95,33 +82,33 @@ def import_profile(
     engines, left_out, moves = [], [], None
     provenance = Provenance(ProfileSource.IMPORTED, date, vendor.detail)
     for layout in layouts:
-        on_layout(layout_id(layout))
+        on_layout(identifier(layout))
         try:
             handle = vendor.compile(layout)
-            room = vendor.room(layout, given.max_sequences)
-            engines.append(engine_profile(handle, layout, room, given, provenance))
+            rank_tokens = vendor.room(layout, given.max_sequences)
+            engines.append(engine_profile(handle, layout, rank_tokens, given, provenance))
             moves = moves or _moves(vendor, handle, provenance)
         except ValueError as error:
-            left_out.append(f"{layout_id(layout)}: {error}")
+            left_out.append(f"{identifier(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
     return Profile(model, system, backend, tidy(tuple(engines)), tidy(moves)), left_out
 
 
 def engine_profile(
-    handle: ImportHandle, layout: Parallelism, room: KvCacheSize, given: ImportInputs, provenance: Provenance
+    handle: ImportHandle, layout: Parallelism, rank_tokens: int, given: ImportInputs, provenance: Provenance
 ) -> EngineProfile:
-    """Fits over the batches that fit into the KV cache. Raises ValueError where hardly any does."""
-    capacity_tokens = room.tokens * layout.dp
-    fitted = fit_step(step_table(handle, layout, room.tokens, given.max_sequences), robust=False)
+    """Fits over the batches that fit into the KV cache of `rank_tokens` for each data-parallel rank. Raises ValueError
+    where hardly any does."""
+    fitted = fit_step(step_table(handle, layout, rank_tokens, given.max_sequences), robust=False)
     rate, prefill_error = fit_rate(_prefill_table(handle))
     estimate = f"{provenance.detail}: its memory model, {MEMORY_FRACTION:.0%} of the GPU's memory"
     return EngineProfile(
-        id=layout_id(layout),
+        id=identifier(layout),
         parallelism=layout,
         step=fitted.step,
         prefill_tokens_per_s=rate * layout.dp,
-        kv_capacity_tokens=capacity_tokens,
+        kv_capacity_tokens=rank_tokens * layout.dp,
         max_sequences=given.max_sequences,
         switch_s=given.switch_s,
         provenance=of_fit(provenance, fitted.error),
@@ -162,9 +149,8 @@ def _moves(vendor: "Aiconfigurator", handle: ImportHandle, provenance: Provenanc
     if link is None:
         return None
     bytes_per_s, latency_s = link
-    recompute = fit_curve(_prefill_table(handle))
-    transfer_s = Curve((0.0, LARGE_BYTES), (latency_s, latency_s + LARGE_BYTES / bytes_per_s))
-    return MoveCosts(vendor.kv_bytes_per_token(), transfer_s, recompute.curve, of_fit(provenance, recompute.error))
+    link_costs = MoveLink(vendor.kv_bytes_per_token(), 8 * bytes_per_s / 1e9, latency_s)
+    return move_costs(_prefill_table(handle), link_costs, provenance)
 
 
 class Aiconfigurator:
@@ -199,9 +185,9 @@ class Aiconfigurator:
             )
             return handle
 
-    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize:
-        told = self._kv(layout, max(1, sequences // layout.dp))
-        return KvCacheSize(int(told["total_kv_size_tokens"]), float(told["kv_size_per_token_bytes"]))
+    def room(self, layout: Parallelism, sequences: int) -> int:
+        """Return the tokens that the KV cache of one data-parallel rank holds."""
+        return int(self._kv(layout, max(1, sequences // layout.dp))["total_kv_size_tokens"])
 
     def kv_bytes_per_token(self) -> float:
         """Of the whole model: what one GPU would hold, had it room for all."""

@@ -71,10 +71,11 @@ class EngineCapacity:
 
 
 class MoveLink(NamedTuple):
-    """What moving KV costs, by somebody's word; an engine cannot tell."""
+    """The link that KV crosses between two engines, which an engine cannot tell."""
 
     kv_bytes_per_token: float
     transfer_gbps: float
+    latency_s: float = 0.0
 
 
 class GridPoint(NamedTuple):
@@ -109,11 +110,11 @@ async def measure(
 
 
 def move_costs(prefill: Sequence[TimedSample], link: MoveLink, provenance: Provenance) -> MoveCosts:
-    """Recomputing as measured, transfer as given. A measurement has always several prompt lengths."""
+    """Recomputing as measured, transfer along a line. A measurement has always several prompt lengths."""
     recompute = fit_curve(prefill)
-    source = replace(provenance, detail=f"{provenance.detail}; transfer: command line")
-    transfer_s = Curve((0.0, LARGE_BYTES), (0.0, LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)))
-    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, of_fit(source, recompute.error))
+    large_s = link.latency_s + LARGE_BYTES * 8 / (link.transfer_gbps * 1e9)
+    transfer_s = Curve((0.0, LARGE_BYTES), (link.latency_s, large_s))
+    return MoveCosts(link.kv_bytes_per_token, transfer_s, recompute.curve, of_fit(provenance, recompute.error))
 
 
 def grid(limits: EngineCapacity) -> list[GridPoint]:

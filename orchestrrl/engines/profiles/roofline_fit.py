@@ -19,15 +19,7 @@ from scipy.optimize import least_squares
 
 from orchestrrl.engines.profiles.silicon import MeasuredDeployment
 from planner.cost.engine_constants import MOE_ONLY, constants_of, flat_priors, prior_values, stacked
-from planner.cost.roofline import (
-    IterationWork,
-    attended_tokens,
-    kv_capacity_tokens,
-    running_sequences,
-    stacked_work,
-    tpot_s,
-    work_of,
-)
+from planner.cost.roofline import IterationWork, attended_tokens, stacked_work, tpot_s, work_of
 
 # Relative errors beyond this count as outliers.
 USUAL_ERROR = 0.06
@@ -54,11 +46,7 @@ class DeploymentColumns:
 
 
 def rows_of(deployments: Sequence[MeasuredDeployment]) -> DeploymentColumns:
-    works = []
-    for row in deployments:
-        capacity = kv_capacity_tokens(row.model, row.gpu, row.parallelism, row.precision)
-        sequences = running_sequences(row.load, capacity)
-        works.append(work_of(row.model, row.gpu, row.parallelism, row.precision, sequences))
+    works = [work_of(row.model, row.gpu, row.parallelism, row.precision, row.sequences) for row in deployments]
     return DeploymentColumns(
         work=stacked_work(works),
         backends=tuple(row.backend for row in deployments),
@@ -114,15 +102,20 @@ def _fitted(
     return named(least_squares(residuals, start, x_scale=0.3).x)
 
 
-def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
-    """Relative error of every deployment [row], predicted by the set that was fitted without its model."""
-    rows = rows_of(deployments)
+def left_out_s(rows: DeploymentColumns, sets: Mapping[str, Mapping[str, float]]) -> Floats:
+    """TPOT of every row, predicted by the set that was fitted without its model; where there is none, by that of all
+    models."""
     models = np.array(rows.models)
-    predicted = np.empty(len(models))
-    for left_out, values in sets.items():
-        if left_out != ALL_MODELS:
-            predicted[models == left_out] = predicted_s(rows, values)[models == left_out]
-    return np.asarray(np.abs(predicted / rows.measured_s - 1))
+    predicted = predicted_s(rows, sets[ALL_MODELS])
+    for left_out in set(rows.models) & sets.keys():
+        predicted[models == left_out] = predicted_s(rows, sets[left_out])[models == left_out]
+    return predicted
+
+
+def left_out_errors(deployments: Sequence[MeasuredDeployment], sets: Mapping[str, Mapping[str, float]]) -> Floats:
+    """Relative error of every deployment [row], as `left_out_s` predicts it."""
+    rows = rows_of(deployments)
+    return np.asarray(np.abs(left_out_s(rows, sets) / rows.measured_s - 1))
 
 
 def write_fitted(path: Path, sets: Mapping[str, Mapping[str, float]], errors: Floats, source: str, today: date) -> None:

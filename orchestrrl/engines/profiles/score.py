@@ -16,12 +16,12 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import Any
 
-from orchestrrl.engines.profiles.roofline_fit import ALL_MODELS, predicted_s, rows_of
+from orchestrrl.engines.profiles.roofline_fit import left_out_s, rows_of
 from orchestrrl.engines.profiles.silicon import TEXTS, MeasuredDeployment, SiliconData, UnpredictedRow
 from planner.cost.fit import LoadedFit, StepSample, TooFewSamples, fit_loaded
 from planner.cost.fitted import FITTED, FITTED_TO
 from planner.cost.profile import ProfileSource
-from planner.cost.roofline import attended_tokens, kv_capacity_tokens, running_sequences
+from planner.cost.roofline import attended_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,43 +43,25 @@ def roofline(deployments: Sequence[MeasuredDeployment]) -> list[ScoredPrediction
     if not deployments:
         return []
     rows = rows_of(deployments)
-    sets = {model: model if model in FITTED else ALL_MODELS for model in set(rows.models)}
-    by_set = {left_out: predicted_s(rows, FITTED[left_out]) for left_out in set(sets.values())}
+    constants = f"constants fitted to {FITTED_TO}"
+    details = [f"without {model}" if model in FITTED else "none of them of this model" for model in rows.models]
     return [
-        ScoredPrediction(deployment, float(by_set[sets[model]][index]), ProfileSource.ROOFLINE, _detail(sets[model]))
-        for index, (deployment, model) in enumerate(zip(deployments, rows.models, strict=True))
+        ScoredPrediction(deployment, predicted, ProfileSource.ROOFLINE, f"{constants}, {detail}")
+        for deployment, predicted, detail in zip(deployments, left_out_s(rows, FITTED).tolist(), details, strict=True)
     ]
 
 
-def _detail(left_out: str) -> str:
-    return f"constants fitted to {FITTED_TO}, {f'without {left_out}' if left_out else 'none of them of this model'}"
-
-
-@dataclass(frozen=True, slots=True)
-class RatioError:
-    """Of TPOT at the smaller TP over TPOT at the larger, for two deployments equal but for TP."""
-
-    narrow: ScoredPrediction
-    wide: ScoredPrediction
-
-    @property
-    def tps(self) -> tuple[int, int]:
-        return self.narrow.deployment.tp, self.wide.deployment.tp
-
-    @property
-    def error(self) -> float:
-        return (1 + self.narrow.error) / (1 + self.wide.error) - 1
-
-
-def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[RatioError]:
+def ratio_errors(scored: Iterable[ScoredPrediction]) -> list[tuple[tuple[int, int], float]]:
+    """Return, for every two deployments equal but for TP, their TPs and the error of TPOT at the smaller TP over TPOT
+    at the larger."""
     groups: dict[object, list[ScoredPrediction]] = defaultdict(list)
-    for row in scored:
+    for row in sorted(scored, key=lambda row: row.deployment.tp):
         groups[row.deployment.but_for_tp()].append(row)
     return [
-        RatioError(*sorted(pair, key=lambda row: row.deployment.tp))
+        ((narrow.deployment.tp, wide.deployment.tp), (1 + narrow.error) / (1 + wide.error) - 1)
         for rows in groups.values()
-        for pair in combinations(rows, 2)
-        if pair[0].deployment.tp != pair[1].deployment.tp
+        for narrow, wide in combinations(rows, 2)
+        if narrow.deployment.tp != wide.deployment.tp
     ]
 
 
@@ -109,14 +91,14 @@ def report(scored: Sequence[ScoredPrediction], unpredicted: Sequence[Unpredicted
 
 
 def _errors(rows: Sequence[ScoredPrediction]) -> dict[str, Any]:
-    ratios = [abs(pair.error) for pair in ratio_errors(rows)]
+    ratios = [abs(error) for _, error in ratio_errors(rows)]
     return {"rows": len(rows), **_mean_median([abs(row.error) for row in rows]), "ratio": _pairs(ratios)}
 
 
 def _by_pair(rows: Sequence[ScoredPrediction]) -> list[dict[str, Any]]:
     pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for pair in ratio_errors(rows):
-        pairs[pair.tps].append(abs(pair.error))
+    for tps, error in ratio_errors(rows):
+        pairs[tps].append(abs(error))
     return [{"tp": list(tps), **_pairs(errors)} for tps, errors in sorted(pairs.items())]
 
 
@@ -197,17 +179,12 @@ def _fit(rows: Sequence[MeasuredDeployment]) -> LoadedFit:
 
 
 def _sample(row: MeasuredDeployment) -> StepSample:
-    sequences = _sequences(row)
-    return StepSample(sequences, sequences * attended_tokens(row.model, row.load), row.tpot_s)
-
-
-def _sequences(row: MeasuredDeployment) -> float:
-    return running_sequences(row.load, kv_capacity_tokens(row.model, row.gpu, row.parallelism, row.precision))
+    return StepSample(row.sequences, row.sequences * attended_tokens(row.model, row.load), row.tpot_s)
 
 
 def _prefilled_tokens(row: MeasuredDeployment) -> float:
     """In a step of a closed loop: over its output, a request meets one prompt of every other."""
-    return max(0.0, _sequences(row) - 1) * row.load.prompt_tokens / row.load.output_tokens
+    return max(0.0, row.sequences - 1) * row.load.prompt_tokens / row.load.output_tokens
 
 
 def _tpot_s(fit: LoadedFit, row: MeasuredDeployment) -> float:

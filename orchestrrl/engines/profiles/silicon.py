@@ -17,7 +17,7 @@ from planner.cost.engine_constants import UnknownBackend, constants_of, prior_va
 from planner.cost.hardware import GpuModel, UnknownGpu, gpu_named
 from planner.cost.models import BF16_BITS, Model, UnknownModel, model_named
 from planner.cost.profile import Parallelism
-from planner.cost.roofline import ClosedLoop, Precision
+from planner.cost.roofline import ClosedLoop, Precision, kv_capacity_tokens, running_sequences
 
 TEXTS = ("backend", "backend_version", "model_path", "system", "precision", "gemm_quant_mode", "moe_quant_mode")
 AT_LEAST_ONE = ("isl", "osl", "batch_size", "tp_size", "pp_size")
@@ -57,6 +57,11 @@ class MeasuredDeployment:
     @property
     def tp(self) -> int:
         return self.parallelism.tp
+
+    @property
+    def sequences(self) -> float:
+        """That run at once."""
+        return running_sequences(self.load, kv_capacity_tokens(self.model, self.gpu, self.parallelism, self.precision))
 
     def but_for_tp(self) -> tuple[str | float | None, ...]:
         """Rows that agree in this differ in TP only, and in how experts are then split."""
@@ -130,10 +135,8 @@ def _row_faults(number: int, row: dict[str, str]) -> Iterator[str]:
         where = path_of(("row", number, column))
         if text is None:
             yield f"{where}: is missing, got a row that ends before"
-        elif column not in TEXTS and text.strip():
-            fault = _number_fault(column, text)
-            if fault:
-                yield f"{where}: {fault}, got {shorten(text)}"
+        elif column not in TEXTS and text.strip() and (fault := _number_fault(column, text)):
+            yield f"{where}: {fault}, got {shorten(text)}"
 
 
 def _number_fault(column: str, text: str) -> str:
@@ -145,13 +148,10 @@ def _number_fault(column: str, text: str) -> str:
         return "should be a finite number"
     if column in WHOLE and value != int(value):
         return "should be a whole number"
-    if column in AT_LEAST_ONE and value < 1:
-        return "must be >= 1"
-    if column in AT_LEAST_ZERO and value < 0:
-        return "must be >= 0"
-    if column == MEASURED and value <= 0:
-        return "must be > 0"
-    return ""
+    if column == MEASURED:
+        return "" if value > 0 else "must be > 0"
+    least = int(column in AT_LEAST_ONE)
+    return "" if value >= least else f"must be >= {least}"
 
 
 def _deployment(number: int, row: dict[str, str]) -> MeasuredDeployment:
@@ -178,9 +178,8 @@ def _deployment(number: int, row: dict[str, str]) -> MeasuredDeployment:
 
 
 def _parallelism(model: Model, numbers: dict[str, float]) -> Parallelism:
-    tp, dp = int(numbers["tp_size"]), int(max(1.0, numbers.get("attention_dp_size", 1.0)))
-    ep = int(max(1.0, numbers.get("moe_ep_size", 1.0))) if model.moe else 1
-    return Parallelism(tp=tp, dp=dp, ep=ep)
+    dp, ep = (int(max(1.0, numbers.get(name, 1.0))) for name in ("attention_dp_size", "moe_ep_size"))
+    return Parallelism(tp=int(numbers["tp_size"]), dp=dp, ep=ep if model.moe else 1)
 
 
 def _precision(model: Model, texts: dict[str, str]) -> Precision:

@@ -76,35 +76,33 @@ class ProvenanceSection(Section):
 
 
 class _CurveSection(Section):
+    """Seconds over sizes, which have a name of their own in each kind of curve."""
+
     seconds: Seconds
+    sizes: Increasing
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:
-        sizes = self.sizes()
-        if len(sizes) != len(self.seconds):
-            raise ValueError(f"must have as many seconds as sizes, got {len(self.seconds)} and {len(sizes)}")
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"must have as many seconds as sizes, got {len(self.seconds)} and {len(self.sizes)}")
         return self
 
-    def sizes(self) -> tuple[float, ...]:
-        (sizes,) = (values for name, values in self if name != "seconds" and isinstance(values, tuple))
-        return tuple(sizes)
-
     def value(self) -> Curve:
-        return Curve(self.sizes(), self.seconds)
+        return Curve(self.sizes, self.seconds)
 
 
 class ByTokens(_CurveSection):
-    tokens: Increasing
+    sizes: Increasing = Field(alias="tokens")
 
 
 class ByBytes(_CurveSection):
-    bytes: Increasing
+    sizes: Increasing = Field(alias="bytes")
 
 
 class BySequences(_CurveSection):
     """A decode iteration: seconds at each number of sequences, without and per KV token."""
 
-    sequences: Increasing
+    sizes: Increasing = Field(alias="sequences")
     per_kv_token: NonNegativeFloat
     per_spilled_token: NonNegativeFloat = 0.0
 
@@ -146,12 +144,8 @@ class MovesSection(Section):
     provenance: ProvenanceSection | None = None
 
     def value(self) -> MoveCosts:
-        return MoveCosts(
-            self.kv_bytes_per_token,
-            self.transfer_s.value(),
-            self.recompute_s.value(),
-            self.provenance.value() if self.provenance else None,
-        )
+        provenance = self.provenance.value() if self.provenance else None
+        return MoveCosts(self.kv_bytes_per_token, self.transfer_s.value(), self.recompute_s.value(), provenance)
 
 
 class ProfileSection(Section):
@@ -162,13 +156,8 @@ class ProfileSection(Section):
     moves: MovesSection | None = None
 
     def value(self) -> Profile:
-        return Profile(
-            self.model,
-            self.gpu,
-            self.engine,
-            tuple(engine.value() for engine in self.configurations),
-            self.moves.value() if self.moves else None,
-        )
+        engines = tuple(engine.value() for engine in self.configurations)
+        return Profile(self.model, self.gpu, self.engine, engines, self.moves.value() if self.moves else None)
 
 
 def read_profile(path: Path | str) -> Profile:
@@ -225,10 +214,8 @@ def as_document(profile: Profile) -> dict[str, Any]:
 
 def with_engine(profile: Profile, engine: EngineProfile) -> Profile:
     """The profile with this configuration in the place of its namesake, or at the end."""
-    kept = [other if other.id != engine.id else engine for other in profile.configurations]
-    if engine not in kept:
-        kept.append(engine)
-    return Profile(profile.model, profile.gpu, profile.engine, tuple(kept), profile.moves)
+    by_id = {each.id: each for each in (*profile.configurations, engine)}
+    return replace(profile, configurations=tuple(by_id.values()))
 
 
 def tidy(value: V, digits: int = 6) -> V:

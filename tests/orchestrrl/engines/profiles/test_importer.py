@@ -14,13 +14,12 @@ from orchestrrl.engines.profiles.importer import (
     Aiconfigurator,
     ImportHandle,
     ImportInputs,
-    KvCacheSize,
     import_profile,
-    layout_id,
     layout_named,
     step_table,
 )
 from orchestrrl.engines.profiles.store import as_text, parse_profile, read_profile
+from planner.cost.predict import identifier
 from planner.cost.profile import Parallelism, Profile, ProfileSource
 
 GIVEN = ImportInputs(256, 45.0, "default", "command line")
@@ -53,10 +52,10 @@ class FakeVendor(Aiconfigurator):
     def compile(self, layout: Parallelism) -> ImportHandle:
         return Table(layout, self._bend)
 
-    def room(self, layout: Parallelism, sequences: int) -> KvCacheSize:
+    def room(self, layout: Parallelism, sequences: int) -> int:
         if layout.tp == 1 and layout.dp == 1:
             raise ValueError("no KV budget")
-        return KvCacheSize(100_000 * layout.tp, 131_072.0 / layout.tp)
+        return 100_000 * layout.tp
 
     def kv_bytes_per_token(self) -> float:
         return 131_072.0
@@ -136,7 +135,7 @@ def test_its_file_says_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["tp2", "tp8ep8", "tp1dp8ep8", "tp2dp4"])
 def test_a_layout_has_one_name(name: str) -> None:
-    assert layout_id(layout_named(name)) == name
+    assert identifier(layout_named(name)) == name
 
 
 @pytest.mark.parametrize("name", ["", "8", "tp", "tp0", "pp2", "tp8ep4"])

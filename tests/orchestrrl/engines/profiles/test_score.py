@@ -80,7 +80,7 @@ def test_only_rows_equal_but_for_tp_are_compared(column: str) -> None:
         "osl": "128",
     }
     silicon = parse_silicon(csv_of({"tp_size": "1"}, {"tp_size": "2"}, {"tp_size": "4", column: others[column]}))
-    assert [pair.tps for pair in ratio_errors(roofline(silicon.deployments))] == [(1, 2)]
+    assert [tps for tps, _ in ratio_errors(roofline(silicon.deployments))] == [(1, 2)]
 
 
 def test_no_model_is_scored_with_constants_fitted_on_it() -> None:

@@ -71,7 +71,6 @@ OURS = Program(
         "orchestrrl.cli.sync.peer",
         "orchestrrl.daemon.running",
         "orchestrrl.lab.simulated_engine.server",
-        "orchestrrl.gateway.processes",
         "orchestrrl.gateway.service",
         "orchestrrl.weights.peer.peer",
         "planner.plan",

@@ -12,7 +12,7 @@ from orchestrrl.engines.base import connect
 from orchestrrl.gateway.ledger.file import check
 from orchestrrl.gateway.ledger.store import RetentionPolicy
 from orchestrrl.gateway.relay import RelayLimits
-from orchestrrl.gateway.routing.strategies import STRATEGIES, AffinitySlack, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from orchestrrl.gateway.service import GatewayOptions
 from planner.model import EngineId, NodeId
 
@@ -31,15 +31,15 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         faults.append(f"--operator: must leave ports for --processes {flags.processes}, got {flags.operator!r}")
     routes = _routes(flags.engines or [], faults)
     tags = _pairs("affinity", "TAG=POOL", flags.affinity or [], faults)
-    pool_of = _pairs("pool", "ENGINE=POOL", flags.pools or [], faults)
-    strangers = pool_of.keys() - {route.engine for route in routes}
+    pools = {EngineId(name): pool for name, pool in _pairs("pool", "ENGINE=POOL", flags.pools or [], faults).items()}
+    strangers = pools.keys() - {route.engine for route in routes}
     faults += [f"--pool: {name!r} is no --engine" for name in sorted(strangers)]
     if not flags.engines and flags.daemon is None:
         faults.append("--engine: is missing, and there is no --daemon to name engines either")
     if flags.daemon is not None and address_faults(flags.daemon):
         faults.append(f"--daemon: must be HOST:PORT or unix:PATH, got {flags.daemon!r}")
     faults += choice_faults("--policy", flags.policy, STRATEGIES)
-    faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s report_interval_s"))
+    faults += number_faults("> 0", lambda value: value > 0, **fields(flags, "engine_wait_s stall_s"))
     faults += number_faults(">= 0", lambda value: value >= 0, **fields(flags, "drain_s affinity_slack queue_depth"))
     faults += number_faults(">= 1", lambda value: value >= 1, **fields(flags, "coalesce_tokens processes"))
     faults += choice_faults("--log-level", flags.log_level, ("debug", "info", "warning", "error"))
@@ -56,10 +56,9 @@ def read_options(flags: "GatewayFlags") -> GatewayOptions:
         operator_port=operator_port,
         node=NodeId(flags.gateway_id),
         engines=tuple(routes),
-        routing=RoutingPolicy(flags.policy, tags, AffinitySlack(flags.affinity_slack)),
-        pools={EngineId(name): value for name, value in pool_of.items()},
+        routing=RoutingPolicy(flags.policy, tags, flags.affinity_slack, flags.queue_depth, pools),
         limits=RelayLimits(**fields(flags, "engine_wait_s stall_s coalesce_tokens")),
-        **fields(flags, "engine_kind daemon queue_depth report_interval_s drain_s processes log_level"),
+        **fields(flags, "engine_kind daemon drain_s processes log_level"),
         keep=keep,
     )
 

@@ -32,14 +32,18 @@ def remote_fault(host: str, allow: str) -> str:
     return f"is not a loopback address; {allow} to serve other machines"
 
 
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
 @lru_cache(maxsize=16384)
 def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    ip = ip_of(host)
+    return host == "localhost" if ip is None else ip.is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,8 @@ def _host(host: str) -> str:
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return LOOPBACK
-    try:
-        ip = ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
+    ip = ip_of(name.partition("%")[0])
+    if ip is None:
         try:  # the short forms that resolvers take, e.g. 127.1
             ip = ipaddress.ip_address(socket.inet_ntoa(socket.inet_aton(name)))
         except OSError:

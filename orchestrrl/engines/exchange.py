@@ -12,13 +12,12 @@ import ssl
 from base64 import b64encode
 from collections import deque
 from collections.abc import Iterable
-from ipaddress import ip_address
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from orchestrrl.core.addresses import without_login
+from orchestrrl.core.addresses import ip_of, without_login
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, Retryable
 from orchestrrl.engines.base import NoConnection
 
@@ -300,7 +299,7 @@ class ConnectionPool:
         self.where = without_login(url)
         self._host = parts.hostname
         # An address needs no race of several, which costs every connection.
-        self._next_address_after_s = None if _is_address(parts.hostname) else NEXT_ADDRESS_AFTER_S
+        self._next_address_after_s = NEXT_ADDRESS_AFTER_S if ip_of(parts.hostname) is None else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
@@ -390,14 +389,6 @@ class ConnectionPool:
         while self._idle and self._idle[0].idle_since_s + KEEP_IDLE_S <= loop.time():
             self._idle.popleft().close()
         self._sweep_timer = loop.call_at(self._idle[0].idle_since_s + KEEP_IDLE_S, self._sweep) if self._idle else None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def written(headers: Iterable[tuple[str, str]]) -> bytes:

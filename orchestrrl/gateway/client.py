@@ -9,7 +9,7 @@ Each call of `complete` returns exactly one answer. What is lost without the gat
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,11 @@ class GatewayClient:
             # A new name for each attempt, since the last one may still be known by its own where it was; but a ledger
             # gives what it has to the same name.
             headers["X-Request-Id"] = f"{name}.{tries}" if tries and not server.ledger else name
+            # A gateway with a ledger may not have noticed yet that the last attempt's connection is gone.
+            busy = _BUSY_STATUSES | {CONFLICT} if server.ledger and tries else _BUSY_STATUSES
             tries += 1
             try:
-                answer = await self._attempt(server, _PATHS[endpoint], body, headers)
+                answer = await self._attempt(server, _PATHS[endpoint], body, headers, busy)
             except _Gone as gone:
                 failures += 1
                 if server is self._gateway and gone.answered:
@@ -120,13 +122,6 @@ class GatewayClient:
                     self._lose(server, str(gone))
                     if server.ledger:
                         await self._wait_for(server)
-                continue
-            except RequestRefused as refusal:
-                if not (refusal.status == CONFLICT and server.ledger and tries > 1):
-                    raise
-                # It has not noticed yet that the last attempt's connection is gone.
-                failures += 1
-                spurned = True
                 continue
             self.bypassed += server is not self._gateway
             return answer
@@ -160,10 +155,10 @@ class GatewayClient:
         return self._session
 
     async def _attempt(
-        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
         """One attempt, given up when the server is found to be lost. Raises _Gone or Refused."""
-        asking = asyncio.create_task(self._post(server, path, body, headers))
+        asking = asyncio.create_task(self._post(server, path, body, headers, busy))
         losing = asyncio.create_task(server.lost.wait())
         try:
             await asyncio.wait({asking, losing}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +169,7 @@ class GatewayClient:
             await stop(asking, losing)
 
     async def _post(
-        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self, server: _Server, path: str, body: Mapping[str, Any], headers: Mapping[str, str], busy: Set[int]
     ) -> dict[str, Any]:
         try:
             async with self._open().post(server.url + path, json=body, headers=headers) as response:
@@ -184,7 +179,7 @@ class GatewayClient:
         if response.status == 200 and isinstance(answer, dict):
             return answer
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
-        if response.status >= 500 or response.status in _BUSY_STATUSES or not isinstance(answer, dict):
+        if response.status >= 500 or response.status in busy or not isinstance(answer, dict):
             raise _Gone(f"{response.status}: {message}", answered=True)
         raise RequestRefused(f"{server.url}{path}: {response.status}: {message}", response.status, answer)
 

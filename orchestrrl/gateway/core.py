@@ -7,31 +7,25 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrrl.core.addresses import same_address, without_login
+from orchestrrl.core.addresses import same_address
+from orchestrrl.core.clock import stop
 from orchestrrl.core.errors import OrchestrRLError
-from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import EngineRoute, OperationItemResult
 from orchestrrl.fleet.reports import GatewayReport
 from orchestrrl.gateway.http.completion_requests import CompletionRequest
-from orchestrrl.gateway.ledger.groups import InFlightGroups
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestFailure, RequestRecord
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, InFlightGroups, Ledger, RequestFailure, RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerEntry, LedgerStore
-from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.moves.move import MoveRefused
 from orchestrrl.gateway.pause import GatewayPause
 from orchestrrl.gateway.relay import RelayLimits, RequestRelay
-from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
+from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
-from planner.model import NodeId, RequestId, RequestMove
+from planner.model import EngineId, NodeId, RequestId, RequestMove
 
 logger = logging.getLogger(__name__)
 
 COUNTED_REASONS = frozenset({"redundant", "cancelled"})
 WATCH_FRACTION = 0.25  # hanging engines are looked for this often, as a part of `stall_s`
-
-
-class _NoAnswer(Exception):
-    """A record of a group has failed: the others are not needed."""
 
 
 class RequestGroup:
@@ -70,17 +64,15 @@ class RequestGroup:
             self.close()
 
     async def _answer_all(self, answers: Sequence[Coroutine[Any, Any, None]]) -> None:
-        async def one(record: RequestRecord, answer: Coroutine[Any, Any, None]) -> None:
-            await answer
-            if record.failure is not None:
-                raise _NoAnswer
-
+        """Once one of them has failed the others are not needed."""
+        tasks = [asyncio.create_task(answer) for answer in answers]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for record, answer in zip(self.records, answers, strict=True):
-                    tasks.create_task(one(record, answer))
-        except* _NoAnswer:
-            pass
+            for ended in asyncio.as_completed(tasks):
+                await ended
+                if self.failure is not None:
+                    return
+        finally:
+            await stop(*tasks)
 
     async def _enter(self) -> None:
         store = self._gateway.store
@@ -138,12 +130,11 @@ class Gateway:
         fleet: EngineBackends,
         *,
         limits: RelayLimits,
-        url: str = "",
         store: LedgerStore | None = None,
     ) -> None:
         """`store` has what outlives this process."""
         self.node = node
-        self.url = url
+        self.url = ""
         self.fleet = fleet
         self.limits = limits
         self.clock = fleet.clock
@@ -176,7 +167,7 @@ class Gateway:
     def answered(self, record: RequestRecord) -> None:
         """The record has its answer, or none; its client may not have it yet."""
         if record.versions.oldest is not None and record.generated_tokens:
-            self.version_lags[lag(record.versions.oldest, self.fleet.policy_version)] += 1
+            self.version_lags[record.versions.lag(self.fleet.policy_version)] += 1
         self.cancel_redundant(record)
 
     def cancel_redundant(self, record: RequestRecord) -> None:
@@ -208,10 +199,12 @@ class Gateway:
         self.cancelled_total[reason if reason in COUNTED_REASONS else "other"] += 1
         return True
 
-    def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
+    def set_routes(
+        self, routes: Iterable[EngineRoute], expected: Iterable[EngineId] = (), expected_until_s: float = 0.0
+    ) -> list[str]:
         known = {id(backend) for backend in self.fleet}
         routes = tuple(routes)
-        faults = self.fleet.set_routes(routes, expected)
+        faults = self.fleet.set_routes(routes, expected, expected_until_s)
         for backend in self.fleet:
             if id(backend) not in known:
                 self.fleet.in_background(self.barrier.meet(backend))
@@ -268,30 +261,13 @@ class Gateway:
         sequence, finished = self.ledger.report()
         in_flight = tuple(record.view(now_s) for record in self.ledger)
         failovers = self.fleet.failovers.report(sequence)
-        return GatewayReport(
-            self.node,
-            sequence,
-            now_s,
-            self.url,
-            in_flight,
-            finished,
-            self.barrier.report(),
-            failovers,
-            incarnation=self.fleet.incarnation,
-        )
+        barrier, start = self.barrier.report(), self.fleet.incarnation
+        return GatewayReport(self.node, sequence, now_s, self.url, in_flight, finished, barrier, failovers, start)
 
     def acknowledge(self, sequence: int) -> None:
         """The daemon holds every report up to this one."""
         self.ledger.acknowledge(sequence)
         self.fleet.failovers.acknowledge(sequence)
-
-    def own_engines(self) -> tuple[GatewayEngine, ...]:
-        """Engines under the ids that the gateway was started with."""
-        fleet = self.fleet
-        return tuple(
-            GatewayEngine(engine, without_login(url), fleet.servers.get(engine, ""), fleet.known_as.get(engine))
-            for engine, url in fleet.own.items()
-        )
 
     async def identify_engines(self) -> None:
         """Read which servers are behind the gateway's own ids. Where the daemon has left one of these out of its
@@ -302,11 +278,12 @@ class Gateway:
         asked = [backend for backend in fleet if lost or any(backend is own for own in slots.values())]
         await asyncio.gather(*(self._identify(backend) for backend in asked))
         for engine, backend in slots.items():
-            if backend is not None and backend.server and same_address(backend.engine.url, fleet.own[engine]):
-                fleet.servers[engine] = backend.server
+            own = fleet.own[engine]
+            if backend is not None and backend.server and same_address(backend.engine.url, own.url):
+                fleet.own[engine] = replace(own, server=backend.server)
         by_server = {backend.server: backend.id for backend in asked if backend.routed and backend.server}
         for engine in lost:
-            if (same := by_server.get(fleet.servers.get(engine, ""))) is not None:
+            if (same := by_server.get(fleet.own[engine].server)) is not None:
                 fleet.use_id(engine, same)
 
     async def _identify(self, backend: EngineBackend) -> None:
@@ -333,12 +310,10 @@ class Gateway:
         answers = await asyncio.gather(*(self.fleet.capabilities(backend) for backend in slots), return_exceptions=True)
         models: dict[str, int | None] = {}
         for answer in answers:
-            if isinstance(answer, OrchestrRLError):
-                logger.debug("capabilities: %s", answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
+            if not isinstance(answer, BaseException):
                 models.update(dict.fromkeys(answer.models, answer.max_model_len_tokens))
+            elif not isinstance(answer, OrchestrRLError):
+                raise answer
         return models
 
     def default_model(self) -> str:

@@ -1,6 +1,5 @@
 """Requests that went on after their engine failed: counted, reported to the daemon, and as Prometheus metrics."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
@@ -17,8 +16,8 @@ class FailoverCounter:
 
     def __init__(self) -> None:
         self.totals: dict[EngineId, FailoverCounts] = {}
-        self._pending: dict[EngineId, tuple[FailoverCounts, float]] = {}  # in no report yet
-        self._unacknowledged: deque[EngineFailovers] = deque(maxlen=UNREPORTED_KEPT)
+        # By the sequence of the first report that has them, and by engine; the oldest first.
+        self._unacknowledged: dict[tuple[int, EngineId], EngineFailovers] = {}
         self._reported = 0  # the newest report's sequence
 
     def count(self, engine: EngineId, recomputed_tokens: int | None, now_s: float) -> None:
@@ -26,23 +25,23 @@ class FailoverCounter:
         nothing of the request."""
         one = FailoverCounts(1, recomputed_tokens is not None, recomputed_tokens or 0)
         self.totals[engine] = self.totals.get(engine, FailoverCounts()) + one
-        before, _ = self._pending.get(engine, (FailoverCounts(), 0.0))
-        self._pending[engine] = (before + one, now_s)
+        sequence = self._reported + 1
+        before = self._unacknowledged.get((sequence, engine))
+        counts = one if before is None else before.counts + one
+        self._unacknowledged[sequence, engine] = EngineFailovers(engine, sequence, now_s, counts)
+        if len(self._unacknowledged) > UNREPORTED_KEPT:
+            del self._unacknowledged[next(iter(self._unacknowledged))]
 
     def report(self, sequence: int) -> tuple[EngineFailovers, ...]:
-        """What no acknowledged report had, for the report with this sequence number."""
+        """What no acknowledged report had, for the report with this sequence number, which follows the last one's."""
         self._reported = sequence
-        for engine, (counts, at_s) in sorted(self._pending.items()):
-            self._unacknowledged.append(EngineFailovers(engine, sequence, at_s, counts))
-        self._pending.clear()
-        return tuple(self._unacknowledged)
+        return tuple(self._unacknowledged.values())
 
     def acknowledge(self, sequence: int) -> None:
         """The daemon holds everything up to this report. A number that was never sent is ignored."""
-        if sequence > self._reported:
-            return
-        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            self._unacknowledged.popleft()
+        if sequence <= self._reported:
+            left = {key: each for key, each in self._unacknowledged.items() if each.sequence > sequence}
+            self._unacknowledged = left
 
 
 def failover_metrics(prefix: str, totals: Mapping[EngineId, FailoverCounts]) -> Iterator[Metric]:

@@ -29,8 +29,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.bodies import RequestBody
 from orchestrrl.gateway.http.field_types import HttpRefusal
-from orchestrrl.gateway.http.pause import CancelBody, PauseBody, RenewBody, ResumeBody, SetVersionBody
-from orchestrrl.gateway.routing.backend import ExpectedEngines
+from orchestrrl.gateway.http.pause import PauseBody
 from orchestrrl.rpc.channel import CHANNEL_OPTIONS
 from orchestrrl.rpc.codecs.node import FROZEN, HELLO, PAUSE_MODE
 from orchestrrl.rpc.codecs.telemetry import ACK, GATEWAY_ENGINE, GATEWAY_REPORT
@@ -42,6 +41,7 @@ from planner.model import EngineId, RequestId
 # Which servers are behind the engines' ids is read this often; at first sooner, since engines may still be starting.
 IDENTIFY_EVERY_S = 30.0
 IDENTIFY_AT_FIRST_S = 1.0
+REPORT_INTERVAL_S = 0.25
 MOVE_ANSWER_S = 30.0  # of the daemon, which waits for the gateway that has the request
 
 
@@ -58,10 +58,10 @@ async def move_elsewhere(target: str, request: RequestId, to_engine: EngineId) -
 class GatewayLink:
     """`run` stays attached and reports each `report_interval_s`, until cancelled."""
 
-    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float) -> None:
+    def __init__(self, gateway: Gateway, target: str, *, report_interval_s: float = REPORT_INTERVAL_S) -> None:
         self._gateway = gateway
         self._clock = clock = gateway.clock
-        gateway.fleet.own = {backend.id: backend.engine.url for backend in gateway.fleet}
+        gateway.fleet.keep_ids()
         self._sent_engines: tuple[GatewayEngine, ...] | None = None  # on this stream
         self._hello = HELLO.to_pb(
             NodeHello(
@@ -71,7 +71,7 @@ class GatewayLink:
                 version=__version__,
                 url=gateway.url,
                 incarnation=gateway.fleet.incarnation,
-                addresses=gateway.own_engines(),
+                addresses=tuple(gateway.fleet.own.values()),
                 host=host_id(),
             )
         )
@@ -93,7 +93,7 @@ class GatewayLink:
         """Carry out one operation of the daemon."""
         match operation.action:
             case SetRoutes(routes, expected, expected_until_s):
-                faults = self._gateway.set_routes(routes, ExpectedEngines(frozenset(expected), expected_until_s))
+                faults = self._gateway.set_routes(routes, expected, expected_until_s)
                 status = OperationStatus.PARTIAL if faults else OperationStatus.DONE
                 return OperationResult(operation.id, self._gateway.node, status, "; ".join(faults))
             case MoveRequests(moves):
@@ -121,7 +121,7 @@ class GatewayLink:
         self._sent_engines = None
 
     async def _report(self) -> telemetry_pb2.GatewayReport:
-        engines = self._gateway.own_engines()
+        engines = tuple(self._gateway.fleet.own.values())
         if engines == self._sent_engines:
             return GATEWAY_REPORT.to_pb(self._gateway.report())
         self._sent_engines = engines
@@ -134,14 +134,6 @@ class GatewayLink:
 
 ANSWER_S = 30.0  # beyond what is waited for
 
-_METHODS: Mapping[type[RequestBody | None], str] = {
-    type(None): "GetPauseBarrier",
-    PauseBody: "PauseFleet",
-    RenewBody: "RenewPause",
-    ResumeBody: "ResumeFleet",
-    SetVersionBody: "SetPolicyVersion",
-    CancelBody: "CancelRequests",
-}
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.NOT_FOUND: 404,
@@ -151,17 +143,17 @@ _STATUSES = {
 }
 
 
-async def ask_daemon(target: str, body: RequestBody | None) -> Mapping[str, Any]:
+async def ask_daemon(target: str, method: str, body: RequestBody | None) -> Mapping[str, Any]:
     """Pass a call of the pause barrier on to the daemon at `target`, which orders all gateways. Returns its answer as
     plain values. Raises HttpRefusal."""
-    name, patience_s = _METHODS[type(body)], ANSWER_S
+    patience_s = ANSWER_S
     fields = {} if body is None else body.model_dump(exclude_none=True)
     if isinstance(body, PauseBody):
         mode, frozen = PAUSE_MODE.to_pb(body.mode), FROZEN.to_pb(body.frozen)
         fields |= {"mode": mode, "frozen": frozen, "deadline_s": body.within_s}
         patience_s += body.within_s
     try:
-        return plain(await _call(target, name, fields, patience_s))
+        return plain(await _call(target, method, fields, patience_s))
     except grpc.aio.AioRpcError as error:
         status = _STATUSES.get(error.code(), 503)
         where = "" if error.code() in _STATUSES else "the daemon, which orders all gateways, cannot be asked: "

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from orchestrrl.core.metrics import labelled_counter, labelled_gauge
 from orchestrrl.gateway.failovers import failover_metrics
-from orchestrrl.gateway.ledger.versions import OnStale
+from orchestrrl.gateway.ledger.ledger import OnStale
 
 if TYPE_CHECKING:
     from orchestrrl.gateway.core import Gateway

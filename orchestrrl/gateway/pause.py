@@ -19,7 +19,7 @@ from orchestrrl.core.clock import until_set
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.fleet.reports import BarrierPhase, BarrierReport
-from orchestrrl.gateway.ledger.versions import OnStale, lag
+from orchestrrl.gateway.ledger.ledger import OnStale
 from orchestrrl.gateway.relay import RequestRelay
 from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
@@ -53,7 +53,7 @@ class GatewayPause:
         self._own_at_rest = asyncio.Event()  # what was to finish or to end here has
         self._may_pause = asyncio.Event()  # no other gateway has anything that is to finish
         self._quiet = asyncio.Event()
-        self._rest: dict[EngineId, OperationItemResult] = {}
+        self.rest: dict[EngineId, OperationItemResult] = {}  # what became of engines when it last closed
         self._opened = asyncio.Event()  # since it was last closed
         self._engines_free = asyncio.Lock()  # a pause and a resume of one engine must not overtake each other
         self._ended: deque[str] = deque(maxlen=LEASES_REMEMBERED)  # leases that are over
@@ -65,11 +65,6 @@ class GatewayPause:
     @property
     def closed_total_s(self) -> float:
         return self._closed_total_s + (self._clock.now_s() - self._since_s if self.closed is not None else 0.0)
-
-    @property
-    def rest(self) -> tuple[OperationItemResult, ...]:
-        """What became of each engine when the pause barrier last closed."""
-        return tuple(self._rest.values())
 
     def report(self) -> BarrierReport:
         slots = [relay.backend for relay in self._relays.values()]
@@ -111,7 +106,7 @@ class GatewayPause:
             because = f"not quiet by the deadline: {self._still_running()}"
             await self._open(None, (), because)
             raise Permanent(because)
-        return () if order.engines_run else self.rest
+        return () if order.engines_run else tuple(self.rest.values())
 
     def _take(self, order: CloseBarrier) -> None:
         now_s = self._clock.now_s()
@@ -125,30 +120,25 @@ class GatewayPause:
             raise Permanent(f"the lease ended {now_s - order.lease_until_s:.3g} s ago")
         if held is not None:
             self.renew(order.lease, order.lease_until_s)
-            self._let_pause(order)
-            return
-        logger.warning("the pause barrier closes for %s (%s)", order.holder or "somebody", order.mode)
-        self.closed = order
-        self._since_s = now_s
-        self._fleet.barrier_open = False
-        # Ones that wait for an earlier closing are not told of this one.
-        self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._let_pause(order)
-        self._opened = asyncio.Event()
-        self._rest = {}
-        self._fleet.in_background(self._come_to_rest(order))
-        self._fleet.in_background(self._expire(order))
-
-    def _let_pause(self, order: CloseBarrier) -> None:
+        else:
+            logger.warning("the pause barrier closes for %s (%s)", order.holder or "somebody", order.mode)
+            self.closed = order
+            self._since_s = now_s
+            self._fleet.barrier_open = False
+            # Ones that wait for an earlier closing are not told of this one.
+            self._own_at_rest, self._may_pause, self._quiet = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            self._opened = asyncio.Event()
+            self.rest = {}
+            self._fleet.in_background(self._come_to_rest(order))
+            self._fleet.in_background(self._expire(order))
         if not order.engines_run:
             self._may_pause.set()
 
     def renew(self, lease: str, until_s: float) -> None:
         """Raises Permanent where the pause barrier is not closed under this lease."""
         if self.closed is None or self.closed.lease != lease:
-            raise Permanent(
-                f"the pause barrier is not closed under this lease: {self.opened_because or 'it never was closed'}"
-            )
+            because = self.opened_because or "it never was closed"
+            raise Permanent(f"the pause barrier is not closed under this lease: {because}")
         self.closed = replace(self.closed, lease_until_s=until_s)
 
     async def _come_to_rest(self, order: CloseBarrier) -> None:
@@ -187,11 +177,8 @@ class GatewayPause:
             if can_be_paused:
                 await self._pause(backend, drop_kv=order.frozen is not FrozenRequests.CONTINUE)
                 stay = await self._take_back(backend, order) if order.frozen is FrozenRequests.TAKEN_BACK else 0
-                self._rests(
-                    backend,
-                    done=True,
-                    detail=f"{stay} requests can only go on where they are, and stay" if stay else "",
-                )
+                detail = f"{stay} requests can only go on where they are, and stay" if stay else ""
+                self._rests(backend, done=True, detail=detail)
                 return
             self._rests(backend, done=True, detail="cannot be paused: its requests were taken back")
         except OrchestrRLError as error:
@@ -209,9 +196,9 @@ class GatewayPause:
             await self._clock.sleep(REST_POLL_S)
         return len(here) - len(taken)
 
-    def _rests(self, backend: EngineBackend, done: bool, detail: str = "") -> None:
+    def _rests(self, backend: EngineBackend, *, done: bool, detail: str) -> None:
         if self._fleet.get(backend.id) is backend:  # nobody asks about an engine's old house
-            self._rest[backend.id] = OperationItemResult(backend.id, done, detail)
+            self.rest[backend.id] = OperationItemResult(backend.id, done, detail)
 
     async def _pause(self, backend: EngineBackend, *, drop_kv: bool) -> None:
         for tries_left in reversed(range(PAUSE_TRIES)):
@@ -227,7 +214,7 @@ class GatewayPause:
 
     async def _expire(self, order: CloseBarrier) -> None:
         """Open when the lease ends; it may be renewed until then."""
-        while self.closed is not None and self.closed.lease == order.lease:
+        while self.closed is not None and self._held_by(order):
             left_s = self.closed.lease_until_s - self._clock.now_s()
             if left_s <= 0:
                 self.expired_total += 1
@@ -271,7 +258,7 @@ class GatewayPause:
             self._ended.append(closed.lease)
             self._may_pause.set()  # whoever waits for it sees that there is nothing to pause any more
         if version is not None:
-            self._on_new_weights(version, without, self._rest if closed is not None else {})
+            self._on_new_weights(version, without, self.rest if closed is not None else {})
             if closed is not None and closed.frozen is FrozenRequests.RESTART:
                 for relay in list(self._relays.values()):
                     relay.restart()
@@ -280,10 +267,9 @@ class GatewayPause:
             if relay.backend is not None and relay.backend.outdated:
                 relay.withdraw()
         async with self._engines_free:
-            slots = [
-                backend for backend in self._fleet.with_retired() if backend.paused and not self._left_out(backend)
-            ]
-            items = await asyncio.gather(*(self._resume_as_ordered(backend) for backend in slots))
+            backends = self._fleet.with_retired()
+            paused = [backend for backend in backends if backend.paused and not self._left_out(backend)]
+            items = await asyncio.gather(*(self._resume_as_ordered(backend) for backend in paused))
         if self.closed is None:  # it may have been closed again
             self._fleet.barrier_open = True
             self._fleet.announce()
@@ -311,7 +297,7 @@ class GatewayPause:
     def park_to_bound(self, relay: RequestRelay) -> None:
         """An answer that is older than its client wants it begins anew, or ends."""
         record = relay.record
-        too_old = lag(record.versions.oldest, self._fleet.policy_version)
+        too_old = record.versions.lag(self._fleet.policy_version)
         if record.max_version_lag is None or too_old <= record.max_version_lag:
             return
         if record.on_stale is OnStale.RESTART and relay.restart():
@@ -363,15 +349,12 @@ class GatewayPause:
                     error = await self._resume(backend) if self._is_to_run(backend) else None
                 if error is None:
                     return
-                if isinstance(error, Permanent):
-                    logger.error("%s cannot be resumed: %s", backend.id, error)
+                gone = not backend.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S
+                if isinstance(error, Permanent) or gone:
+                    logger.error("%s cannot be resumed, and is left to itself: %s", backend.id, error)
                     self._runs_again(backend)
                     return
                 logger.debug("%s is not resumed yet: %s", backend.id, error)
-                if not backend.routed and self._clock.now_s() - since_s > ORPHANED_AFTER_S:
-                    logger.error("%s left the routes paused, and does not answer: it is left to itself", backend.id)
-                    self._runs_again(backend)
-                    return
                 await self._clock.sleep(delay_s)
                 delay_s = min(RESUME_AGAIN_CAP_S, 2 * delay_s)
         finally:

@@ -11,8 +11,7 @@ from typing import Any
 from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, raise_faults, shown, type_faults, with_types
 from orchestrrl.gateway.http.responses import ResponseForm
-from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.ledger.versions import OnStale
+from orchestrrl.gateway.ledger.ledger import OnStale, RequestRecord
 from orchestrrl.gateway.moves.movable import immovable_because, max_answer_tokens, relayed_because
 from planner.model import RequestId
 

@@ -66,14 +66,14 @@ class HttpAnswer(NamedTuple):
     content_type: str = _JSON
     headers: Mapping[str, str] = MappingProxyType({})
 
+    @classmethod
+    def of_json(cls, value: Any, status: int = 200) -> "HttpAnswer":
+        return cls(json.dumps(value).encode(), status)
 
-def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
-    return HttpAnswer(json.dumps(value).encode(), status, headers=headers or {})
-
-
-def refusal_answer(refusal: HttpRefusal) -> HttpAnswer:
-    body = error_body(str(refusal), refusal.status, refusal.param)
-    return json_answer(body, refusal.status, refusal.headers)
+    @classmethod
+    def of_refusal(cls, refusal: HttpRefusal) -> "HttpAnswer":
+        body = error_body(str(refusal), refusal.status, refusal.param)
+        return cls.of_json(body, refusal.status)._replace(headers=refusal.headers)
 
 
 def log_refusal(asked: str, peer: object, status: int, message: str) -> None:
@@ -139,14 +139,9 @@ class HttpConnection(asyncio.Protocol):
         )
         self._transport.write(head.encode() + (b"" if self._bodiless else answer.body))
 
-    def piece(self, data: bytes) -> None:
+    def piece(self, data: bytes, *, last: bool = False) -> None:
         """Write a piece of a streamed answer; the first one brings the head."""
-        self._write_piece(data, b"")
-
-    def last_piece(self, data: bytes) -> None:
-        self._write_piece(data, b"0\r\n\r\n")
-
-    def _write_piece(self, data: bytes, end: bytes) -> None:
+        end = b"0\r\n\r\n" if last else b""
         chunked = self._version == "1.1"  # before that, the connection's end is the answer's
         head = b""
         if not self.answered:
@@ -183,7 +178,7 @@ class HttpConnection(asyncio.Protocol):
         self._refusing, self._keep = True, False
         self._stop_timer()
         self._requests.clear()
-        self.whole(refusal_answer(refusal))
+        self.whole(HttpAnswer.of_refusal(refusal))
         if self._transport.can_write_eof():
             # A connection that is closed with data unread is reset, and its client may lose the answer.
             self._transport.write_eof()

@@ -13,7 +13,7 @@ from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import CloseBarrier, FrozenRequests, OpenBarrier, OperationItemResult, PauseMode
 from orchestrrl.gateway.core import Gateway
 from orchestrrl.gateway.http.bodies import RequestBody, read_as
-from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, json_answer
+from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest
 from orchestrrl.gateway.http.field_types import HttpRefusal
 from planner.model import EngineId, RequestId
 
@@ -73,8 +73,8 @@ class CancelBody(RequestBody):
     reason: str = ""
 
 
-# The daemon's answer to one of these, as plain values. Raises HttpRefusal.
-Daemon = Callable[[RequestBody | None], Awaitable[Mapping[str, Any]]]
+# The daemon's answer to one of its methods, as plain values. Raises HttpRefusal.
+Daemon = Callable[[str, RequestBody | None], Awaitable[Mapping[str, Any]]]
 _Handler = Callable[[HttpRequest, HttpConnection], Awaitable[HttpAnswer]]
 
 
@@ -91,24 +91,28 @@ class PauseEndpoints:
     def routes(self) -> Mapping[tuple[str, str], _Handler]:
         """Return the handlers by path and method."""
         return {
-            ("/orchestrrl/barrier", "GET"): self._handler(None, lambda _: self._shown()),
-            ("/orchestrrl/pause", "POST"): self._handler(PauseBody, self._pause),
-            ("/orchestrrl/renew", "POST"): self._handler(RenewBody, self._renew),
-            ("/orchestrrl/resume", "POST"): self._handler(ResumeBody, self._resume),
-            ("/orchestrrl/set-version", "POST"): self._handler(SetVersionBody, self._set_version),
-            ("/orchestrrl/cancel", "POST"): self._handler(CancelBody, self._cancel),
+            ("/orchestrrl/barrier", "GET"): self._handler("GetPauseBarrier", None, lambda _: self._shown()),
+            ("/orchestrrl/pause", "POST"): self._handler("PauseFleet", PauseBody, self._pause),
+            ("/orchestrrl/renew", "POST"): self._handler("RenewPause", RenewBody, self._renew),
+            ("/orchestrrl/resume", "POST"): self._handler("ResumeFleet", ResumeBody, self._resume),
+            ("/orchestrrl/set-version", "POST"): self._handler("SetPolicyVersion", SetVersionBody, self._set_version),
+            ("/orchestrrl/cancel", "POST"): self._handler("CancelRequests", CancelBody, self._cancel),
         }
 
-    def _handler(self, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]) -> _Handler:
+    def _handler(
+        self, method: str, kind: type[RequestBody] | None, act: Callable[[Any], Awaitable[Mapping[str, Any]]]
+    ) -> _Handler:
+        """`method`: the daemon's. `act`: of a gateway that is alone."""
+
         async def handle(request: HttpRequest, _: HttpConnection) -> HttpAnswer:
             body = None if kind is None else read_as(kind, request)
             if self._daemon is not None:
-                return json_answer(self._with_urls(await self._daemon(body)))
+                return HttpAnswer.of_json(self._with_urls(await self._daemon(method, body)))
             if not self._alone:
                 wrong = "other processes serve this port: give them a daemon, which can order all of them"
                 raise HttpRefusal(wrong, status=503)
             try:
-                return json_answer(await act(body))
+                return HttpAnswer.of_json(await act(body))
             except OrchestrRLError as error:
                 raise HttpRefusal(str(error), status=409) from error
 
@@ -165,7 +169,7 @@ class PauseEndpoints:
         """As the daemon shows it."""
         barrier = self._gateway.barrier
         report, closed = barrier.report(), barrier.closed
-        told = {item.id: item for item in items or barrier.rest}
+        told = {item.id: item for item in items or barrier.rest.values()}
         return {
             "phase": report.phase,
             "lease_id": report.lease,

@@ -170,8 +170,7 @@ def _choice(form: ResponseForm, index: int, record: RequestRecord) -> dict[str, 
 
 
 def _policy_versions(record: RequestRecord, tokens: int) -> list[dict[str, int | None]]:
-    spans = record.versions.spans(tokens)
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+    return [span._asdict() for span in record.versions.spans(tokens)]
 
 
 def _message(form: ResponseForm, record: RequestRecord) -> dict[str, Any]:

@@ -23,15 +23,7 @@ from orchestrrl.engines.base import CompletionEndpoint
 from orchestrrl.gateway.core import Gateway, RequestGroup
 from orchestrrl.gateway.http.bodies import read_as, read_body
 from orchestrrl.gateway.http.completion_requests import read_completion_request
-from orchestrrl.gateway.http.connections import (
-    HttpAnswer,
-    HttpConnection,
-    HttpRequest,
-    HttpServer,
-    json_answer,
-    log_refusal,
-    refusal_answer,
-)
+from orchestrrl.gateway.http.connections import HttpAnswer, HttpConnection, HttpRequest, HttpServer, log_refusal
 from orchestrrl.gateway.http.field_types import HttpRefusal, name_set, read_json
 from orchestrrl.gateway.http.pause import PauseEndpoints
 from orchestrrl.gateway.http.responses import DONE, ChunkWriter, event, response, usage_chunk
@@ -157,7 +149,7 @@ class GatewayServer:
             answer = await self._handler(routes, request)(request, connection)
         except HttpRefusal as refusal:
             log_refusal(_asked(request), connection.peer, refusal.status, str(refusal))
-            answer = refusal_answer(refusal)
+            answer = HttpAnswer.of_refusal(refusal)
         if answer is not None:
             connection.whole(answer)
 
@@ -192,11 +184,11 @@ class GatewayServer:
         else:
             await job.run()
         if job.failure is None:
-            return json_answer(response(job.request.form, job.records, job.request.answers_per_prompt))
+            return HttpAnswer.of_json(response(job.request.form, job.records, job.request.answers_per_prompt))
         error = job.failure.error.get("error")
         message = str(error.get("message") if isinstance(error, Mapping) else error)
         log_refusal(_asked(request), connection.peer, job.failure.status, message)
-        return json_answer(job.failure.error, job.failure.status)
+        return HttpAnswer.of_json(job.failure.error, job.failure.status)
 
     def _job(self, endpoint: CompletionEndpoint, request: HttpRequest) -> RequestGroup:
         """Return the requests that the body asks for. Raises HttpRefusal."""
@@ -226,7 +218,7 @@ class GatewayServer:
             {"id": name, "object": "model", "created": 0, "owned_by": "orchestrrl", "max_model_len": longest}
             for name, longest in models.items()
         ]
-        return json_answer({"object": "list", "data": data})
+        return HttpAnswer.of_json({"object": "list", "data": data})
 
     # --- operation ---------------------------------------------------------------------------------------------------
 
@@ -240,13 +232,13 @@ class GatewayServer:
             told["expected"] = expected
         if self._gateway.store is not None:  # a client that finds it gone may wait for its answer to come back with it
             told["ledger"] = True
-        return json_answer(told, status)
+        return HttpAnswer.of_json(told, status)
 
     async def _version(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         told = {"version": __version__, "gateway": self._gateway.node}
         if (url := self._operator_url(request)) is not None:
             told["operator_url"] = url
-        return json_answer(told)
+        return HttpAnswer.of_json(told)
 
     def _operator_url(self, request: HttpRequest) -> str | None:
         """Where the client finds the operator API; None where it is not served."""
@@ -270,15 +262,15 @@ class GatewayServer:
             record = self._gateway.ledger.get(RequestId(wanted))
             if record is None:
                 raise HttpRefusal(f"request {wanted!r} is not in flight", status=404)
-            return json_answer(_shown(record, now_s, tokens=True))
+            return HttpAnswer.of_json(_shown(record, now_s, tokens=True))
         finished = [_fields(summary, _FINISHED_FIELDS) for summary in self._gateway.ledger.finished]
         in_flight = [_shown(record, now_s, tokens=False) for record in self._gateway.ledger]
-        return json_answer({"in_flight": in_flight, "finished": finished})
+        return HttpAnswer.of_json({"in_flight": in_flight, "finished": finished})
 
     async def _move(self, request: HttpRequest, _: HttpConnection) -> HttpAnswer:
         moves = [self._move_of(item) for item in read_as(MovesBody, request).moves]
         results = await asyncio.gather(*(self._carry_out(move) for move in moves))
-        return json_answer({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
+        return HttpAnswer.of_json({"items": [_fields(result, _MOVE_FIELDS) for result in results]})
 
     async def _carry_out(self, move: RequestMove) -> OperationItemResult:
         if self._elsewhere is not None and not self._gateway.has_request(move.request):
@@ -365,7 +357,7 @@ async def _stream(connection: HttpConnection, job: RequestGroup) -> None:
         last = event(job.failure.error)
     elif form.usage:
         last = usage_chunk(form, job.records, job.request.answers_per_prompt)
-    connection.last_piece(last + DONE)
+    connection.piece(last + DONE, last=True)
 
 
 def _fields(value: object, names: Iterable[str]) -> dict[str, Any]:

@@ -9,18 +9,81 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
 from orchestrrl.fleet.reports import FinishedRequest
 from orchestrrl.gateway.http.field_types import HttpRefusal
-from orchestrrl.gateway.ledger.versions import OnStale, PolicyVersions
 from planner.model import EngineId, RequestId, RequestState, RequestView
 
 # Reported of a request in flight and of one that has ended.
 _REPORTED = ("id", "engine", "prompt_tokens", "generated_tokens", "group", "tag", "moves", "group_enough")
 _reported_values = attrgetter(*_REPORTED)
+
+
+# --- policy versions -------------------------------------------------------------------------------------------------
+# A version is the trainer's name of the weights, a number. It usually grows; a trainer that goes back to a checkpoint
+# takes it back. An answer's lag is how far the fleet's version is ahead of the one that its oldest token came from, the
+# gap that bounds off-policy data in asynchronous training (ROLL Flash's asynchronous ratio).
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `start` to `end`, without the latter, and the policy that they are from; None: nobody told its version."""
+
+    version: int | None
+    start: int
+    end: int
+
+
+class OnStale(StrEnum):
+    """What becomes of an answer that is older than its bound."""
+
+    ABORT = "abort"  # it ends with what it has
+    RESTART = "restart"  # it begins anew, unless its client has had some of it
+
+
+class PolicyVersions:
+    """The spans of one answer as they come: for every change, where it was."""
+
+    __slots__ = ("_starts", "newest", "oldest")
+
+    def __init__(self) -> None:
+        self._starts: list[tuple[int, int | None]] = []
+        self.newest: int | None = None
+        self.oldest: int | None = None  # the least that is known
+
+    def add(self, version: int | None, start: int) -> None:
+        """From token `start` on. Calls come in order."""
+        if self._starts and version == self.newest:
+            return
+        self._starts.append((start, version))
+        self.newest = version
+        if version is not None and (self.oldest is None or version < self.oldest):
+            self.oldest = version
+
+    def changes(self, start: int) -> list[tuple[int, int | None]]:
+        """The version of token `start`, and the changes after it, each with the first token that it holds for."""
+        if not self._starts or self._starts[-1][0] <= start:
+            return [(start, self.newest)]
+        return [(span.start, span.version) for span in self.spans(self._starts[-1][0] + 1) if span.end > start]
+
+    def spans(self, tokens: int) -> tuple[VersionSpan, ...]:
+        """Of an answer of so many tokens."""
+        ends = [*(start for start, _ in self._starts[1:]), tokens][: len(self._starts)]
+        return tuple(
+            VersionSpan(version, start, end)
+            for (start, version), end in zip(self._starts, ends, strict=True)
+            if end > start
+        )
+
+    def lag(self, newest: int | None) -> int:
+        """Return how many versions the answer is behind; 0 where either is not known, or the trainer went back."""
+        return 0 if self.oldest is None or newest is None else max(0, newest - self.oldest)
+
+
+# --- records and groups ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +312,62 @@ def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
     for name, value in part.items():
         before = whole.get(name)
         whole[name] = [*before, *value] if isinstance(before, list) and isinstance(value, list) else value
+
+
+# Answers that are complete; the others were cut short.
+COMPLETE = frozenset({"stop", "length"})
+
+
+@dataclass(slots=True)
+class _Group:
+    in_flight: list[RequestRecord] = field(default_factory=list)
+    complete: set[RequestId] = field(default_factory=set)  # an answer may be given again
+
+
+class InFlightGroups:
+    """Groups of the requests in flight: several samples of one prompt, of which only some may be needed.
+
+    A trainer that wants k samples may ask for a few more and take those that end first. Once k answers of a group are
+    complete, the others are redundant. A group is forgotten with its last request in flight: its name may be used
+    again.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def enter(self, record: RequestRecord) -> None:
+        if record.group:
+            self._groups.setdefault(record.group, _Group()).in_flight.append(record)
+
+    def redundant(self, record: RequestRecord) -> bool:
+        """Its group has enough complete answers without it."""
+        group = self._groups.get(record.group)
+        return group is not None and 0 < record.group_enough <= len(group.complete - {record.id})
+
+    def members(self, group: str) -> tuple[RequestRecord, ...]:
+        """In flight, in order of arrival."""
+        found = self._groups.get(group)
+        return () if found is None else tuple(found.in_flight)
+
+    def ended(self, record: RequestRecord) -> tuple[RequestRecord, ...]:
+        """The record has its answer, or none. The others that nobody needs any longer."""
+        group = self._groups.get(record.group)
+        if group is None:
+            return ()
+        if record.finish_reason in COMPLETE:
+            group.complete.add(record.id)
+        complete = len(group.complete)
+        return tuple(other for other in group.in_flight if not other.done and 0 < other.group_enough <= complete)
+
+    def leave(self, record: RequestRecord) -> None:
+        """The record is forgotten."""
+        group = self._groups.get(record.group)
+        if group is None:
+            return
+        # By identity: records compare by their tokens.
+        group.in_flight = [other for other in group.in_flight if other is not record]
+        if not group.in_flight:
+            del self._groups[record.group]
 
 
 class DuplicateRequest(HttpRefusal):

@@ -271,9 +271,7 @@ class LedgerStore:
             if leaves and self._claims is not None:
                 self._claims.free(entry.key)
             return
-        memory_bytes = ORDER_BYTES
-        for piece in pieces:
-            memory_bytes += piece.memory_bytes
+        memory_bytes = ORDER_BYTES + sum(piece.memory_bytes for piece in pieces)
         if self._queued_bytes - self._written_bytes > MOST_QUEUED_BYTES:
             pieces, entry.lost = [], True
         entry.queued = True

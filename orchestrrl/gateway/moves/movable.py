@@ -20,14 +20,12 @@ MOST_TOKENS = 2**32 - 1
 _TIED: Mapping[str, str] = {
     # vLLM counts these over generated tokens only; after a move the earlier ones would count as prompt. (A repetition
     # penalty looks at prompt and answer alike, so it stays what it was.)
-    "presence_penalty": "counts generated tokens only",
-    "frequency_penalty": "counts generated tokens only",
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), "counts generated tokens only"),
     # The automaton of a grammar starts at the first generated token.
-    "structured_outputs": "a grammar starts where the answer began",
-    "guided_json": "a grammar starts where the answer began",
-    "guided_regex": "a grammar starts where the answer began",
-    "guided_choice": "a grammar starts where the answer began",
-    "guided_grammar": "a grammar starts where the answer began",
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "a grammar starts where the answer began",
+    ),
     # Parsers of tool calls and of reasoning read the answer from its beginning, and only for chat.
     "tools": "tool calls are parsed from the answer's beginning",
     "thinking_token_budget": "the budget counts from where the answer began",
@@ -37,8 +35,7 @@ _TIED: Mapping[str, str] = {
     "bad_words": "a bad word may span the cut",
     "repetition_detection": "looks at generated tokens only",
     # Code of the user's own, with state that is not known here.
-    "logits_processors": "custom code may keep state",
-    "vllm_xargs": "custom code may keep state",
+    **dict.fromkeys(("logits_processors", "vllm_xargs"), "custom code may keep state"),
     "watermarking": "the watermark depends on where the answer began",
     # The prompt is not a list of token ids.
     "prompt_embeds": "the prompt is not made of tokens",

@@ -121,11 +121,8 @@ class MoveInProgress:
 
     def failed(self, detail: str, now_s: float) -> None:
         self._forget_count()
-        self.result.set_result(
-            OperationItemResult(
-                self.order.request, done=False, detail=detail, recomputed_tokens=0, duration_s=now_s - self.cut_s
-            )
-        )
+        outcome = OperationItemResult(self.order.request, done=False, detail=detail, duration_s=now_s - self.cut_s)
+        self.result.set_result(outcome)
 
     def arrived(self, now_s: float, in_background: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         """The target has made a token for it, or ended it."""

@@ -7,7 +7,7 @@ from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.routing.strategies import EngineLoad, concurrency_cap
-from planner.model import EngineHealth, EngineId, RequestId, RequestState
+from planner.model import EngineHealth, RequestId, RequestState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,14 +180,3 @@ class EngineBackend(EngineLoad):
         else:
             self.waiting -= 1
             self.waiting_tokens -= record.context_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedEngines:
-    """`until_s` is the daemon's clock, as the ends of leases are: one that dies leaves nobody waiting for longer."""
-
-    engines: frozenset[EngineId] = frozenset()
-    until_s: float = 0.0
-
-    def at(self, now_s: float) -> frozenset[EngineId]:
-        return self.engines if now_s < self.until_s else frozenset()

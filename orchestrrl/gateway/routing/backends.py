@@ -4,19 +4,21 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import Histogram
 
-from orchestrrl.core.addresses import same_address, server_address
+from orchestrrl.core.addresses import same_address, server_address, without_login
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent
+from orchestrrl.core.nodes import GatewayEngine
 from orchestrrl.core.operations import EngineRoute
 from orchestrrl.engines.base import Engine, EngineCapabilities
 from orchestrrl.gateway.failovers import FailoverCounter
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
+from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.queue import QueuedRequest, RequestQueue
 from orchestrrl.gateway.routing.strategies import RoutedRequest, RoutingPolicy, prefix_of
 from planner.model import EngineHealth, EngineId
@@ -40,24 +42,12 @@ class EngineBackends:
     """Holds the routing table, and the queue before the engines. Connections are opened when used; `close` releases
     them."""
 
-    def __init__(
-        self,
-        connect: Connect,
-        *,
-        clock: Clock,
-        routing: RoutingPolicy | None = None,
-        queue_depth: int = 0,
-        pools: Mapping[EngineId, str] | None = None,
-    ) -> None:
-        """`queue_depth`: so many requests at most are sent to an engine to wait for their first token, beside those for
-        whom it is known to have seats and KV; the others wait here. 0: all wait there. `pools`: of engines for which
-        the daemon names none."""
+    def __init__(self, connect: Connect, *, clock: Clock, routing: RoutingPolicy | None = None) -> None:
         self._connect = connect
         self.clock = clock
         self.incarnation = uuid.uuid4().hex  # makes names of ours differ from those of every other gateway and start
         self.routing = routing or RoutingPolicy()
-        self.queue_depth = queue_depth
-        self._pools = pools or {}
+        self.queue_depth = self.routing.queue_depth
         self.queue = RequestQueue()
         self.waits = Histogram(
             "orchestrrl_gateway_queue_seconds",
@@ -70,12 +60,11 @@ class EngineBackends:
         self._usable_slots: list[EngineBackend] | None = None  # None: to be looked up again
         self._last: EngineId | None = None  # chosen
         self._backends: dict[EngineId, EngineBackend] = {}
-        self.own: dict[EngineId, str] = {}  # engines that the gateway was started with, with their URLs
-        self.known_as: dict[EngineId, EngineId] = {}  # ids of these that have given way to the daemon's
-        self.servers: dict[EngineId, str] = {}  # identities of the servers of these, as last read
+        self.own: dict[EngineId, GatewayEngine] = {}  # engines that the gateway was started with
         self.kv_versions: Counter[str] = Counter()  # how many engines have each
         self._contexts: set[float] = set()  # tokens that the contexts of engines in the routes hold
-        self._expected = ExpectedEngines()  # as last told
+        self._expected: frozenset[EngineId] = frozenset()  # as last told ...
+        self._expected_until_s = 0.0  # ... and for how long, so that a daemon that dies leaves nobody waiting
         self._unexpecting: asyncio.Task[None] | None = None  # waits for the end of that
         self._retired: list[EngineBackend] = []  # old houses of engines, with what still runs there
         self._barrier_open = True
@@ -101,21 +90,24 @@ class EngineBackends:
 
     def id_of(self, engine: EngineId) -> EngineId:
         """The daemon's id of an engine, where the gateway was started with another one."""
-        return self.known_as.get(engine, engine)
+        own = self.own.get(engine)
+        return engine if own is None else own.known_as or engine
 
     @property
     def expected(self) -> frozenset[EngineId]:
         """Engines that are being started and cannot be used yet."""
-        expected = self._expected.at(self.clock.now_s())
-        if not expected:  # the usual case
-            return expected
-        return expected.difference(backend.id for backend in self if backend.usable)
+        if not self._expected or self.clock.now_s() >= self._expected_until_s:  # the usual case
+            return frozenset()
+        return self._expected.difference(backend.id for backend in self if backend.usable)
 
-    def set_routes(self, routes: Iterable[EngineRoute], expected: ExpectedEngines | None = None) -> list[str]:
-        """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken."""
+    def set_routes(
+        self, routes: Iterable[EngineRoute], expected: Iterable[EngineId] = (), expected_until_s: float = 0.0
+    ) -> list[str]:
+        """Replace the routing table. Returns what was wrong with it, entry by entry; the rest is taken. `expected`:
+        engines that are being started."""
         faults = []
         named = set()
-        came = self._expect(expected or ExpectedEngines())
+        came = self._expect(frozenset(expected), expected_until_s)
         routes = tuple(routes)
         self._rename(routes)
         for route in routes:
@@ -130,7 +122,7 @@ class EngineBackends:
                 backend = EngineBackend(
                     route.engine, engine=self._connect(route.url), route=EngineRoute(route.engine, route.url)
                 )
-                backend.own_pool = self._pools.get(route.engine, "")
+                backend.own_pool = self.routing.pools.get(route.engine, "")
                 self._backends[route.engine] = backend
             backend.follow(route)
             named.add(route.engine)
@@ -152,9 +144,9 @@ class EngineBackends:
         """The gateway's own engines that the routes name by other ids are the same ones, with all that is on them.
         Another engine at an address that a daemon's engine had is a new one."""
         urls = {route.engine: route.url for route in routes}
-        ours = {*self.own, *self.known_as.values()}
-        for own in self.known_as.keys() & urls.keys():
-            del self.known_as[own]  # the daemon uses it itself
+        ours = {name for own in self.own.values() for name in (own.engine, own.known_as)}
+        for engine in self.own.keys() & urls.keys():  # the daemon uses it itself
+            self.own[engine] = replace(self.own[engine], known_as=None)
         strays = {
             server_address(backend.engine.url): backend
             for backend in self._backends.values()
@@ -172,37 +164,39 @@ class EngineBackends:
                     record.engine = engine
             backend.id = engine
             del strays[server_address(url)]
-        for engine, url in self.own.items() if strays else ():
-            same = next(
-                (id for id in urls if id in self._backends and same_address(self._backends[id].engine.url, url)), None
-            )
+        routed = [self._backends[id] for id in urls if id in self._backends] if strays else []
+        for engine, own in self.own.items():
+            same = next((backend.id for backend in routed if same_address(backend.engine.url, own.url)), None)
             if engine not in urls and same is not None:
                 self.use_id(engine, same)
 
-    def use_id(self, own: EngineId, engine: EngineId) -> None:
-        """An id of one of the gateway's own engines gives way to the daemon's."""
-        for first in self.own:
-            if own in (first, self.known_as.get(first)):
-                self.known_as[first] = engine
-                if first == engine:
-                    del self.known_as[first]
+    def keep_ids(self) -> None:
+        """Remember the present engines, by these ids, as those that the gateway was started with."""
+        self.own = {backend.id: GatewayEngine(backend.id, without_login(backend.engine.url)) for backend in self}
 
-    def _expect(self, expected: ExpectedEngines) -> frozenset[EngineId]:
+    def use_id(self, name: EngineId, engine: EngineId) -> None:
+        """An id of one of the gateway's own engines gives way to the daemon's."""
+        for first, own in self.own.items():
+            if name in (first, own.known_as):
+                self.own[first] = replace(own, known_as=None if first == engine else engine)
+
+    def _expect(self, expected: frozenset[EngineId], until_s: float) -> frozenset[EngineId]:
         """Returns those that are not expected any longer: they have come, or never will."""
-        before, self._expected = self._expected, expected
-        if expected != before:
+        before = self._expected, self._expected_until_s
+        self._expected, self._expected_until_s = expected, until_s
+        if before != (expected, until_s):
             if self._unexpecting is not None:
                 self._unexpecting.cancel()
             self._unexpecting = None
-            if expected.at(self.clock.now_s()):
-                self._unexpecting = self.in_background(self._unexpect(expected))
-        return before.engines - expected.engines
+            if expected and self.clock.now_s() < until_s:
+                self._unexpecting = self.in_background(self._unexpect(expected, until_s))
+        return before[0] - expected
 
-    async def _unexpect(self, expected: ExpectedEngines) -> None:
+    async def _unexpect(self, expected: frozenset[EngineId], until_s: float) -> None:
         """Their time is over, and nobody came to say how it ended."""
-        while (left_s := expected.until_s - self.clock.now_s()) > 0:
+        while (left_s := until_s - self.clock.now_s()) > 0:
             await self.clock.sleep(left_s)
-        late = sorted(expected.engines.difference(backend.id for backend in self if backend.usable))
+        late = sorted(expected.difference(backend.id for backend in self if backend.usable))
         if late:
             logger.warning("nobody waits any longer for %s, to be started by now", ", ".join(late))
         self.announce()

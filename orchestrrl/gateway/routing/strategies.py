@@ -17,6 +17,7 @@ from planner.model import EngineId
 # So much of a prompt tells prefixes apart. What is longer in common, as a long system prompt, makes one prefix of all.
 PREFIX_TOKENS = 256
 PREFIX_CHARACTERS = 1024
+AFFINITY_SLACK = 0.25  # of its share, that an engine may have beyond that where it is preferred
 
 _MASK = (1 << 64) - 1
 
@@ -50,30 +51,13 @@ class RoutedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AffinitySlack:
-    """How much more than its share an engine may be given by those who prefer it: `(1 + fraction) * share + requests`.
-
-    Its share are the requests with which it would be as loaded as the least loaded engine.
-    """
-
-    requests: int = 8
-    fraction: float = 0.25
-
-    def __post_init__(self) -> None:
-        if self.requests < 0:
-            raise ValueError(f"requests must be >= 0, got {self.requests}")
-        if not self.fraction >= 0:
-            raise ValueError(f"fraction must be >= 0, got {self.fraction}")
-
-
-@dataclass(frozen=True, slots=True)
 class RoutingSnapshot(Generic[L]):
     """All that a strategy goes by."""
 
     loads: Sequence[L]  # of engines that may take the newcomer; at least one
     newcomer: RoutedRequest
     last: EngineId | None  # the engine that was chosen last; None: none yet
-    slack: AffinitySlack
+    slack: int  # requests
 
 
 def fits(load: EngineLoad, context_tokens: int) -> bool:
@@ -129,16 +113,17 @@ def ranks(loads: Sequence[EngineLoad], context_tokens: int) -> list[tuple[bool, 
 
 
 def within(snapshot: RoutingSnapshot[L]) -> list[L]:
-    """Those with KV room, if any has it, that are loaded no more than the slack beyond the least loaded of them."""
-    slack, loads = snapshot.slack, snapshot.loads
-    ranked = ranks(loads, snapshot.newcomer.context_tokens)
+    """Those with KV room, if any has it, that have no more requests than a quarter and the slack beyond their share.
+
+    An engine's share are the requests with which it would be as loaded as the least loaded engine.
+    """
+    ranked = ranks(snapshot.loads, snapshot.newcomer.context_tokens)
     crowded, least, _ = min(ranked)
-    factor, more = 1 + slack.fraction, slack.requests
+    most, more = (1 + AFFINITY_SLACK) * least, snapshot.slack
     return [
         load
-        for load, (full, index, requests) in zip(loads, ranked, strict=True)
-        # Its share are as many requests as bring it to the least index.
-        if full == crowded and (index <= least or requests + 1 <= factor * least * (requests + 1) / index + more)
+        for load, (full, index, requests) in zip(snapshot.loads, ranked, strict=True)
+        if full == crowded and (index <= least or requests + 1 <= most * (requests + 1) / index + more)
     ]
 
 
@@ -243,6 +228,7 @@ def narrow(snapshot: RoutingSnapshot[L], pool: str) -> Sequence[L]:
 
 
 DEFAULT_POLICY = "load_index"
+DEFAULT_SLACK = 8
 
 STRATEGIES: Mapping[str, Callable[[RoutingSnapshot[Any]], Any]] = {
     "load_index": load_index,
@@ -258,11 +244,17 @@ class RoutingPolicy:
 
     policy: str = DEFAULT_POLICY
     affinity: Mapping[str, str] = field(default_factory=dict)  # tag -> pool
-    slack: AffinitySlack = field(default_factory=AffinitySlack)
+    slack: int = DEFAULT_SLACK  # requests that a preferred engine may have beyond its share and a quarter
+    # So many requests at most are sent to an engine to wait for their first token, beside those for whom it is known to
+    # have seats and KV; the others wait in the gateway. 0: all wait there.
+    queue_depth: int = 0
+    pools: Mapping[EngineId, str] = field(default_factory=dict)  # of engines for which the daemon names none
 
     def __post_init__(self) -> None:
         if self.policy not in STRATEGIES:
             raise ValueError(f"policy must be one of {', '.join(STRATEGIES)}, got {self.policy!r}")
+        if self.slack < 0:
+            raise ValueError(f"slack must be >= 0, got {self.slack}")
 
     @property
     def by_prefix(self) -> bool:

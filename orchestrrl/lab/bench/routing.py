@@ -82,8 +82,8 @@ async def outcome(load: ArrivalLoad, seed: int, policy: str, depth: int) -> Rout
     def arrive(record: CountedRecord, engine: VirtualEngine, _: VirtualEngine | None) -> None:
         engine.scheduler.submit(engine.scheduler.now_s, record.id, record.context_tokens, record.left_tokens)
 
-    routing, at = RoutingPolicy(policy), engines.__getitem__
-    gateway = VirtualGateway(NodeId("gateway"), clock, at, arrive, finished.append, routing=routing, queue_depth=depth)
+    routing, at = RoutingPolicy(policy, queue_depth=depth), engines.__getitem__
+    gateway = VirtualGateway(NodeId("gateway"), clock, at, arrive, finished.append, routing)
     rate, routed_s = load.rate_per_s, -ROUTES_S
     samples = load.step.samples
     coming = deque((each.group_index * samples / rate if rate else 0.0, each) for each in requests)

@@ -14,7 +14,7 @@ import aiohttp
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Engine, EngineSample, connect
-from orchestrrl.gateway.ledger.versions import VersionSpan
+from orchestrrl.gateway.ledger.ledger import VersionSpan
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample
 from orchestrrl.lab.testbed.processes import meanwhile, until
 from planner.model import RequestId

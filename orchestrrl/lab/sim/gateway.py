@@ -89,7 +89,6 @@ class VirtualGateway:
         arrive: Arrive,
         finished: Finished,
         routing: RoutingPolicy | None = None,
-        queue_depth: int = 0,
     ) -> None:
         self.node = node
         self.clock = clock
@@ -97,9 +96,7 @@ class VirtualGateway:
         self._arrive = arrive
         self._finished = finished
         # A fleet asks of an engine what VirtualEngine has: where it is, whether it lives, what it offers.
-        self.fleet = EngineBackends(
-            lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing, queue_depth=queue_depth
-        )
+        self.fleet = EngineBackends(lambda url: cast(Engine, engine_at(url)), clock=clock, routing=routing)
         self.ledger = Ledger(keep_finished=1 << 20)
         self.records: dict[RequestId, CountedRecord] = {}
         self.tokens_recomputed = 0

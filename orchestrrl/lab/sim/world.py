@@ -102,8 +102,7 @@ class World:
             self._by_url.__getitem__,
             self._arrive,
             self._answered,
-            routing=RoutingPolicy(scenario.gateway.policy),
-            queue_depth=scenario.gateway.queue_depth,
+            routing=RoutingPolicy(scenario.gateway.policy, queue_depth=scenario.gateway.queue_depth),
         )
         self.journal = Journal(journal_path, self.clock.now_s())
         deployment = FleetDeployment(

@@ -16,7 +16,7 @@ from orchestrrl.cli.main import application, load
 from orchestrrl.cli.ocs.emulate import PROTOCOLS
 from orchestrrl.core.operations import FrozenRequests, PauseMode
 from orchestrrl.gateway.ledger.store import BATCH_S
-from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, STRATEGIES, AffinitySlack
+from orchestrrl.gateway.routing.strategies import DEFAULT_POLICY, DEFAULT_SLACK, STRATEGIES
 from orchestrrl.lab.emulated_switch import PROTOCOLS as EMULATED_PROTOCOLS
 from orchestrrl.lab.simulated_engine.server import SimulatedOptions
 from planner.model import Mode
@@ -43,7 +43,7 @@ def test_written_defaults_are_those_of_what_is_run() -> None:
             assert parameter.default == getattr(options, name), name
     assert EMULATED_PROTOCOLS == PROTOCOLS
     flags = inspect.signature(gateway).parameters
-    kept = {"affinity_slack": AffinitySlack().requests, "keep_from_s": BATCH_S}
+    kept = {"affinity_slack": DEFAULT_SLACK, "keep_from_s": BATCH_S}
     assert {name: flags[name].default for name in kept} == kept
     assert flags["policy"].default == DEFAULT_POLICY
     assert flags["policy"].annotation.__metadata__[0].help == " | ".join(STRATEGIES)

@@ -15,7 +15,6 @@ from orchestrrl.core.operations import (
 )
 from orchestrrl.gateway.ledger.ledger import RequestRecord
 from orchestrrl.gateway.metrics import GatewayCollector
-from orchestrrl.gateway.routing.backend import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import World, undisturbed, world
 from tests.orchestrrl.gateway.test_holding import begun
@@ -29,8 +28,7 @@ def tell(w: World, *names: str, draining: str = "", expected: str = "", for_s: f
     routes = [
         EngineRoute(EngineId(name), f"http://{name}", EngineHealth.OK, draining=name in draining) for name in names
     ]
-    coming = ExpectedEngines(frozenset(map(EngineId, expected.split())), w.clock.now_s() + for_s)
-    assert not w.gateway.set_routes(routes, coming)
+    assert not w.gateway.set_routes(routes, map(EngineId, expected.split()), w.clock.now_s() + for_s)
 
 
 async def move(w: World, source: str, target: str, hold_s: float = 0.0, request: str = "r") -> OperationItemResult:

@@ -16,7 +16,6 @@ from orchestrrl.core.operations import (
     PauseMode,
 )
 from orchestrrl.gateway.ledger.ledger import RequestRecord
-from orchestrrl.gateway.routing.backend import ExpectedEngines
 from planner.model import EngineHealth, EngineId, RequestMove
 from tests.orchestrrl.gateway.fakes import RunningGroup, undisturbed, world
 
@@ -177,9 +176,7 @@ class Story:
             for name, state in self.routed.items()
             if state != "out"
         ]
-        assert not self.w.gateway.set_routes(
-            routes, ExpectedEngines(frozenset(map(EngineId, self.expected)), self.expected_until_s)
-        )
+        assert not self.w.gateway.set_routes(routes, map(EngineId, self.expected), self.expected_until_s)
 
     async def move(self, clients: list[Client], name: str, hold_s: float) -> None:
         await self.w.settle()

@@ -32,10 +32,9 @@ from orchestrrl.gateway.http.completion_requests import read_completion_request
 from orchestrrl.gateway.ledger import store as store_module
 from orchestrrl.gateway.ledger.ledger import DuplicateRequest, RequestRecord
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from orchestrrl.gateway.ledger.versions import lag
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
-from orchestrrl.gateway.routing.backend import EngineBackend, ExpectedEngines
+from orchestrrl.gateway.routing.backend import EngineBackend
 from orchestrrl.gateway.routing.backends import EngineBackends
 from orchestrrl.gateway.routing.strategies import STRATEGIES, RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove, RequestState
@@ -148,7 +147,7 @@ class Story:
         self.urls: dict[str, str] = {}
         self.draining: set[str] = set()
         self.out: set[str] = set()
-        self.expected = ExpectedEngines()
+        self.expected: tuple[list[EngineId], float] = [], 0.0  # which engines, and until when
         for name in ENGINES:
             self.build(name)
         self.clients: list[Client] = []
@@ -176,7 +175,7 @@ class Story:
 
     async def begin(self, *, newest: int | None = None, known: dict[EngineId, int | None] | None = None) -> None:
         fleet = EngineBackends(
-            self.harnesses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy), queue_depth=self.depth
+            self.harnesses.__getitem__, clock=self.clock, routing=RoutingPolicy(self.policy, queue_depth=self.depth)
         )
         limits = RelayLimits(engine_wait_s=LONGER_THAN_ANY_S, stall_s=40.0, failures=10**6)
         self.gateway = Gateway(NodeId("gateway"), fleet, limits=limits)
@@ -222,7 +221,7 @@ class Story:
             for name in ENGINES
             if name not in self.out
         ]
-        assert not self.gateway.set_routes(told, self.expected)
+        assert not self.gateway.set_routes(told, *self.expected)
 
     # --- acts ---
 
@@ -345,7 +344,7 @@ class Story:
         self.route()
 
     async def act_expect(self, names: frozenset[str], seconds: float) -> None:
-        self.expected = ExpectedEngines(frozenset(map(EngineId, names)), self.clock.now_s() + seconds)
+        self.expected = sorted(map(EngineId, names)), self.clock.now_s() + seconds
         self.route()
 
     async def act_close(self, mode: PauseMode, frozen: FrozenRequests) -> None:
@@ -432,7 +431,7 @@ class Story:
             told = {at: span.version for span in spans for at in range(span.start, span.end)}
             assert told == {at: self.versions[record.id, at] for at in range(len(record.generated_ids))}
             if record.max_version_lag is not None and relay.backend is not None and not relay.backend.paused:
-                assert lag(record.versions.oldest, self.fleet.policy_version) <= record.max_version_lag, record
+                assert record.versions.lag(self.fleet.policy_version) <= record.max_version_lag, record
         for client in self.clients:
             if client.task is not None and client.task.done() and not client.task.cancelled():
                 self.check_ended(client)

@@ -60,7 +60,7 @@ async def served() -> AsyncIterator[Fixture]:
                 await connection.drain()
             connection.piece(b"~" * 100_000)
             written += 1
-        connection.last_piece(b"end")
+        connection.piece(b"end", last=True)
 
     harness = HttpServer(answer)
     fixture = Fixture("127.0.0.1", await harness.listen("127.0.0.1", 0), harness)

@@ -3,8 +3,7 @@
 import pytest
 
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, TokenLogprob
-from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestRecord
-from orchestrrl.gateway.ledger.versions import VersionSpan
+from orchestrrl.gateway.ledger.ledger import DuplicateRequest, Ledger, RequestRecord, VersionSpan
 from planner.model import EngineId, RequestId, RequestState
 
 

@@ -93,7 +93,8 @@ class Harness:
         by_url = {engine.url: engine for engine in self.engines.values()}
         clock = WallClock()
         self.fleet = EngineBackends(lambda url: by_url[url], clock=clock)
-        self.gateway = GatewayUnderTest(NodeId("g"), self.fleet, limits=RelayLimits(), url="http://gateway")
+        self.gateway = GatewayUnderTest(NodeId("g"), self.fleet, limits=RelayLimits())
+        self.gateway.url = "http://gateway"
         self.link = GatewayLink(self.gateway, address, report_interval_s=0.02)
         self.daemon = Daemon()
 

@@ -96,7 +96,6 @@ async def test_an_operator_api_on_all_addresses_is_named_by_that_of_the_asker(
 def options(**flags: Any) -> GatewayOptions:
     usual: dict[str, Any] = {
         "listen": "127.0.0.1:8000", "engines": ["e0=http://127.0.0.1:1"], "daemon": None, "policy": "load_index",
-        "engine_kind": "vllm", "gateway_id": "", "engine_wait_s": 1.0, "stall_s": 1.0, "report_interval_s": 1.0,
         "drain_s": 1.0, "coalesce_tokens": 1, "processes": 1, "log_level": "info",
     }  # fmt: skip
     return read_options(GatewayFlags(**{**usual, **flags}))

@@ -48,7 +48,15 @@ class Harness:
         self.fleet = EngineBackends(self.connect, clock=VirtualClock(1000.0))
         self.gateway = Gateway(NodeId("g"), self.fleet, limits=RelayLimits())
         self.route(**own)
-        self.fleet.own = {EngineId(name): url for name, url in own.items()}
+        self.fleet.keep_ids()
+
+    @property
+    def own(self) -> tuple[GatewayEngine, ...]:
+        return tuple(self.fleet.own.values())
+
+    @property
+    def known_as(self) -> dict[EngineId, EngineId]:
+        return {own.engine: own.known_as for own in self.own if own.known_as is not None}
 
     def connect(self, url: str) -> Any:
         self.lines.append(Line(url, self.servers.get(url, "")))
@@ -77,7 +85,7 @@ async def test_the_daemons_id_replaces_the_own_one_and_all_that_is_there_stays()
     assert backend is not None
     assert (backend.waiting, list(backend.records)) == (1, ["r"])
     assert [view.engine for view in harness.gateway.report().in_flight] == ["e0"]
-    assert harness.gateway.own_engines() == (
+    assert harness.own == (
         GatewayEngine(A, "http://localhost:8001", "", E0),
         GatewayEngine(B, "http://localhost:8002"),
     )
@@ -94,7 +102,7 @@ async def test_a_route_to_another_server_leaves_the_own_engine_to_its_requests()
     harness.route(e0="http://127.0.0.1:8002")
     assert sorted(backend.id for backend in harness.fleet) == ["a", "e0"]
     assert record.engine == "a"
-    assert harness.fleet.known_as == {}
+    assert harness.known_as == {}
     await harness.fleet.close()
 
 
@@ -103,7 +111,7 @@ async def test_two_routes_to_one_server_are_not_made_one() -> None:
     harness = Harness(a="http://localhost:8001")
     harness.route(a="", e0=LOCAL)
     assert sorted(backend.id for backend in harness.fleet) == ["a", "e0"]
-    assert harness.fleet.known_as == {}
+    assert harness.known_as == {}
     await harness.fleet.close()
 
 
@@ -133,14 +141,14 @@ async def test_what_a_server_says_of_itself_finds_the_daemons_id_by_another_addr
     for backend, server in zip(harness.fleet, ("s1", "s2"), strict=True):
         backend.engine.server = server  # type: ignore[attr-defined]
     await harness.gateway.identify_engines()
-    assert [engine.server for engine in harness.gateway.own_engines()] == ["s1", "s2"]
+    assert [engine.server for engine in harness.own] == ["s1", "s2"]
     harness.put("r", A)
     harness.servers[LOCAL] = "s1"
     harness.route(e0=LOCAL, b="")
     assert sorted(backend.id for backend in harness.fleet) == ["a", "b", "e0"]
     await harness.gateway.identify_engines()
-    assert harness.fleet.known_as == {A: E0}
-    assert harness.gateway.own_engines()[0].known_as == "e0"
+    assert harness.known_as == {A: E0}
+    assert harness.own[0].known_as == "e0"
     await harness.fleet.close()
 
 
@@ -149,10 +157,10 @@ async def test_an_engine_that_cannot_be_read_is_asked_again() -> None:
     (backend,) = harness.fleet
     backend.engine.server = ""  # type: ignore[attr-defined]
     await harness.gateway.identify_engines()
-    assert harness.gateway.own_engines()[0].server == ""
+    assert harness.own[0].server == ""
     backend.engine.server = "s1"  # type: ignore[attr-defined]
     await asyncio.gather(harness.gateway.identify_engines())
-    assert harness.gateway.own_engines()[0].server == "s1"
+    assert harness.own[0].server == "s1"
     await harness.fleet.close()
 
 
@@ -177,17 +185,17 @@ async def test_the_daemons_id_may_change_again() -> None:
     (backend,) = harness.fleet
     harness.put("r", A)
     harness.route(e0=LOCAL)
-    assert harness.fleet.known_as == {A: E0}
+    assert harness.known_as == {A: E0}
     harness.route(e1=LOCAL)
-    assert (harness.fleet.known_as, harness.fleet.get(A), harness.fleet.get(E1)) == ({A: E1}, backend, backend)
+    assert (harness.known_as, harness.fleet.get(A), harness.fleet.get(E1)) == ({A: E1}, backend, backend)
     harness.route(a=LOCAL)
-    assert (harness.fleet.known_as, harness.fleet.get(A)) == ({}, backend)
-    assert harness.gateway.own_engines()[0].known_as is None
+    assert (harness.known_as, harness.fleet.get(A)) == ({}, backend)
+    assert harness.own[0].known_as is None
     assert list(backend.records) == ["r"]
     await harness.fleet.close()
 
 
 async def test_no_login_of_an_engine_goes_to_the_daemon() -> None:
     harness = Harness(a="http://user:s3cret@localhost:8001")
-    assert harness.gateway.own_engines() == (GatewayEngine(A, "http://localhost:8001"),)
+    assert harness.own == (GatewayEngine(A, "http://localhost:8001"),)
     await harness.fleet.close()

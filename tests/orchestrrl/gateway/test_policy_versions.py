@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrrl.core.operations import FrozenRequests
-from orchestrrl.gateway.ledger.versions import OnStale, VersionSpan
+from orchestrrl.gateway.ledger.ledger import OnStale, VersionSpan
 from tests.orchestrrl.gateway.barriers import close, open_barrier, tokens_of
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.test_relay import PROMPT, assert_undisturbed, finish

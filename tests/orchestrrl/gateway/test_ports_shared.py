@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from orchestrrl.core.errors import Permanent
-from orchestrrl.gateway.processes import _reserved
+from orchestrrl.gateway.service import _reserved
 
 
 def test_another_gateways_port_is_not_shared() -> None:

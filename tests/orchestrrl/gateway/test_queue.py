@@ -34,7 +34,7 @@ def fleet_of(
     def connect(url: str) -> Any:
         return SimpleNamespace(url=url, close=nothing)
 
-    fleet = EngineBackends(connect, clock=clock, routing=RoutingPolicy(policy), queue_depth=depth)
+    fleet = EngineBackends(connect, clock=clock, routing=RoutingPolicy(policy, queue_depth=depth))
     fleet.set_routes(routes(engines))
     return fleet
 

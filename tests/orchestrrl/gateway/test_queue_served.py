@@ -17,7 +17,7 @@ from orchestrrl.core.operations import (
 from orchestrrl.gateway.metrics import GatewayCollector
 from orchestrrl.gateway.relay import RelayLimits
 from orchestrrl.gateway.routing.backends import EngineBackends
-from orchestrrl.gateway.routing.strategies import AffinitySlack, RoutingPolicy
+from orchestrrl.gateway.routing.strategies import RoutingPolicy
 from planner.model import EngineId, NodeId, RequestId, RequestMove
 from tests.orchestrrl.gateway.fakes import FakeEngine, GatewayUnderTest, World, undisturbed
 
@@ -29,7 +29,7 @@ def queued_world(depth: int, **known: int) -> World:
     engines = {f"e{index}": FakeEngine(url=f"http://e{index}", max_sequences=2) for index in range(2)}
     by_url = {engine.url: engine for engine in engines.values()}
     clock = VirtualClock(1000.0)
-    fleet = EngineBackends(lambda url: by_url[url], clock=clock, queue_depth=depth)
+    fleet = EngineBackends(lambda url: by_url[url], clock=clock, routing=RoutingPolicy(queue_depth=depth))
     fleet.set_routes([EngineRoute(EngineId(name), engine.url, **known) for name, engine in engines.items()])  # type: ignore[arg-type]
     return World(GatewayUnderTest(NodeId("gateway"), fleet, limits=RelayLimits()), engines, clock)
 
@@ -146,7 +146,6 @@ FLAGS = {
     "gateway_id": "",
     "engine_wait_s": 1.0,
     "stall_s": 1.0,
-    "report_interval_s": 1.0,
     "drain_s": 0.0,
     "coalesce_tokens": 1,
     "processes": 1,
@@ -165,8 +164,8 @@ def test_flags_become_a_routing() -> None:
         queue_depth=5,
     )
     options = read_options(flags)
-    assert options.routing == RoutingPolicy("least_tokens", {"math": "h20", "agent": "h800"}, AffinitySlack(3))
-    assert (options.queue_depth, options.pools) == (5, {"a": "h20"})
+    tags = {"math": "h20", "agent": "h800"}
+    assert options.routing == RoutingPolicy("least_tokens", tags, slack=3, queue_depth=5, pools={EngineId("a"): "h20"})
 
 
 def test_bad_flags_are_named_all_at_once() -> None:
@@ -189,7 +188,8 @@ def test_bad_flags_are_named_all_at_once() -> None:
 
 async def test_an_engines_own_pool_holds_where_the_daemon_names_none() -> None:
     engine = FakeEngine(url="http://e0")
-    fleet = EngineBackends(lambda url: engine, clock=VirtualClock(), pools={EngineId("e0"): "h20"})
+    routing = RoutingPolicy(pools={EngineId("e0"): "h20"})
+    fleet = EngineBackends(lambda url: engine, clock=VirtualClock(), routing=routing)
     pools = []
     for pool in ("", "h800", ""):
         fleet.set_routes([EngineRoute(EngineId("e0"), engine.url, pool=pool)])

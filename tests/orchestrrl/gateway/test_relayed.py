@@ -20,8 +20,8 @@ from orchestrrl.core.operations import (
 from orchestrrl.engines.base import CompletionEndpoint, EngineSample
 from orchestrrl.gateway.http.responses import response
 from orchestrrl.gateway.ledger import store as store_module
+from orchestrrl.gateway.ledger.ledger import VersionSpan
 from orchestrrl.gateway.ledger.store import LedgerStore, RetentionPolicy
-from orchestrrl.gateway.ledger.versions import VersionSpan
 from planner.model import EngineId, RequestId, RequestMove, RequestState
 from tests.orchestrrl.gateway.fakes import world
 from tests.orchestrrl.gateway.http_harness import CHAT_PATH, PATH, HttpHarness, http_harness, request

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrrl.gateway.routing import strategies
 from orchestrrl.gateway.routing.strategies import (
     PREFIX_CHARACTERS,
     PREFIX_TOKENS,
     STRATEGIES,
-    AffinitySlack,
     EngineLoad,
     RoutedRequest,
     RoutingPolicy,
@@ -69,7 +69,7 @@ routings = st.builds(
     RoutingPolicy,
     policy=st.sampled_from(sorted(STRATEGIES)),
     affinity=st.sampled_from([{}, {"math": "h20"}, {"math": "h20", "agent": "h800"}]),
-    slack=st.builds(AffinitySlack, requests=st.integers(0, 20), fraction=st.sampled_from([0.0, 0.25, 1.0])),
+    slack=st.integers(0, 20),
 )
 
 
@@ -102,10 +102,9 @@ def test_a_policy_that_is_not_there_lists_those_that_are() -> None:
         RoutingPolicy("best")
 
 
-@pytest.mark.parametrize("bad", [{"requests": -1}, {"fraction": -0.1}, {"fraction": float("nan")}])
-def test_a_slack_is_not_negative(bad: dict[str, float]) -> None:
+def test_a_slack_is_not_negative() -> None:
     with pytest.raises(ValueError, match="must be >= 0"):
-        AffinitySlack(**bad)  # type: ignore[arg-type]
+        RoutingPolicy(slack=-1)
 
 
 # --- load_index ---
@@ -178,7 +177,7 @@ def test_round_robin_takes_turns_and_survives_changes() -> None:
 # --- prefix_affinity ---
 
 
-def allowed(loads: list[EngineLoad], context_tokens: int, slack: AffinitySlack) -> list[EngineLoad] | None:
+def allowed(loads: list[EngineLoad], context_tokens: int, slack: int) -> list[EngineLoad] | None:
     """Who is not too loaded, as the bound is described; None where somebody stands on its edge and rounding decides."""
     mean, typical_s = mean_and_typical(loads, context_tokens)
     candidates = [load for load in loads if fits(load, context_tokens)] or loads
@@ -190,8 +189,8 @@ def allowed(loads: list[EngineLoad], context_tokens: int, slack: AffinitySlack) 
     found = []
     for load in candidates:
         requests = load.running + load.waiting + 1
-        most = (1 + slack.fraction) * least / per_request(load) + slack.requests
-        if abs(requests - most) < 1e-6 and slack != AffinitySlack(0, 0.0):
+        most = 1.25 * least / per_request(load) + slack
+        if abs(requests - most) < 1e-6:
             return None
         if requests <= most + 1e-6:
             found.append(load)
@@ -200,15 +199,17 @@ def allowed(loads: list[EngineLoad], context_tokens: int, slack: AffinitySlack) 
 
 @given(loads=many_loads(least=2), newcomer=newcomers)
 def test_the_best_ranked_within_the_bound(loads: list[EngineLoad], newcomer: RoutedRequest) -> None:
-    slack = AffinitySlack(requests=4, fraction=0.5)
-    expected = allowed(loads, newcomer.context_tokens, slack)
+    expected = allowed(loads, newcomer.context_tokens, slack=4)
     if newcomer.prefix and expected is not None:
-        choice = chosen(RoutingPolicy("prefix_affinity", slack=slack), loads, newcomer)
+        choice = chosen(RoutingPolicy("prefix_affinity", slack=4), loads, newcomer)
         assert choice == max(expected, key=lambda load: score(newcomer.prefix, load.id))
 
 
-def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second() -> None:
-    routing = RoutingPolicy("prefix_affinity", slack=AffinitySlack(requests=8, fraction=0.0))
+def test_the_same_prefix_stays_together_until_the_bound_and_then_spills_to_the_same_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strategies, "AFFINITY_SLACK", 0.0)
+    routing = RoutingPolicy("prefix_affinity", slack=8)
     counts: Counter[EngineId] = Counter()
     for _ in range(30):
         loads = [load(name, counts[EngineId(name)]) for name in "abcd"]
@@ -265,7 +266,7 @@ def test_a_prefix_is_the_group_or_else_the_beginning_of_the_prompt() -> None:
 
 # --- hardware affinity ---
 
-AFFINE = RoutingPolicy(affinity={"math": "h20"}, slack=AffinitySlack(requests=2, fraction=0.0))
+AFFINE = RoutingPolicy(affinity={"math": "h20"}, slack=2)
 
 
 def test_a_tag_goes_to_its_pool_until_that_is_loaded_beyond_the_bound() -> None:

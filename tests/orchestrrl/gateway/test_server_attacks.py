@@ -375,12 +375,9 @@ class OnePieceDoor:
         self.answered = False
         self.on_writable: Callable[[], None] | None = None
 
-    def piece(self, data: bytes) -> None:
-        assert self.writable
-        self.answered, self.writable = True, False
-        self.pieces.append(data)
-
-    def last_piece(self, data: bytes) -> None:
+    def piece(self, data: bytes, *, last: bool = False) -> None:
+        assert self.writable or last
+        self.answered, self.writable = True, self.writable and last
         self.pieces.append(data)
 
     async def drain(self) -> None:

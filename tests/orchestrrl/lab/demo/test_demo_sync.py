@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from orchestrrl.cli.demo.demo import sync_demo_view
 from orchestrrl.cli.main import application
 from orchestrrl.cli.output import print_view
-from orchestrrl.gateway.ledger.versions import VersionSpan
+from orchestrrl.gateway.ledger.ledger import VersionSpan
 from orchestrrl.lab.demo.report import sync_json
 from orchestrrl.lab.demo.scenario import DemoScenario, Sample, load_scenario, samples
 from orchestrrl.lab.demo.step import DemoStepRecord

@@ -29,9 +29,8 @@ async def test_every_request_ends_and_no_engine_has_more_waiting_than_it_may(pol
     def finished(record: CountedRecord) -> None:
         ended[record.id] = record.generated
 
-    gateway = VirtualGateway(
-        NodeId("gateway"), clock, engines.__getitem__, arrive, finished, routing=RoutingPolicy(policy), queue_depth=1
-    )
+    routing = RoutingPolicy(policy, queue_depth=1)
+    gateway = VirtualGateway(NodeId("gateway"), clock, engines.__getitem__, arrive, finished, routing)
     # Nobody tells of seats: no engine has more waiting than the depth.
     unknown = tuple(EngineRoute(engine.id, engine.url) for engine in engines.values())
     gateway.perform(Operation(OperationId("1"), 1, 10.0, SetRoutes(unknown)))

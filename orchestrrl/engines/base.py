@@ -175,9 +175,10 @@ class WeightsEngine(Protocol):
     """The weights of one engine, over the connections of its client. The engine has no requests meanwhile, or they are
     frozen; its KV is dropped with the weights that it was computed under."""
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
-        """Have it load a checkpoint, in a folder of its machine; it is paused afterwards where it was before.
-        `known_sum`: of what is in the folder, where that was taken already. Raises Retryable and Permanent where it has
+    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
+        """Have it load a checkpoint, in a folder of its machine, drop all KV, and name the weights after the version.
+        Afterwards it is paused where it was before. `known_sum`: of what is in the folder, where that was taken before;
+        None: no sum is needed, nor that the engine remembers the version. Raises Retryable and Permanent where it has
         the weights from before, and OutcomeUnknown where it may have others, or some of each: then it stays paused
         until a load succeeds."""
         ...
@@ -197,7 +198,7 @@ class WeightsEngine(Protocol):
         ...
 
 
-def weights_engine(engine: Engine) -> WeightsEngine:
+def weights_engine(engine: ObservedEngine) -> WeightsEngine:
     """Return the client's `weights`. Raises Permanent for a product that cannot load weights while it runs."""
     weights: WeightsEngine | None = getattr(engine, "weights", None)
     if weights is None:
@@ -294,9 +295,9 @@ class AnswerExcerpt:
 
 class ManagedEngine(ObservedEngine, Protocol):
     """What a redeployment asks of an engine that it has started, beyond what the gateway and agents ask: how it is laid
-    out, which weights it has, whether it answers as its predecessors did, and to sleep and wake. What an engine cannot
-    do is found out with `capabilities`; asking for it all the same raises Permanent. `managed_conformance.py` covers
-    it."""
+    out, which weights it has, whether it answers as its predecessors did, and to sleep and wake. Its client can load
+    weights, too (`weights_engine`). What an engine cannot do is found out with `capabilities`; asking for it all the
+    same raises Permanent. `managed_conformance.py` covers it."""
 
     async def layout(self) -> ReportedLayout: ...
 
@@ -304,13 +305,8 @@ class ManagedEngine(ObservedEngine, Protocol):
         """The policy version that it was last told its weights to be; None: it has none, or cannot tell."""
         ...
 
-    async def load_weights(self, source: str, policy_version: int | None) -> None:
-        """Have it load the weights in folder `source` (of its machine), drop all KV, and name them. It must have no
-        requests. Raises Permanent where it cannot, OutcomeUnknown where it may have half of them."""
-        ...
-
-    async def name_weights(self, policy_version: int) -> None:
-        """Tell it what its weights are called; they stay."""
+    async def name_weights(self, policy_version: int | None) -> None:
+        """Tell it what its weights are called; they stay. None: they have no version."""
         ...
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:

@@ -33,7 +33,6 @@ from orchestrrl.engines.base import (
     EngineSample,
     GenerationRequest,
     RequestRefused,
-    TokenLogprob,
 )
 
 DEADLINE_S = 120.0
@@ -64,10 +63,6 @@ class ConformanceRequest:
     @property
     def text(self) -> str:
         return "".join(chunk.text for chunk in self.chunks)
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        return [item for chunk in self.chunks for item in chunk.logprobs or ()]
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -178,23 +173,15 @@ async def post(engine: Engine, path: str, body: Any) -> tuple[int, Any]:
             return response.status, await response.json()
 
 
-# Bodies that are wrong, with the status that they earn. `prompt` etc. replace those of a good request.
-WRONG_BODIES: list[tuple[int, dict[str, Any]]] = [
-    (400, {"max_tokens": 0}),
-    (400, {"max_tokens": -1}),
-    (400, {"max_tokens": "many"}),
-    (400, {"prompt": []}),
-    (400, {"prompt": ""}),
-    (400, {"prompt": None}),
-    (400, {"prompt": [-1]}),
-    (400, {"prompt": [10_000_000]}),
-    (400, {"temperature": -1}),
-    (400, {"top_p": 2}),
-    (400, {"seed": "a"}),
-    (400, {"logprobs": 100}),
-    (400, {"min_tokens": 50, "max_tokens": 10}),
-    (404, {"model": "no-such-model"}),
-]
+# Values of fields that a request earns status 400 by.
+WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "max_tokens": (0, -1, "many"),
+    "prompt": ([], "", None, [-1], [10_000_000]),
+    "temperature": (-1,),
+    "top_p": (2,),
+    "seed": ("a",),
+    "logprobs": (100,),
+}
 
 
 class EngineConformance:
@@ -456,8 +443,10 @@ class EngineConformance:
 
     async def test_wrong_requests_are_refused_with_an_error_object(self, bench: EngineUnderTest) -> None:
         too_long = [5] * ((bench.capabilities.max_model_len_tokens or 0) + 1)
-        for status, body in [*WRONG_BODIES, (400, {"prompt": too_long})]:
-            await _check_refused(bench.start(**{"max_tokens": 5, **body}), status)
+        wrong = [{name: value} for name, values in WRONG_VALUES.items() for value in values]
+        for body in [*wrong, {"prompt": too_long}, {"min_tokens": 50, "max_tokens": 10}]:
+            await _check_refused(bench.start(**{"max_tokens": 5, **body}), 400)
+        await _check_refused(bench.start(max_tokens=5, model="no-such-model"), 404)
         wrong_chats: list[dict[str, Any]] = [{"messages": []}, {"messages": "x"}, {"top_logprobs": 2}]
         for body in [*wrong_chats, {"max_tokens": 0}]:
             await _check_refused(bench.start(TEXT, chat=True, **{"max_tokens": 5, **body}), 400)
@@ -507,11 +496,10 @@ async def _check_undisturbed(bench: EngineUnderTest, run: ConformanceRequest, to
 def _check_logprobs(run: ConformanceRequest, alternatives: int) -> None:
     for chunk in run.chunks:
         assert len(chunk.logprobs or ()) == len(chunk.token_ids)
-    for item in run.logprobs:
-        assert item.logprob <= 0
-        assert 1 <= len(item.top) <= alternatives
-        assert item.token in dict(item.top)  # greedy: the chosen one is among the likeliest
-    assert len(run.logprobs) == len(run.token_ids)
+        for item in chunk.logprobs or ():
+            assert item.logprob <= 0
+            assert 1 <= len(item.top) <= alternatives
+            assert item.token in dict(item.top)  # greedy: the chosen one is among the likeliest
 
 
 async def _check_refused(run: ConformanceRequest, status: int) -> None:

@@ -41,9 +41,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import (
     AnswerExcerpt,
-    CompletionEndpoint,
     Engine,
-    GenerationRequest,
     LoadedWeights,
     ManagedEngine,
     ReportedLayout,
@@ -73,12 +71,16 @@ class EngineOfBothKinds(Engine, ManagedEngine, Protocol):
 
 
 @asynccontextmanager
-async def restored(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[None]:
-    """For a test that loads other weights."""
+async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
+    """For a test that loads other weights: afterwards it has its own ones, without a version, and is not paused."""
+    weights = weights_engine(engine)
     try:
-        yield
+        yield weights
     finally:
-        await engine.load_weights(str(own), None)
+        await weights.load_weights(own, 0, None)
+        await engine.name_weights(None)
+        if await engine.is_paused():
+            await engine.resume()
 
 
 class ManagedConformance:
@@ -97,14 +99,9 @@ class ManagedConformance:
         assert mean_nats(excerpt, again.logprobs) < SAME_NATS
 
     async def test_an_excerpt_is_what_a_request_would_get(self, engine: EngineOfBothKinds) -> None:
-        model = (await engine.capabilities()).models[0]
-        body = {"model": model, "prompt": list(PROMPT), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        got: list[int] = []
-        async for chunk in engine.generate(
-            GenerationRequest("managed-conformance", CompletionEndpoint.COMPLETIONS, body)
-        ):
-            got += chunk.token_ids
-        assert tuple(got) == (await engine.excerpt(PROMPT, TOKENS)).token_ids
+        async with at(engine) as bench:
+            run = await bench.run(PROMPT, max_tokens=TOKENS)
+        assert tuple(run.token_ids) == (await engine.excerpt(PROMPT, TOKENS)).token_ids
 
     async def test_its_own_excerpt_scores_as_it_was_made(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
@@ -129,8 +126,8 @@ class ManagedConformance:
     ) -> None:
         own, other = weights
         before = await engine.excerpt(PROMPT, TOKENS)
-        async with restored(engine, own):
-            await engine.load_weights(str(other), 7)
+        async with as_it_was(engine, own) as held:
+            await held.load_weights(other, 7, None)
             assert await engine.weight_version() == 7
             assert mean_nats(before, await engine.score(before)) > OTHER_NATS
             assert (await engine.excerpt(PROMPT, TOKENS)).token_ids != before.token_ids
@@ -138,39 +135,13 @@ class ManagedConformance:
         assert mean_nats(before, await engine.score(before)) < SAME_NATS
         assert not await engine.is_paused()
 
-    async def test_a_prompt_that_is_cached_is_computed_anew_under_other_weights(
-        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
-    ) -> None:
-        prompt = [20 + 7 * place % 400 for place in range(CACHED_TOKENS)]
-        before = await engine.excerpt(prompt, TOKENS)
-        assert (await engine.excerpt(prompt, TOKENS)).token_ids == before.token_ids
-        async with restored(engine, weights[0]):
-            await engine.load_weights(str(weights[1]), 7)
-            after = await engine.excerpt(prompt, TOKENS)
-            # A score reads no cached prefix: where the old weights' KV was used, it is another.
-            assert mean_nats(after, await engine.score(after)) < SAME_NATS
-        assert (await engine.excerpt(prompt, TOKENS)).token_ids == before.token_ids
-
     async def test_weights_that_are_there_already_can_be_named(
         self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
     ) -> None:
-        async with restored(engine, weights[0]):
+        async with as_it_was(engine, weights[0]):
             for version in (0, 8):
                 await engine.name_weights(version)
                 assert await engine.weight_version() == version
-
-    async def test_an_engine_that_is_paused_stays_so_while_weights_come(
-        self, engine: EngineOfBothKinds, weights: tuple[Path, Path]
-    ) -> None:
-        async with restored(engine, weights[0]):
-            await engine.pause(PauseMode.KEEP)
-            try:
-                await engine.load_weights(str(weights[1]), 7)
-                assert await engine.is_paused()
-                assert not await engine.asleep()
-            finally:
-                await engine.resume()
-        assert await engine.probe() > 0
 
     async def test_sleep_and_wake_or_a_clear_no(self, engine: EngineOfBothKinds) -> None:
         excerpt = await engine.excerpt(PROMPT, TOKENS)
@@ -186,7 +157,7 @@ class ManagedConformance:
             await engine.sleep()
             assert await engine.asleep()
         with pytest.raises(Permanent, match="asleep"):
-            await engine.load_weights("/nowhere", 1)
+            await weights_engine(engine).load_weights(NOWHERE, 1, None)
         for _ in range(2):
             await engine.wake()
             assert not await engine.asleep()
@@ -256,16 +227,6 @@ def _file(header: Mapping[str, Any], data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-@asynccontextmanager
-async def as_it_was(engine: EngineOfBothKinds, own: Path) -> AsyncIterator[WeightsEngine]:
-    try:
-        yield weights_engine(engine)
-    finally:
-        await engine.load_weights(str(own), None)
-        if await engine.is_paused():
-            await engine.resume()
-
-
 class WeightsConformance:
     async def test_versions_in_a_row_and_back(self, engine: EngineOfBothKinds, versions: Sequence[Path]) -> None:
         async with as_it_was(engine, versions[0]) as weights:
@@ -309,6 +270,7 @@ class WeightsConformance:
             await engine.pause(PauseMode.ABORT)
             await weights.load_weights(versions[1], 1)
             assert await engine.is_paused()
+            assert not await engine.asleep()
             other = await weights.continue_greedily(PROMPT, TOKENS)
             assert other != at_start
             assert await engine.is_paused()

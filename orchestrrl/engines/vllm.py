@@ -7,20 +7,17 @@ exist with VLLM_SERVER_DEV_MODE=1 only; without them an attempt is still stopped
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, shorten
+from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown
 from orchestrrl.core.operations import PauseMode
 from orchestrrl.engines.base import Chunk, CompletionEndpoint, EngineCapabilities, GenerationRequest, RequestRefused
 from orchestrrl.engines.exchange import EngineConnection, EngineExchange
 from orchestrrl.engines.openai_chunks import DONE, ChunkReader, ServerSentEvents, StreamError, parse_event
 from orchestrrl.engines.serving import named
-from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import BUSY_STATUSES, NOT_OF_VLLM, ManagedVllm, failure
 from orchestrrl.engines.vllm_weights import VllmWeights
 
@@ -39,21 +36,17 @@ class VllmEngine(ManagedVllm):
         self._attempts: dict[str, EngineExchange] = {}  # requests in flight
 
     async def capabilities(self) -> EngineCapabilities:
-        api = await self.ask("GET", "/openapi.json")
-        with self.reading("/openapi.json"):
-            paths = set(api["paths"])
-            completion = api["components"]["schemas"].get("CompletionRequest", {})
-            token_ids = "return_token_ids" in completion.get("properties", {})
+        info = await self.description()
+        paths = info.paths
         version = (await self.ask("GET", "/version")).get("version", "") if "/version" in paths else ""
         served = await self.served()
-        info = await self.info() if "/server_info" in paths else VllmServerInfo()
         main = next(iter(served), {})
         model = named(main.get("root")) or info.serving.model or named(main.get("id"))
         return EngineCapabilities(
             engine=self.name,
             version=version,
             models=tuple(str(each["id"]) for each in served),
-            token_ids=token_ids,
+            token_ids=info.token_ids,
             abort_requests="/abort_requests" in paths,
             pause={"/pause", "/resume", "/is_paused"} <= paths,
             routed_experts=info.routed_experts,
@@ -70,16 +63,6 @@ class VllmEngine(ManagedVllm):
         except OrchestrRLError:
             return False
         return status == 200
-
-    async def probe(self) -> float:
-        model = await self.model()
-        started_s = time.monotonic()
-        body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
-        answer = await self.ask("POST", "/v1/completions", body)
-        with self.reading("/v1/completions"):
-            if answer["choices"][0]["finish_reason"] not in ("length", "stop"):
-                raise Permanent(f"{self.where}: a completion of one token ended as {shorten(answer['choices'][0])}")
-        return time.monotonic() - started_s
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         path = "/v1/completions" if request.endpoint is CompletionEndpoint.COMPLETIONS else "/v1/chat/completions"
@@ -214,12 +197,6 @@ class VllmEngine(ManagedVllm):
         answer = await self.ask("POST", "/detokenize", {"tokens": list(token_ids)})
         with self.reading("/detokenize"):
             return str(answer["prompt"])
-
-    async def load_weights(self, source: str, policy_version: int | None) -> None:
-        if policy_version is not None and await self.weights.has_backend():
-            await self.weights.load_weights(Path(source), policy_version)
-        else:
-            await super().load_weights(source, policy_version)
 
     @contextmanager
     def _raising(self, path: str) -> Iterator[None]:

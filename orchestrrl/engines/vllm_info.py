@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from orchestrrl.engines.base import EngineSample, ReportedLayout
+from orchestrrl.engines.base import EngineSample
 from orchestrrl.engines.handover import EXTERNAL_SOURCE
 from orchestrrl.engines.serving import CPU, ServingFacts, gpu_of, kv_bits, listed_gpus, named, ranks, weight_bits
 
@@ -38,15 +38,14 @@ _SAMPLES = tuple(f"{name}{{" for name in _NAMES)
 class VllmServerInfo:
     """What is None or False was not told, or is not so. All but the layout stays while the server runs."""
 
-    layout: ReportedLayout = field(default_factory=ReportedLayout)
     max_sequences: int | None = None  # of the whole server
     sleep: bool = False  # --enable-sleep-mode
     elastic_ep: bool = False  # --enable-elastic-ep
-    model: str | None = None  # that it was started with: a name, or a folder of its machine
     weight_backend: str | None = None  # --weight-transfer-config
     serving: ServingFacts = field(default_factory=ServingFacts)
     routed_experts: bool = False  # --enable-return-routed-experts
     paths: frozenset[str] = frozenset()  # of its API
+    token_ids: bool = False  # requests may ask for those of answers
 
 
 def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
@@ -57,16 +56,9 @@ def read_server_info(answer: Mapping[str, Any]) -> VllmServerInfo:
     parallel = config.get("parallel_config", {})
     seats = config["scheduler_config"]["max_num_seqs"]
     return VllmServerInfo(
-        layout=ReportedLayout(
-            tp=_count(parallel, "tensor_parallel_size"),
-            pp=_count(parallel, "pipeline_parallel_size"),
-            dp=_count(parallel, "data_parallel_size"),
-            ep=parallel.get("enable_expert_parallel"),
-        ),
         max_sequences=int(seats) * _replicas_served(parallel),  # vLLM counts them for each replica
         sleep=config.get("model_config", {}).get("enable_sleep_mode") is True,
         elastic_ep=parallel.get("enable_elastic_ep") is True,
-        model=config.get("model_config", {}).get("model"),
         weight_backend=(config.get("weight_transfer_config") or {}).get("backend"),
         serving=_serving(config, answer.get("system_env")),
         # Versions have it in the one or the other.

@@ -7,6 +7,7 @@ OutcomeUnknown where it failed at them: vLLM does not go back by itself.
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -131,23 +132,24 @@ class ManagedVllm:
             raise failure(f"{self.where}/metrics", status, page, None)
         return page
 
-    async def info(self) -> VllmServerInfo:
+    async def _info(self) -> VllmServerInfo:
         answer = await self.ask("GET", vllm_info.PATH, timeout_s=max(self.timeout_s, vllm_info.TIMEOUT_S))
         with self.reading(vllm_info.PATH):
             return vllm_info.read_server_info(answer)
 
     async def description(self) -> VllmServerInfo:
-        """Return the server's configuration and the paths of its API; without /server_info the paths alone."""
-        paths = await self.paths()
-        return replace(await self.info() if "/server_info" in paths else VllmServerInfo(), paths=frozenset(paths))
-
-    async def paths(self) -> set[str]:
-        answer = await self.ask("GET", "/openapi.json")
+        """Return the server's configuration and what its API offers; without /server_info the latter alone."""
+        api = await self.ask("GET", "/openapi.json")
         with self.reading("/openapi.json"):
-            return set(answer["paths"])
+            paths = frozenset(api["paths"])
+            completion = api.get("components", {}).get("schemas", {}).get("CompletionRequest", {})
+            token_ids = "return_token_ids" in completion.get("properties", {})
+        info = await self._info() if "/server_info" in paths else VllmServerInfo()
+        return replace(info, paths=paths, token_ids=token_ids)
 
     async def layout(self) -> ReportedLayout:
-        return (await self.description()).layout
+        facts = (await self.description()).serving
+        return ReportedLayout(facts.tp, facts.pp, facts.dp, facts.ep)
 
     # --- weights
 
@@ -160,22 +162,13 @@ class ManagedVllm:
         with self.reading("/weight_info"):
             return UNNAMED if answer is None else str(answer["weight_version"])
 
-    async def name_weights(self, policy_version: int) -> None:
+    async def name_weights(self, policy_version: int | None) -> None:
         """A server that takes no names goes on without."""
-        if "/update_weight_version" in await self.paths():
-            await self.set_weight_name(str(policy_version))
-
-    async def load_weights(self, source: str, policy_version: int | None) -> None:
-        """It stays paused where it was, and where it may have half of the weights: one whose `reload_weights` failed
-        dies at its next step, or answers out of torn weights."""
-        paths = await self.paths()
-        await self.check_load(LOAD_NEEDS, paths)
-        name = UNNAMED if policy_version is None else str(policy_version)
-        async with self.loading(source, name, takes_names="/update_weight_version" in paths):
-            await self.reload(source)
+        if "/update_weight_version" in (await self.as_started()).paths:
+            await self.set_weight_name(UNNAMED if policy_version is None else str(policy_version))
 
     @asynccontextmanager
-    async def loading(self, source: object, name: str, *, takes_names: bool = True) -> AsyncIterator[str]:
+    async def loading(self, source: object, name: str, *, takes_names: bool) -> AsyncIterator[str]:
         """Pause it and drop its KV for a load of `source` in the block, which gets the name of the weights from before;
         afterwards give it the new name, and let it run if it ran. After Retryable and Permanent it is as it was."""
         was_paused, renamed = await self.is_paused(), False
@@ -217,7 +210,8 @@ class ManagedVllm:
             raise Permanent(f"{self.where}: is asleep: weights can be loaded once it is awake")
 
     async def reload(self, source: str) -> None:
-        """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed."""
+        """Have it load by vLLM's own `reload_weights`. Raises OutcomeUnknown where that failed: the server dies at its
+        next step then, or answers out of torn weights."""
         path, order = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": source}}
         status, text = await self.exchange("POST", path, order, timeout_s=LOAD_TIMEOUT_S)
         if status != 200:
@@ -269,6 +263,11 @@ class ManagedVllm:
             return tuple(
                 float(told[place][str(token)]["logprob"]) for place, token in enumerate(excerpt.token_ids, first)
             )
+
+    async def probe(self) -> float:
+        started_s = time.monotonic()
+        await self._greedy([0], {"max_tokens": 1})
+        return time.monotonic() - started_s
 
     async def _greedy(self, prompt_ids: Sequence[int], asked: Mapping[str, Any]) -> dict[str, Any]:
         """The one choice of a completion. It changes nothing, so that it may be asked again."""

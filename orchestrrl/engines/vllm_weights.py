@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,22 +22,15 @@ from orchestrrl.engines.base import LoadedWeights, TransferEnds
 from orchestrrl.engines.vllm_info import VllmServerInfo
 from orchestrrl.engines.vllm_managed import LOAD_NEEDS, LOAD_TIMEOUT_S, LOADING, ManagedVllm
 from orchestrrl.engines.vllm_weight_flags import BACKEND, METHOD, WorkerReport
-from orchestrrl.integrations.instrument.checkpoint_files import (
-    BrokenCheckpoint,
-    check_same_model,
-    content_sum,
-    mapped,
-    read_checkpoint,
-    shapes_of,
-)
+from orchestrrl.integrations.instrument import checkpoint_files
+from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint
 
-_Answer = TypeVar("_Answer")
-
+NAMING = "/update_weight_version"
 BACKEND_NEEDS = frozenset({"/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"})
 TRANSFER_NEEDS = frozenset(
     {
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-        *("/pause", "/is_paused", "/server_info", "/update_weight_version", "/weight_info"),
+        *("/pause", "/is_paused", "/server_info", NAMING, "/weight_info"),
     }
 )
 EMPTY_WITHIN_S = 2.0  # requests that have ended are counted for a moment longer
@@ -55,21 +48,23 @@ class VllmWeights:
         self._server = server
         self._url = server.where  # for messages
 
-    async def load_weights(self, folder: Path, version: int, known_sum: str = "") -> LoadedWeights:
+    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
         page = await self._server.metrics_page()
         started = await self._server.as_started(page)
-        await self._server.check_load(LOAD_NEEDS | {"/update_weight_version"}, started.paths, page)
+        await self._server.check_load(LOAD_NEEDS if known_sum is None else LOAD_NEEDS | {NAMING}, started.paths, page)
         has_backend = _has_backend(started)
         given = ""
-        if not has_backend:
+        if not has_backend and known_sum is not None:
             # vLLM itself loads what it finds: of a folder without some tensors it keeps the old ones, and says nothing.
-            given = await asyncio.to_thread(_checked_sum, folder, started.model, known_sum)
-        async with self._server.loading(folder, str(version)) as before:
+            given = await asyncio.to_thread(_checked_sum, folder, started.serving.model, known_sum)
+        async with self._server.loading(folder, str(version), takes_names=NAMING in started.paths) as before:
             if has_backend:
-                loaded = await self._transfer(folder, version)
-            else:
-                loaded = await self._reload(folder, version, given, again=before == LOADING)
-        return loaded
+                return await self._transfer(folder, version)
+            # Where a load before this one did not succeed, vLLM's layers may wait for the rest of its weights. They
+            # take those of the next load for it, and only the one after that finds every layer at its beginning.
+            for _ in range(2 if before == LOADING else 1):
+                await self._server.reload(str(folder))
+            return LoadedWeights(version, given)
 
     async def loaded(self) -> LoadedWeights | None:
         version = await self._server.weight_version()
@@ -101,9 +96,10 @@ class VllmWeights:
             return await (self._kept_running(asked) if was_paused else asked)
         finally:
             if was_paused:
-                await self._pause_again()
+                with self._open_outcome("may run, which was paused"):
+                    await self._server.order("/pause?mode=keep&clear_cache=false")
 
-    async def _kept_running(self, asked: Coroutine[Any, Any, _Answer]) -> _Answer:
+    async def _kept_running(self, asked: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
         """Await an answer of an engine that was paused before, and resume the engine where it is paused meanwhile: a
         gateway that attaches behind a closed pause barrier pauses every engine, and the answer would never come."""
         task = asyncio.create_task(asked)
@@ -119,40 +115,27 @@ class VllmWeights:
     async def _transfer(self, folder: Path, version: int) -> LoadedWeights:
         if any(worker.is_updating for worker in await self._workers()):  # whoever began it has gone
             await self._server.order("/finish_weight_update")
+        failed: OrchestrRLError | None = None
         try:
             await self._server.order("/start_weight_update")
             update = {"update_info": {"folder": str(folder), "version": version}}
             await self._server.order("/update_weights", update, LOAD_TIMEOUT_S)
             await self._server.order("/finish_weight_update")
         except OrchestrRLError as error:
-            await self._judge(await self._workers_after(error), error)
-            raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {error}") from error
-        workers = await self._workers_after(None)
-        await self._judge(workers, None)
+            failed = error
+        with self._open_outcome(f"{failed or 'loaded something'}, and says no more"):
+            workers = await self._workers()
+        faults = [worker.fault for worker in workers if worker.fault]
+        because = "; ".join(dict.fromkeys(faults))
+        if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
+            raise Permanent(f"{self._url}: refused {because}") from failed
+        if faults:
+            raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from failed
+        if failed is not None:
+            raise OutcomeUnknown(f"{self._url}: failed to load {folder}: {failed}") from failed
         if (told := self._agreed(workers, version)) is None:
             raise OutcomeUnknown(f"{self._url}: loaded {folder}, but its workers say {workers}")
         return told
-
-    async def _judge(self, workers: Sequence[WorkerReport], error: OrchestrRLError | None) -> None:
-        """Raises by what the workers say of a load."""
-        faults = [worker.fault for worker in workers if worker.fault]
-        if not faults:
-            return
-        because = "; ".join(dict.fromkeys(faults))
-        if len(faults) == len(workers) and not any(worker.is_torn for worker in workers):
-            raise Permanent(f"{self._url}: refused {because}") from error
-        raise OutcomeUnknown(f"{self._url}: may have half of the weights: {because}") from error
-
-    async def _reload(self, folder: Path, version: int, given: str, *, again: bool) -> LoadedWeights:
-        """`again`: a load before this one did not succeed, and vLLM's layers may wait for the rest of its weights. They
-        take those of the next load for it, and only the one after that finds every layer at its beginning."""
-        for _ in range(2 if again else 1):
-            await self._server.reload(str(folder))
-        return LoadedWeights(version, given)
-
-    async def _pause_again(self) -> None:
-        with self._open_outcome("may run, which was paused"):
-            await self._server.order("/pause?mode=keep&clear_cache=false")
 
     async def _until_empty(self) -> None:
         """Requests that are frozen would go on. Raises Permanent where there are any."""
@@ -174,10 +157,6 @@ class VllmWeights:
                 raise ValueError("no worker says anything")
             return workers
 
-    async def _workers_after(self, error: OrchestrRLError | None) -> list[WorkerReport]:
-        with self._open_outcome(f"{error or 'loaded something'}, and says no more"):
-            return await self._workers()
-
     def _agreed(self, workers: Sequence[WorkerReport], version: int) -> LoadedWeights | None:
         """What they all have; None where that is not this version, or not the same."""
         if {(worker.version, worker.is_torn) for worker in workers} != {(version, False)}:
@@ -188,11 +167,11 @@ class VllmWeights:
     # --- from a trainer's process, over vLLM's weight-transfer endpoints
 
     async def ends(self) -> TransferEnds:
-        if missing := TRANSFER_NEEDS - await self._server.paths():
+        info = await self._server.description()
+        if missing := TRANSFER_NEEDS - info.paths:
             raise Permanent(f"{self._url}: has not {', '.join(sorted(missing))}, which VLLM_SERVER_DEV_MODE=1 offers")
-        info = await self._server.info()
-        layout = info.layout
-        return TransferEnds(info.weight_backend or "", (layout.tp or 1) * (layout.pp or 1) * (layout.dp or 1))
+        facts = info.serving
+        return TransferEnds(info.weight_backend or "", (facts.tp or 1) * (facts.pp or 1) * (facts.dp or 1))
 
     async def join(self, init_info: Mapping[str, Any], within_s: float) -> None:
         """Workers wait for the trainer, and do nothing else meanwhile."""
@@ -203,8 +182,8 @@ class VllmWeights:
 
     async def start(self) -> None:
         await self._at_rest()
-        name = await self._server.weight_name()
-        if name == LOADING:  # an update before was broken off: vLLM may wait for the rest of it
+        if await self._server.weight_name() == LOADING:
+            # An update before was broken off: vLLM may wait for the rest of it.
             with suppress(OrchestrRLError):
                 await self._server.order("/finish_weight_update")
         await self.begin()
@@ -252,19 +231,19 @@ def _has_backend(started: VllmServerInfo) -> bool:
     return started.weight_backend == BACKEND and started.paths >= BACKEND_NEEDS
 
 
-def _checked_sum(folder: Path, model: str | None, known_sum: str) -> str:
+def _checked_sum(folder: Path, model: str, known_sum: str) -> str:
     """Of a checkpoint that can be seen here, taken unless it is known; of a folder of another machine nothing is known.
     Where the model that the server was started with can be seen, too, it must be of that form. Raises Permanent."""
     if not folder.exists():
         return ""
     wanted = None
-    if model is not None and Path(model).is_dir():
+    if model and Path(model).is_dir():
         with suppress(BrokenCheckpoint):  # it began with weights of another format, or with none
-            wanted = shapes_of(read_checkpoint(Path(model)))
+            wanted = checkpoint_files.shapes_of(checkpoint_files.read_checkpoint(Path(model)))
     try:
-        tensors = read_checkpoint(folder)
+        tensors = checkpoint_files.read_checkpoint(folder)
         if wanted is not None:
-            check_same_model(shapes_of(tensors), wanted)
-        return known_sum or content_sum(tensors, mapped(tensors))
+            checkpoint_files.check_same_model(checkpoint_files.shapes_of(tensors), wanted)
+        return known_sum or checkpoint_files.content_sum(tensors, checkpoint_files.mapped(tensors))
     except BrokenCheckpoint as fault:
         raise Permanent(f"{folder} is not loaded: {fault}") from fault

@@ -120,7 +120,8 @@ async def as_they_were(servers: Sequence[LocalEngine], model: Path) -> AsyncIter
     finally:
         for server in servers:
             engine = VllmEngine(server.url, timeout_s=100)
-            await engine.load_weights(str(model), None)
+            await engine.weights.load_weights(model, 0, None)
+            await engine.name_weights(None)
             if await engine.is_paused():
                 await engine.resume()
             await engine.close()

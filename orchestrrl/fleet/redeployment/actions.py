@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock, within
@@ -15,7 +16,7 @@ from orchestrrl.core.config.schema import FleetSettings
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.operations import MovesOutcome
-from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, ManagedEngine
+from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, ManagedEngine, weights_engine
 from orchestrrl.fleet.deployers.base import DeployedInstance, Deployer, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
@@ -415,7 +416,7 @@ class RedeployActions:
                 await client.name_weights(wanted.version)
                 detail = f"was started with version {wanted.version}"
             else:
-                await client.load_weights(wanted.source, wanted.version)
+                await weights_engine(client).load_weights(Path(wanted.source), wanted.version, None)
                 detail = f"version {wanted.version}"
         self.loaded.add(engine)
         return detail

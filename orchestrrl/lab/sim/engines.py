@@ -199,10 +199,7 @@ class VirtualManaged:
     async def weight_version(self) -> int | None:
         return self._policy_version
 
-    async def load_weights(self, source: str, policy_version: int | None) -> None:
-        self._policy_version = policy_version
-
-    async def name_weights(self, policy_version: int) -> None:
+    async def name_weights(self, policy_version: int | None) -> None:
         self._policy_version = policy_version
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:

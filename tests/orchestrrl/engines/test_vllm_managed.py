@@ -166,7 +166,7 @@ async def test_layout_seats_and_talents_are_those_that_the_server_was_started_wi
                     },
                 }
             },
-            VllmServerInfo(ReportedLayout(dp=4), max_sequences=6, serving=ServingFacts(dp=2)),
+            VllmServerInfo(max_sequences=6, serving=ServingFacts(dp=2)),
         ),
         *(
             (
@@ -221,7 +221,7 @@ async def test_a_failure_to_tell_is_not_remembered(engine: VllmEngine, fake: Fak
 
 
 async def test_weights_are_loaded_behind_a_pause_that_drops_kv(engine: VllmEngine, fake: FakeServer) -> None:
-    await engine.load_weights("/shared/7", 7)
+    await engine.weights.load_weights(Path("/shared/7"), 7, None)
     assert fake.heard == [
         "/pause?mode=keep",
         "/update_weight_version",
@@ -250,7 +250,7 @@ async def test_a_server_that_takes_no_names_gets_its_weights_and_tells_no_versio
     engine: VllmEngine, fake: FakeServer
 ) -> None:
     fake.without = {"/update_weight_version", "/weight_info"}
-    await engine.load_weights("/shared/7", 7)
+    await engine.weights.load_weights(Path("/shared/7"), 7, None)
     await engine.name_weights(7)
     assert fake.heard == ["/pause?mode=keep", "/collective_rpc", "/resume"]
     assert await engine.weight_version() is None
@@ -288,7 +288,7 @@ async def test_what_becomes_of_an_engine_whose_loading_fails(
     fake.name = "6"
     fake.answers[path] = (status, ERROR)
     with pytest.raises(error):
-        await engine.load_weights("/shared/7", 7)
+        await engine.weights.load_weights(Path("/shared/7"), 7, None)
     assert fake.paused is paused
     assert (fake.name == "6") is named, "weights that may be half new must not have the old ones' name"
 
@@ -298,7 +298,7 @@ async def test_a_server_without_its_development_endpoints_says_what_is_missing(
 ) -> None:
     fake.without = {"/collective_rpc", "/pause"}
     with pytest.raises(Permanent, match="/collective_rpc, /pause, which VLLM_SERVER_DEV_MODE=1 offers"):
-        await engine.load_weights("/shared/7", 7)
+        await engine.weights.load_weights(Path("/shared/7"), 7, None)
     assert fake.heard == []
 
 
@@ -368,7 +368,7 @@ async def test_an_engine_that_is_only_paused_is_not_asleep(engine: VllmEngine, f
     assert fake.heard == ["/sleep?level=1"]
     assert await engine.asleep()
     with pytest.raises(Permanent, match="is asleep"):
-        await engine.load_weights("/shared/7", 7)
+        await engine.weights.load_weights(Path("/shared/7"), 7, None)
     await engine.wake()
     assert not await engine.asleep()
     fake.without = {"/is_sleeping"}

@@ -26,7 +26,7 @@ from orchestrrl.daemon.configuration import parse_config
 from orchestrrl.daemon.control_plane import ControlPlane, run_loops
 from orchestrrl.daemon.redeployment_wiring import RedeployedFleet
 from orchestrrl.daemon.wiring import DaemonEdges, build_daemon
-from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, EngineSample, ReportedLayout
+from orchestrrl.engines.base import AnswerExcerpt, EngineCapabilities, EngineSample, LoadedWeights, ReportedLayout
 from orchestrrl.fleet.deployers.base import DeployedInstance, EngineLife
 from orchestrrl.fleet.deployers.command_line import EngineSpec
 from orchestrrl.fleet.launch import spec_of
@@ -204,6 +204,7 @@ class Client:
 
     def __init__(self, url: str, machines: Machines, running: Callable[[EngineId], int]) -> None:
         self.url = url
+        self.weights = self
         self._machines = machines
         self._id = EngineId(url.removeprefix("http://"))
         self._running = running
@@ -243,10 +244,11 @@ class Client:
     async def weight_version(self) -> int | None:
         return (await self._engine("weight_version")).weights
 
-    async def load_weights(self, source: str, policy_version: int | None) -> None:
-        (await self._engine("load_weights")).weights = policy_version
+    async def load_weights(self, folder: Path, version: int, known_sum: str | None = "") -> LoadedWeights:
+        (await self._engine("load_weights")).weights = version
+        return LoadedWeights(version)
 
-    async def name_weights(self, policy_version: int) -> None:
+    async def name_weights(self, policy_version: int | None) -> None:
         (await self._engine("name_weights")).weights = policy_version
 
     async def excerpt(self, prompt_ids: Sequence[int], tokens: int) -> AnswerExcerpt:

@@ -90,7 +90,7 @@ async def test_weights_that_cannot_be_read_leave_a_paused_engine_with_neither(tm
     async for engine in engines(OPTIONS.model_copy(update={"weight_transfer": False})):
         excerpt = await engine.excerpt(PROMPT, TOKENS)
         with pytest.raises(OutcomeUnknown, match="may have half of it"):
-            await engine.load_weights(str(tmp_path), 3)
+            await engine.weights.load_weights(tmp_path, 3, None)
         assert await engine.is_paused()
         assert await engine.weight_version() is None
         await engine.resume()
@@ -112,7 +112,7 @@ async def test_a_request_that_is_frozen_while_weights_come_goes_on_under_the_new
         while len(got) < 20:
             await asyncio.sleep(0.005)
         await engine.pause(PauseMode.KEEP)
-        await engine.load_weights(str(weights[1]), 1)
+        await engine.weights.load_weights(weights[1], 1, None)
         before = await asyncio.sleep(0.05, len(got))
         await engine.resume()
         await reading

@@ -125,12 +125,7 @@ class Gateway:
     """Owns the ledger and the fleet. `run` watches for hanging engines; `close` stops everything."""
 
     def __init__(
-        self,
-        node: NodeId,
-        fleet: EngineBackends,
-        *,
-        limits: RelayLimits,
-        store: LedgerStore | None = None,
+        self, node: NodeId, fleet: EngineBackends, *, limits: RelayLimits, store: LedgerStore | None = None
     ) -> None:
         """`store` has what outlives this process."""
         self.node = node

@@ -109,11 +109,10 @@ def import_(
         COLD_START_S if switch_s is None else switch_s,
         "command line" if max_sequences != VLLM_MAX_SEQUENCES else "default: vLLM's on large GPUs",
         _switch_detail(switch_s),
+        _today(),
     )
     vendor = Aiconfigurator(model, system, backend, precision=precision)
-    profile, left_out = import_profile(
-        vendor, model, system, backend, wanted, given, _today(), lambda name: stderr().print(f"{name} ...")
-    )
+    profile, left_out = import_profile(vendor, wanted, given, lambda name: stderr().print(f"{name} ..."))
     _write(out, profile)
     return _output(profile, left_out)
 

@@ -50,6 +50,7 @@ class ImportInputs(NamedTuple):
     switch_s: float
     sequences_detail: str
     switch_detail: str
+    date: str
 
 
 _LAYOUT = re.compile(r"(?:tp(\d+))?(?:dp(\d+))?(?:ep(\d+))?")
@@ -70,17 +71,13 @@ def layout_named(name: str) -> Parallelism:
 
 def import_profile(
     vendor: "Aiconfigurator",
-    model: str,
-    system: str,
-    backend: str,
     layouts: Sequence[Parallelism],
     given: ImportInputs,
-    date: str,
     on_layout: Callable[[str], None] = lambda name: None,
 ) -> tuple[Profile, list[str]]:
     """A profile of all layouts that fit, and the others with their reasons. Raises Permanent where none fits."""
     engines, left_out, moves = [], [], None
-    provenance = Provenance(ProfileSource.IMPORTED, date, vendor.detail)
+    provenance = Provenance(ProfileSource.IMPORTED, given.date, vendor.detail)
     for layout in layouts:
         on_layout(identifier(layout))
         try:
@@ -92,7 +89,7 @@ def import_profile(
             left_out.append(f"{identifier(layout)}: {error}")
     if not engines:
         raise Permanent("no layout can be imported: " + "; ".join(left_out))
-    return Profile(model, system, backend, tidy(tuple(engines)), tidy(moves)), left_out
+    return Profile(vendor.model, vendor.system, vendor.backend, tidy(tuple(engines)), tidy(moves)), left_out
 
 
 def engine_profile(
@@ -172,7 +169,7 @@ class Aiconfigurator:
         if self._version is None:
             known = sorted(self._database.get_supported_databases())
             raise ProblemFaults([f"--system: has no data for {backend} (known: {', '.join(known)}), got {system!r}"])
-        self._model, self._system, self._backend = model, system, backend
+        self.model, self.system, self.backend = model, system, backend
         self._precision = {"gemm_quant_mode": precision, "moe_quant_mode": precision} if precision else {}
         package = version(PACKAGE)
         self.detail = f"{PACKAGE} {package}, {system}, {backend} {self._version}" + f", {precision}" * bool(precision)
@@ -181,7 +178,7 @@ class Aiconfigurator:
         """Raises ValueError in the package's words, as `room` does."""
         with self._in_our_terms():
             handle: ImportHandle = self._engine.EngineHandle.compile(
-                self._model, self._system, self._backend, backend_version=self._version, **self._sizes(layout)
+                self.model, self.system, self.backend, backend_version=self._version, **self._sizes(layout)
             )
             return handle
 
@@ -195,7 +192,7 @@ class Aiconfigurator:
 
     def link(self) -> tuple[float, float] | None:
         """Bytes/s of one GPU between nodes, and seconds of latency."""
-        node = self._database.load_system_spec(self._system).get("node", {})
+        node = self._database.load_system_spec(self.system).get("node", {})
         if not {"inter_node_bw", "p2p_latency"} <= node.keys():
             return None
         return float(node["inter_node_bw"]), float(node["p2p_latency"])
@@ -217,13 +214,13 @@ class Aiconfigurator:
     def _kv(self, layout: Parallelism, sequences: int, **more: Any) -> dict[str, Any]:
         with self._in_our_terms():
             told: dict[str, Any] = self._memory.estimate_kv_cache(
-                self._model,
-                self._system,
-                self._backend,
+                self.model,
+                self.system,
+                self.backend,
                 self._version,
                 max_num_tokens=PREFILL_BATCH_TOKENS,
                 max_batch_size=sequences,
-                memory_fraction_kind="of_free" if self._backend == "trtllm" else "of_total",
+                memory_fraction_kind="of_free" if self.backend == "trtllm" else "of_total",
                 memory_fraction_value=MEMORY_FRACTION,
                 **self._sizes(layout),
                 **more,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults, Retryable
 from orchestrrl.engines.base import CompletionEndpoint, Engine, EngineCapabilities, GenerationRequest, RequestRefused
-from orchestrrl.engines.profiles.spill import Spill, overfills, spill_of
+from orchestrrl.engines.profiles.spill import GridPoint, Spill, overfills, spill_of
 from orchestrrl.engines.profiles.store import of_fit
 from planner.cost.fit import FitError, StepSample, TimedSample, TooFewSamples, fit_curve, fit_rate, fit_step
 from planner.cost.profile import Curve, EngineProfile, MoveCosts, Parallelism, ProfileSource, Provenance
@@ -76,13 +76,6 @@ class MoveLink(NamedTuple):
     kv_bytes_per_token: float
     transfer_gbps: float
     latency_s: float = 0.0
-
-
-class GridPoint(NamedTuple):
-    """One batch of the grid: how many sequences, and the prompt tokens of each."""
-
-    sequences: int
-    context_tokens: int
 
 
 # How far a measurement is, for a progress bar: steps done, steps in all, and what is done now.
@@ -317,9 +310,7 @@ class _Run:
         or that the budget has no time for."""
         limits, samples = self._limits, []
         capacity_tokens, longest = limits.kv_capacity_tokens, limits.max_model_len_tokens
-        for point in itertools.starmap(
-            GridPoint, overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS)
-        ):
+        for point in overfills(capacity_tokens, limits.max_sequences, longest, MOST_STEPS):
             patience_s = PATIENCE * _work(point) / rate + point_s
             if self._clock.now_s() + patience_s + 2 * point_s > self._end_s:
                 break

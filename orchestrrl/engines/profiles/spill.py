@@ -15,6 +15,13 @@ from planner.cost.profile import StepTime
 OVERFILLS = (1.15, 1.3, 1.6, 2.0, 3.0)
 
 
+class GridPoint(NamedTuple):
+    """One batch: how many sequences, and the prompt tokens of each."""
+
+    sequences: int
+    context_tokens: int
+
+
 class Spill(NamedTuple):
     """Seconds for each token beyond the capacity and step, and how many such tokens were seen at least."""
 
@@ -25,9 +32,9 @@ class Spill(NamedTuple):
 
 def overfills(
     capacity_tokens: int, max_sequences: int, longest_context_tokens: int, growth_tokens: int
-) -> list[tuple[int, int]]:
-    """Batches, as sequences and prompt tokens of each, that hold more than the capacity when decoding begins; the
-    fewest sequences that do. `growth_tokens`: what each has to be free to decode."""
+) -> list[GridPoint]:
+    """Batches that hold more than the capacity when decoding begins; the fewest sequences that do. `growth_tokens`: what
+    each has to be free to decode."""
     most_context = longest_context_tokens - growth_tokens
     if most_context < 1:
         return []
@@ -37,7 +44,7 @@ def overfills(
     for wanted_tokens in sorted({min(size, most_tokens) for size in sizes}):
         if wanted_tokens >= least_tokens:
             sequences = -(-wanted_tokens // most_context)
-            found.append((sequences, -(-wanted_tokens // sequences)))
+            found.append(GridPoint(sequences, -(-wanted_tokens // sequences)))
     return found
 
 

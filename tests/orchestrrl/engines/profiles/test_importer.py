@@ -22,7 +22,7 @@ from orchestrrl.engines.profiles.store import as_text, parse_profile, read_profi
 from planner.cost.predict import identifier
 from planner.cost.profile import Parallelism, Profile, ProfileSource
 
-GIVEN = ImportInputs(256, 45.0, "default", "command line")
+GIVEN = ImportInputs(256, 45.0, "default", "command line", "2026-01-31")
 
 
 @dataclass
@@ -47,6 +47,7 @@ class FakeVendor(Aiconfigurator):
     detail = "tables 1.0"
 
     def __init__(self, bend: float = 0.0) -> None:
+        self.model, self.system, self.backend = "m", "h100_sxm", "vllm"
         self._bend = bend
 
     def compile(self, layout: Parallelism) -> ImportHandle:
@@ -66,7 +67,7 @@ class FakeVendor(Aiconfigurator):
 
 def imported(*names: str, bend: float = 0.0) -> tuple[Profile, list[str]]:
     layouts = [layout_named(name) for name in names]
-    return import_profile(FakeVendor(bend), "m", "h100_sxm", "vllm", layouts, GIVEN, "2026-01-31")
+    return import_profile(FakeVendor(bend), layouts, GIVEN)
 
 
 def test_a_line_comes_out_as_a_line() -> None:
@@ -188,7 +189,7 @@ class TestPackage:
     def test_a_dense_model_is_nearly_a_line(self) -> None:
         vendor = Aiconfigurator("Qwen/Qwen3-32B", "h100_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp2", "tp4", "tp8")]
-        found = import_profile(vendor, "Qwen/Qwen3-32B", "h100_sxm", "vllm", layouts, GIVEN, "2026-01-31")
+        found = import_profile(vendor, layouts, GIVEN)
         steps_s = [engine.step.at(16, 32_000) for engine in found[0].configurations]
         assert steps_s == sorted(steps_s, reverse=True)
         for engine in found[0].configurations:
@@ -200,7 +201,7 @@ class TestPackage:
     def test_a_mixture_of_experts_is_not(self) -> None:
         vendor = Aiconfigurator("Qwen/Qwen3-235B-A22B", "h200_sxm", "vllm")
         layouts = [layout_named(name) for name in ("tp8", "tp8ep8")]
-        found = import_profile(vendor, "Qwen/Qwen3-235B-A22B", "h200_sxm", "vllm", layouts, GIVEN, "2026-01-31")
+        found = import_profile(vendor, layouts, GIVEN)
         for engine in found[0].configurations:
             assert len(engine.step.base_s.xs) > 2
             assert engine.provenance.fit_error_mean is not None

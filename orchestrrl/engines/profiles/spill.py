@@ -33,8 +33,8 @@ class Spill(NamedTuple):
 def overfills(
     capacity_tokens: int, max_sequences: int, longest_context_tokens: int, growth_tokens: int
 ) -> list[GridPoint]:
-    """Batches that hold more than the capacity when decoding begins; the fewest sequences that do. `growth_tokens`: what
-    each has to be free to decode."""
+    """Batches that hold more than the capacity when decoding begins; the fewest sequences that do. Each is to be free
+    to grow by `growth_tokens`."""
     most_context = longest_context_tokens - growth_tokens
     if most_context < 1:
         return []

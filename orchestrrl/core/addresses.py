@@ -71,7 +71,7 @@ def server_address(url: str) -> ServerAddress | None:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError:
+    except ValueError:  # a bracket that is not closed, a port that is no number
         return None
     if parts.scheme not in _DEFAULT_PORTS or not host or port == 0:
         return None
@@ -99,7 +99,7 @@ def _host(host: str) -> str:
     if ip is None:
         try:  # the short forms that resolvers take, e.g. 127.1
             ip = ipaddress.ip_address(socket.inet_ntoa(socket.inet_aton(name)))
-        except OSError:
+        except (OSError, ValueError):
             return name
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -122,13 +122,9 @@ def host_id() -> str:
 
 def check_url(url: str) -> str:
     """The URL of an engine. Raises ValueError with what is wrong."""
-    try:
-        parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a bracket that is not closed, a port that is no number
-        whole = False
-    if not whole:
+    address = server_address(url)
+    if address is None:
         raise ValueError("must be an http:// or https:// URL")
-    if parts.path.rstrip("/").endswith("/v1"):
+    if address.path.endswith("/v1"):
         raise ValueError("must be the server's URL without /v1, which is added to it")
     return url

@@ -150,12 +150,6 @@ class NotDone(StrEnum):
     UNKNOWN = "unknown"  # it may have had an effect
 
 
-@dataclass(frozen=True, slots=True)
-class _Received(Generic[Result]):
-    task: "asyncio.Task[Result]"
-    valid_until_s: float | None
-
-
 class ReceivedOrders(Generic[Given, Result]):
     """Carries each order out once per id, and returns its one result however often it is delivered.
 
@@ -179,28 +173,29 @@ class ReceivedOrders(Generic[Given, Result]):
         self._clock = clock
         self._capacity = capacity
         self._newest = 0  # generation
-        self._received: dict[str, _Received[Result]] = {}  # in order of arrival
+        self._received: dict[
+            str, tuple[asyncio.Task[Result], float | None]
+        ] = {}  # with its expiry, in order of arrival
 
     def __len__(self) -> int:
         return len(self._received)
 
     async def result(self, order: Given) -> Result:
         """Return the stored result, that of the delivery under way, a refusal, or what `perform` returns now."""
-        received = self._received.get(order.id)
         now_s = self._clock.now_s()
-        if received is None:
+        if order.id not in self._received:
             if refusal := self._refusal(order, now_s):
                 return self._not_done(order, NotDone.REFUSED, refusal, now_s)
-            received = _Received(asyncio.create_task(self._carry_out(order)), order.valid_until_s)
-            self._received[order.id] = received
-        await asyncio.wait({received.task})
-        if received.task.cancelled():
+            self._received[order.id] = asyncio.create_task(self._carry_out(order)), order.valid_until_s
+        task, _ = self._received[order.id]
+        await asyncio.wait({task})
+        if task.cancelled():
             return self._not_done(order, NotDone.UNKNOWN, "the process was shutting down", now_s)
-        return received.task.result()
+        return task.result()
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        await stop(*(received.task for received in self._received.values()))
+        await stop(*(task for task, _ in self._received.values()))
 
     def _refusal(self, order: Given, now_s: float) -> str:
         """Return why the order must not be carried out; empty where it may be."""
@@ -218,9 +213,8 @@ class ReceivedOrders(Generic[Given, Result]):
         """Forget finished and expired orders, oldest first, and no more than needed for one more."""
         if len(self) < self._capacity:
             return
-        for id, received in list(self._received.items()):
-            expired = received.valid_until_s is None or received.valid_until_s < now_s
-            if received.task.done() and expired:
+        for id, (task, valid_until_s) in list(self._received.items()):
+            if task.done() and (valid_until_s is None or valid_until_s < now_s):
                 del self._received[id]
                 if len(self) < self._capacity:
                     return

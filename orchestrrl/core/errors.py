@@ -130,5 +130,4 @@ def cut(text: str, limit: int = 300) -> str:
 
 def shorten(value: object, limit: int = 80) -> str:
     """A value as JSON-like text for a message, cut at `limit` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return cut(repr(value), limit)

@@ -62,11 +62,11 @@ class Attachment(OrderStream[Operation]):
             super().put(order)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeState:
     """A node that is or was attached."""
 
-    hello: NodeHello
+    attachment: Attachment  # the latest
     attached: bool
     last_report_s: float
 
@@ -84,7 +84,6 @@ class NodeRegistry:
 
     def __init__(self, most_nodes: int = 8192) -> None:
         self._most_nodes = most_nodes
-        self._attached: dict[NodeId, Attachment] = {}
         self._known: dict[NodeId, NodeState] = {}
         self._processes: dict[tuple[NodeId, str], _Process] = {}  # by id and incarnation
 
@@ -125,12 +124,11 @@ class NodeRegistry:
         except LimitReached:
             self.stream_ended(attachment)
             raise
-        old = self._attached.get(hello.node)
-        if old is not None:
-            old.end()
-            self.stream_ended(old)
-        self._attached[hello.node] = attachment
-        self._known[hello.node] = NodeState(hello, attached=True, last_report_s=now_s)
+        old = self._known.get(hello.node)
+        if old is not None and old.attached:
+            old.attachment.end()
+            self.stream_ended(old.attachment)
+        self._known[hello.node] = NodeState(attachment, attached=True, last_report_s=now_s)
         return attachment
 
     def detach(self, attachment: Attachment, now_s: float) -> bool:
@@ -139,10 +137,10 @@ class NodeRegistry:
         node = attachment.hello.node
         is_double = any(process.id == node != own for (own, _), process in self._processes.items())
         self.stream_ended(attachment)
-        if self._attached.get(node) is not attachment:
+        known = self._known.get(node)
+        if known is None or known.attachment is not attachment or not known.attached:
             return False
-        del self._attached[node]
-        self._known[node] = NodeState(attachment.hello, attached=False, last_report_s=now_s)
+        known.attached, known.last_report_s = False, now_s
         if is_double:  # it comes back under another id, or as the only one
             del self._known[node]
         return True
@@ -150,18 +148,19 @@ class NodeRegistry:
     def on_report(self, node: NodeId, now_s: float) -> None:
         known = self._known.get(node)
         if known is not None:
-            self._known[node] = NodeState(known.hello, known.attached, now_s)
+            known.last_report_s = now_s
 
     def send(self, node: NodeId, operation: Operation) -> None:
         """Raises Retryable when the node is not attached."""
-        attachment = self._attached.get(node)
-        if attachment is None:
+        known = self._known.get(node)
+        if known is None or not known.attached:
             raise Retryable(f"node {node} is not attached", REATTACH_S)
-        attachment.put(operation)
+        known.attachment.put(operation)
 
     def gateways(self) -> tuple[NodeId, ...]:
         """The attached gateways, by id."""
-        return tuple(sorted(n for n, a in self._attached.items() if a.hello.kind is NodeKind.GATEWAY))
+        nodes = self._known.items()
+        return tuple(sorted(n for n, at in nodes if at.attached and at.attachment.hello.kind is NodeKind.GATEWAY))
 
     def states(self) -> tuple[NodeState, ...]:
         """Every node that ever attached, by id."""
@@ -175,9 +174,9 @@ class NodeRegistry:
         if not away:
             limit = f"at most {self._most_nodes} nodes can be attached at a time (limits.nodes)"
             raise LimitReached(f"node_id: {limit}, got {shorten(node)} as one more")
-        del self._known[min(away, key=lambda known: known.last_report_s).hello.node]
+        del self._known[min(away, key=lambda known: known.last_report_s).attachment.hello.node]
 
     def end_all(self) -> None:
         """Close every stream, so that nodes notice at once and attach to the next daemon."""
-        for attachment in self._attached.values():
-            attachment.end()
+        for known in self._known.values():
+            known.attachment.end()

@@ -163,22 +163,14 @@ class Description(Protocol[S]):
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class OperationFailure(Generic[S]):
+class OperationFailure(Exception, Generic[S]):
     """Why an operation goes back. `step` is None where it was called off; `error` is what the step raised."""
 
-    step: S | None
-    why: str
-    error: Exception | None = None
-
-    def __str__(self) -> str:
-        return self.why if self.step is None else f"{self.step}: {self.why}"
-
-
-class _StepFailed(Exception):
-    def __init__(self, failure: OperationFailure[Any]) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
+    def __init__(self, step: S | None, why: str, error: Exception | None = None) -> None:
+        super().__init__(why if step is None else f"{step}: {why}")
+        self.step = step
+        self.why = why
+        self.error = error
 
 
 class OperationRun(Generic[S]):
@@ -266,8 +258,8 @@ class OperationRun(Generic[S]):
         self._going = asyncio.ensure_future(self._run_stages(done))
         try:
             await self._going
-        except _StepFailed as failed:
-            return failed.failure
+        except OperationFailure as failure:
+            return failure
         except asyncio.CancelledError:
             if not self._called_off:  # the daemon ends: the next one resumes it
                 self._going.cancel()
@@ -361,56 +353,55 @@ class OperationRun(Generic[S]):
                 continue
             try:
                 await self._do(StepDirection.FORWARD, step, self._description.do)
-            except _StepFailed as failed:
+            except OperationFailure as failure:
                 optional = self._description.is_optional(step) or self._description.is_committed()
-                if failed.failure.step is None or not optional:
+                if failure.step is None or not optional:
                     raise
-                self.detail = "; ".join(filter(None, [self.detail, str(failed.failure)]))
+                self.detail = "; ".join(filter(None, [self.detail, str(failure)]))
 
     async def _chain_back(self, chain: Chain[S]) -> str:
         """Return why it failed, if it did; the other chains go on."""
-        failure: OperationFailure[S] | None = None
+        why = ""
         for _ in range(BACK_ATTEMPTS):
             try:
                 for step in chain:
                     await self._do(StepDirection.BACK, step, self._description.undo)
-            except _StepFailed as failed:
-                failure = failed.failure
+            except OperationFailure as failure:
                 logger.error("%s, on its way back: %s", self._description, failure)
-                assert failure.step is not None
-                chain = await self._description.again(chain, failure.step)
+                why = str(failure)
+                if failure.step is not None:
+                    chain = await self._description.again(chain, failure.step)
             else:
                 return ""
-        return str(failure)
+        return why
 
     async def _do(self, direction: StepDirection, step: S, act: Callable[[S], Awaitable[str]]) -> None:
         if direction is StepDirection.FORWARD and self._description.is_final(step):
             self._is_final = True
         began_s = self._clock.now_s()
         self._write(StepReport(step, direction, StepState.RUNNING, began_s=began_s))
-        why: str | None = None
-        raised: Exception | None = None
+        failure: OperationFailure[S] | None = None
         try:
             work, limit_s = act(step), step.within_s
             detail = await (work if limit_s is None else within(self._clock, limit_s, work))
         except self._description.errors as error:
             if isinstance(error, self._description.leaves_open):
                 raise
-            raised = error
             waits = self._description.waits_for(step)
             why = f"{error}: {waits}" if waits and waits not in str(error) else str(error)
+            failure = OperationFailure(step, why, error)
         except Exception as error:  # a defect must not leave the world between the two
             if self._description.leaves_open:
                 raise
             logger.exception("%s: %s", self._description, step)
-            why = f"a defect: {error!r}"
+            failure = OperationFailure(step, f"a defect: {error!r}")
         except asyncio.CancelledError:  # the world is observed before anything else is done
             cut_short = self._over(direction, step, StepState.FAILED, "cut short", began_s)
             self._reports[direction, step.number] = cut_short
             raise
-        if why is not None:
-            self._write(self._over(direction, step, StepState.FAILED, why, began_s))
-            raise _StepFailed(OperationFailure(step, why, raised))
+        if failure is not None:
+            self._write(self._over(direction, step, StepState.FAILED, failure.why, began_s))
+            raise failure
         self._write(self._over(direction, step, StepState.DONE, detail, began_s))
         holding = self._description.hold(step) if direction is StepDirection.FORWARD else None
         if holding is not None:
@@ -441,8 +432,7 @@ class OperationRun(Generic[S]):
             self._log.step(self._description.id, entry)
         except OrchestrRLError as error:
             if report.direction is StepDirection.FORWARD and not self._description.is_committed():
-                unwritten: OperationFailure[S] = OperationFailure(None, f"it cannot be written down: {error}", error)
-                raise _StepFailed(unwritten) from error
+                raise OperationFailure(None, f"it cannot be written down: {error}", error) from error
             # A full disk must not keep the world from being whole again.
             logger.error("%s: %s", self._description, error)
         logger.info("%s: %s %s %s", self._description, step, report.state, report.detail)

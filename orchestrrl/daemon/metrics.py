@@ -105,7 +105,7 @@ class DaemonCollector(Collector):
         found.counter("recomputed_tokens", text, totals.tokens_recomputed)
         found.extend(failover_metrics("orchestrrl", plane.fleet.state.failovers))
         found.counter("loaded_tokens", "Tokens whose KV moves handed over between engines.", totals.tokens_loaded)
-        nodes = Counter(node.hello.kind for node in plane.fleet.nodes.states() if node.attached)
+        nodes = Counter(node.attachment.hello.kind for node in plane.fleet.nodes.states() if node.attached)
         found.gauge("nodes_attached{kind}", "Agents and gateways attached.", dict(sorted(nodes.items())))
         found.gauge("operations_open", "Operations without a result.", len(plane.fleet.runner.open))
         found.counter("journal_entries", "Entries ever written to the journal.", plane.journal.last_sequence)

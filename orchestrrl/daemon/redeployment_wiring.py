@@ -133,10 +133,8 @@ class DeployedEngineWatcher:
     def _spoken_for(self, engine: EngineId) -> bool:
         """By an agent that has been heard of late."""
         since_s = self._fleet.clock.now_s() - SILENT_AFTER_S
-        return any(
-            state.hello.kind is NodeKind.AGENT and engine in state.hello.engines and state.last_report_s >= since_s
-            for state in self._fleet.nodes.states()
-        )
+        hellos = (state.attachment.hello for state in self._fleet.nodes.states() if state.last_report_s >= since_s)
+        return any(hello.kind is NodeKind.AGENT and engine in hello.engines for hello in hellos)
 
 
 class RedeployedFleet:

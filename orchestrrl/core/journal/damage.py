@@ -124,11 +124,10 @@ def read_tail(journal: Path) -> JournalTail | None:
     except FileNotFoundError:
         return None
     record, digest = data[: _TAIL.size], data[_TAIL.size :]
-    if len(data) != _TAIL.size + 8 or hashlib.blake2b(record, digest_size=8).digest() != digest:
+    is_whole = len(data) == _TAIL.size + 8 and hashlib.blake2b(record, digest_size=8).digest() == digest
+    if not is_whole or not record.startswith(_MAGIC):
         raise ValueError("its tail file is damaged")
-    magic, format, generation, sequence, total = _TAIL.unpack(record)
-    if magic != _MAGIC:
-        raise ValueError("its tail file is damaged")
+    _, format, generation, sequence, total = _TAIL.unpack(record)
     return JournalTail(generation, sequence, total, format)
 
 

@@ -253,7 +253,7 @@ class Journal(JournalReader):
                 found = self._examined(at_s)
                 self._db = sqlite3.connect(path, isolation_level=None)
                 self._db.text_factory = bytearray
-                self.generation = self._begin(max(1, int(at_s)), found)
+                self._begin(max(1, int(at_s)), found)
             self._find_damage()
         except BaseException:
             os.close(self._lock_file)
@@ -281,7 +281,7 @@ class Journal(JournalReader):
         except OSError as error:
             raise Permanent(f"{error.filename or self.path}: cannot be read: {error.strerror or error}") from error
 
-    def _begin(self, first_generation: int, found: JournalExamination) -> int:
+    def _begin(self, first_generation: int, found: JournalExamination) -> None:
         """The tail is written before a first entry can be, and again after the generation is on disk."""
         with _naming_tail(self.path):
             if found.version != SCHEMA_VERSION:
@@ -296,17 +296,15 @@ class Journal(JournalReader):
         for statement in _SCHEMA.split(";"):
             self._db.execute(statement)
         meta = meta_of(self._db)
-        generation = max(meta.get("generation", 0) + 1, first_generation)
-        write_meta(self._db, {"generation": generation, "pruned": meta.get("pruned", 0)})
+        self.generation = max(meta.get("generation", 0) + 1, first_generation)
+        write_meta(self._db, {"generation": self.generation, "pruned": meta.get("pruned", 0)})
         self._db.execute("COMMIT")
         self._db.execute("PRAGMA synchronous = NORMAL")
         # What is in the file itself no damage of its log can take.
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._sequence, self._total = found.tail.sequence, found.tail.total
-        self.generation = generation
         with _naming_tail(self.path):
             self._tail = TailFile(self.path, self._acknowledged())
-        return generation
 
     def _acknowledged(self) -> JournalTail:
         return JournalTail(self.generation, self._sequence, self._total)
@@ -361,7 +359,7 @@ class Journal(JournalReader):
             raise Permanent(f"{self.path}: {kind} cannot be written: {_why_not(at_s, subject, body, error)}") from None
         sum_ = checksum(number, at_s, self.generation, kind_, subject_, body_)
         durable = kind in _DURABLE
-        with self._naming_damage(), self._synchronous(durable):
+        with _naming(self.path, self._damaged), self._synchronous(durable):
             self._db.execute(
                 f"INSERT INTO entries ({_READ}) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (number, at_s, self.generation, kind, subject, text, sum_),
@@ -424,7 +422,7 @@ class Journal(JournalReader):
         for each in OPERATIONS:  # what an open one has changed so far
             subjects = f"SELECT subject FROM entries WHERE {_open(each)}"
             still_open += f" OR (kind = '{each.step}' AND subject IN ({subjects}))"
-        with self._naming_damage(), self._db:
+        with _naming(self.path, self._damaged), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             gone = self._db.execute(
                 f"DELETE FROM entries WHERE sequence <= ? AND NOT ({still_open}) AND sequence NOT IN"
@@ -441,15 +439,6 @@ class Journal(JournalReader):
         if why not in self.damage and why not in self._confirmed:
             self.damage = (*self.damage, why)
             logger.error("%s is damaged: %s", self.path, why)
-
-    @contextmanager
-    def _naming_damage(self) -> Iterator[None]:
-        try:
-            with _naming(self.path):
-                yield
-        except _Damaged as error:
-            self._damaged(str(error.__cause__))
-            raise
 
 
 def _damage_in(mark: Mapping[str, Any]) -> tuple[str, ...]:
@@ -489,19 +478,16 @@ def _why_not(at_s: float, subject: str, body: Mapping[str, Any], error: Exceptio
     return "; ".join(faults) or str(error)
 
 
-class _Damaged(Permanent):
-    """SQLite finds the file damaged."""
-
-
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path, on_damage: Callable[[str], None] = lambda why: None) -> Iterator[None]:
     """Turn SQLite's errors into ours, with the file's name and what to do."""
     try:
         yield
     except sqlite3.OperationalError as error:
         raise Permanent(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
-        raise _Damaged(f"{path}: is damaged or not a journal ({error}); move it away to start a new one") from error
+        on_damage(str(error))
+        raise Permanent(f"{path}: is damaged or not a journal ({error}); move it away to start a new one") from error
 
 
 @contextmanager

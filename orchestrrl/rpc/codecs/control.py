@@ -203,11 +203,11 @@ def worker_to_pb(control_plane: ControlPlane, engine: EngineId) -> pb.Worker:
 
 def _node_to_pb(node: NodeState, now_s: float) -> pb.NodeStatus:
     return pb.NodeStatus(
-        node_id=node.hello.node,
-        kind=node.hello.kind,
+        node_id=node.attachment.hello.node,
+        kind=node.attachment.hello.kind,
         attached=node.attached,
         age_s=now_s - node.last_report_s,
-        url=node.hello.url,
+        url=node.attachment.hello.url,
     )
 
 

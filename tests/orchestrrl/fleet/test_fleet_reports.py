@@ -148,7 +148,7 @@ def hello(incarnation: str, node: str = "gw", **more: object) -> NodeHello:
 async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(harness: Harness) -> None:
     plane = harness.plane
     first, second = plane.fleet.attach(hello("aaaa")), plane.fleet.attach(hello("bbbbbbbbbbbb"))
-    assert [state.hello.node for state in plane.fleet.nodes.states()] == ["gw", "gw~312a5e8c"]
+    assert [state.attachment.hello.node for state in plane.fleet.nodes.states()] == ["gw", "gw~312a5e8c"]
     plane.fleet.gateway_reported(replace(gateway_report(request("a"), sequence=1), incarnation="aaaa"), 1)
     plane.fleet.gateway_reported(replace(gateway_report(request("b"), sequence=1), incarnation="bbbbbbbbbbbb"), 2)
     assert [view.id for view in plane.fleet.state.snapshot(1000.0).requests] == ["a", "b"]
@@ -179,7 +179,7 @@ async def test_two_gateways_of_one_id_are_two_and_neither_replaces_the_other(har
     assert plane.fleet.attach(hello("aaaa")).hello.node == "gw"
     plane.fleet.detach(second)
     plane.fleet.stream_ended(2)
-    assert [state.hello.node for state in plane.fleet.nodes.states()] == ["gw"]
+    assert [state.attachment.hello.node for state in plane.fleet.nodes.states()] == ["gw"]
     plane.fast_tick()
     assert list(status_to_pb(harness.parts, "").remarks) == []
     for task in tasks:
@@ -224,7 +224,7 @@ def test_who_is_refused_a_place_or_replaced_leaves_nothing() -> None:
     assert nodes.attach(hello("d", "n3"), 5.0).hello.node == "n3"
     nodes.detach(again, 6.0)
     assert nodes.attach(hello("e", "n2"), 7.0).hello.node == "n2"
-    assert [(state.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
+    assert [(state.attachment.hello.node, state.attached) for state in nodes.states()] == [("n2", True), ("n3", True)]
 
 
 async def test_a_gateway_without_an_incarnation_counts_again_when_another_of_its_id_has_ended(harness: Harness) -> None:

@@ -294,7 +294,7 @@ async def test_calls_and_nodes_are_limited_and_come_free_again(harness: Harness)
             await asyncio.sleep(0.01)
     third = await attach("n2")  # in the place of the one that has gone
     async with asyncio.timeout(DEADLINE_S):
-        while {state.hello.node for state in harness.plane.fleet.nodes.states()} != {"n1", "n2"}:
+        while {state.attachment.hello.node for state in harness.plane.fleet.nodes.states()} != {"n1", "n2"}:
             await asyncio.sleep(0.01)
     third.cancel()
     calls[1].cancel()

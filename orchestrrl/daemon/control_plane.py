@@ -233,22 +233,16 @@ def _digest(inputs: object) -> str:
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
-logger = logging.getLogger(__name__)
-
-
-async def run_loops(control_plane: ControlPlane, clock: Clock, defects: Defects | None = None) -> None:
-    """Run both loops until cancelled. With `defects`, an exception sets the work of one tick aside and is recorded
-    there, and the next tick comes. Without, as in simulations and tests, a defect is raised."""
+async def run_loops(control_plane: ControlPlane, clock: Clock, *, goes_on: bool = False) -> None:
+    """Run both loops until cancelled. Where it `goes_on`, a defect sets the work of one tick aside, and the next tick
+    comes. Otherwise, as in simulations and tests, a defect is raised."""
     await control_plane.fleet.barrier.settle()
+    tick = partial(_repeat, control_plane.defects, goes_on)
     async with asyncio.TaskGroup() as loops:
-        fast_pause = partial(_interval, control_plane, clock)
-        slow_pause = partial(_interval_or_step, control_plane, clock)
-        loops.create_task(_repeat(FAST_LOOP, control_plane.fast_tick, fast_pause, defects))
-        loops.create_task(_repeat(SLOW_LOOP, control_plane.slow_tick, slow_pause, defects))
-
-
-async def _interval(control_plane: ControlPlane, clock: Clock) -> None:
-    await clock.sleep(control_plane.config.fast.interval_s)
+        loops.create_task(
+            tick(FAST_LOOP, control_plane.fast_tick, lambda: clock.sleep(control_plane.config.fast.interval_s))
+        )
+        loops.create_task(tick(SLOW_LOOP, control_plane.slow_tick, partial(_interval_or_step, control_plane, clock)))
 
 
 async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
@@ -261,22 +255,21 @@ async def _interval_or_step(control_plane: ControlPlane, clock: Clock) -> None:
 
 
 async def _repeat(
-    part: str, tick: Callable[[], Awaitable[Any] | Any], pause: Callable[[], Awaitable[None]], defects: Defects | None
+    defects: Defects,
+    goes_on: bool,
+    part: str,
+    tick: Callable[[], Awaitable[Any] | Any],
+    pause: Callable[[], Awaitable[None]],
 ) -> None:
     while True:
         try:
             outcome = tick()
             if inspect.isawaitable(outcome):
                 await outcome
+            defects.passed(part)
         except (Exception, asyncio.CancelledError) as error:
             is_of_the_world = isinstance(error, OrchestrRLError)  # e.g. a full disk
-            if not is_of_the_world and (defects is None or is_cancelled()):
+            if not is_of_the_world and (not goes_on or is_cancelled()):
                 raise
-            if defects is None:
-                logger.error("%s failed: %s", part, error)
-            else:
-                defects.met(part, error)
-        else:
-            if defects is not None:
-                defects.passed(part)
+            defects.met(part, error)
         await pause()

@@ -49,8 +49,8 @@ class DaemonCollector(Collector):
             found.extend(self._switches.collect(self._daemon.redeployer.history(0)))
         found.extend(pause_metrics(self._control_plane.pause_registry.pauses))
         found.extend(defect_metrics(self._daemon))
-        if self._daemon.fabric is not None:
-            found.extend(fabric_metrics(self._daemon.fabric))
+        if self._daemon.fabric.coordinator is not None:
+            found.extend(fabric_metrics(self._daemon.fabric.coordinator))
         found.extend(self._weights.collect(self._daemon.weights.syncs))
         return found
 
@@ -236,9 +236,9 @@ def defect_metrics(daemon: Daemon) -> MetricFamilies:
     found, counts = MetricFamilies("orchestrrl_"), daemon.fleet.defects.counts
     parts = {
         "circuits": daemon.circuits,
-        "fabric": daemon.fabric,
-        "generation": daemon.gen_circuits,
-        "routes": daemon.routing,
+        "fabric": daemon.fabric.coordinator,
+        "generation": daemon.fabric.gen_circuits,
+        "routes": daemon.fabric.routing,
         "weights": daemon.weights.syncs,
     }
     of_parts = {name: part.defects for name, part in parts.items() if part is not None}

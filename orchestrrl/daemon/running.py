@@ -48,8 +48,8 @@ async def run_daemon(
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(Path(config.journal.path), clock.now_s(), config.journal.max_entries))
         daemon = build_daemon(config, journal, clock, edges)
-        plane, redeployer, routing = daemon.control_plane, daemon.redeployer, daemon.routing
-        fabric, gen_circuits, syncs = daemon.fabric, daemon.gen_circuits, daemon.weights.syncs
+        plane, redeployer, routing = daemon.control_plane, daemon.redeployer, daemon.fabric.routing
+        fabric, gen_circuits, syncs = daemon.fabric.coordinator, daemon.fabric.gen_circuits, daemon.weights.syncs
         switches = SwitchesService(edges.drivers, daemon.circuits, config.ocs)
         stack.push_async_callback(switches.close)
         if routing is not None:
@@ -80,7 +80,7 @@ async def run_daemon(
 
             keep("switches", daemon.circuits.run)
             keep("switch_events", SwitchEvents(edges.drivers, clock, on_news).run)
-            keep("loops", partial(run_loops, plane, clock, plane.defects))
+            keep("loops", partial(run_loops, plane, clock, goes_on=True))
             keep("weight_syncs", syncs.run)
             if redeployer is not None:
                 keep("deployment", redeployer.maintain)

@@ -92,10 +92,7 @@ class Daemon:
     fleet: FleetCoordinator
     circuits: CircuitExecutor
     windows: WindowTracker
-    fabric: CircuitCoordinator | None
-    routing: FabricRouting | None
-    verifier: FabricVerifier | None
-    gen_circuits: GenerationCircuits | None
+    fabric: FabricParts
     weights: WeightSyncParts
     watch: DeployedEngineWatcher | None
     redeployer: RedeploymentController | None
@@ -126,8 +123,7 @@ def build_daemon(config: Config, journal: Journal, clock: Clock, edges: DaemonEd
         before_resume = partial(fabric.gen_circuits.after_sync, redeployer) if fabric.gen_circuits else None
     left = edges.left_for_moves or (lambda: weights.syncs.left_for_moves)
     plane = ControlPlane(fleet, mode, pauses, turn, redeployer, left, edges.offload, edges.stopwatch)
-    fabric_parts = fabric.coordinator, fabric.routing, fabric.verifier, fabric.gen_circuits
-    return Daemon(plane, fleet, circuits, windows, *fabric_parts, weights, watch, redeployer, before_resume)
+    return Daemon(plane, fleet, circuits, windows, fabric, weights, watch, redeployer, before_resume)
 
 
 def planning_of(config: Config, journal: Journal, clock: Clock, edges: DaemonEdges) -> Planning:

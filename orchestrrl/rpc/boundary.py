@@ -99,32 +99,28 @@ class _Call:
 
     async def once(self, raw: Any, context: Context) -> Any:
         async with self._ending(context):
-            with self._boundary.opened():
-                answer = await self._behaviour(await self._request(raw), context)
-            if self._refused is not None:
-                raise self._refused
-            return answer
+            return await self._behaviour(await self._request(raw), context)
 
     async def stream(self, raw: Any, context: Context) -> AsyncIterator[Any]:
         async with self._ending(context):
-            with self._boundary.opened():
-                await context.send_initial_metadata(())  # tells the client that it is connected
-                answers = self._behaviour(await self._request(raw), context)
-                if hasattr(answers, "__aiter__"):
-                    async with aclosing(answers):
-                        async for answer in answers:
-                            yield answer
-                else:  # it writes them itself
-                    await answers
-            if self._refused is not None:
-                raise self._refused
+            await context.send_initial_metadata(())  # tells the client that it is connected
+            answers = self._behaviour(await self._request(raw), context)
+            if hasattr(answers, "__aiter__"):
+                async with aclosing(answers):
+                    async for answer in answers:
+                        yield answer
+            else:  # it writes them itself
+                await answers
 
     @asynccontextmanager
     async def _ending(self, context: Context) -> AsyncIterator[None]:
-        """End the call with the status of what is raised."""
+        """Count the call as open, and end it with the status of what is raised or refused."""
         try:
             try:
-                yield
+                with self._boundary.opened():
+                    yield
+                if self._refused is not None:
+                    raise self._refused
             except grpc.aio.BaseError:  # it has been ended
                 raise
             except Exception as error:  # noqa: BLE001 (counted and logged there)

@@ -85,12 +85,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_codec.CONTROL.to_pb(control)
 
     async def PinPlan(self, request: pb.PinPlanRequest, context: Context) -> pb.PlanControl:
-        control = self.plans.pin(request.reason, request.ttl_s)
-        return control_codec.CONTROL.to_pb(control)
+        return control_codec.CONTROL.to_pb(self.plans.pin(request.reason, request.ttl_s))
 
     async def ReleasePlan(self, request: pb.ReleasePlanRequest, context: Context) -> pb.PlanControl:
-        control = self.plans.release(request.reason)
-        return control_codec.CONTROL.to_pb(control)
+        return control_codec.CONTROL.to_pb(self.plans.release(request.reason))
 
     async def GetBalance(self, request: pb.GetBalanceRequest, context: Context) -> pb.Balance:
         if self.control_plane.balance is None:

@@ -4,12 +4,13 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 import grpc
 
 from orchestrrl.core.clock import Clock, stop
 from orchestrrl.core.errors import OrchestrRLError, Permanent, ProblemFaults
+from orchestrrl.daemon.wiring import FabricParts
+from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.window_tracker import AgentStream, WindowTracker
 from orchestrrl.rpc.codecs.fabric import (
     CONTROL,
@@ -27,11 +28,6 @@ from orchestrrl.rpc.refusals import Context, status_text
 from planner.fabric.clocks import ClockExchange
 from planner.model import Hold
 
-if TYPE_CHECKING:
-    from orchestrrl.fabric.coordinator import CircuitCoordinator
-    from orchestrrl.fabric.packet_routing import FabricRouting
-    from orchestrrl.fabric.verification import FabricVerifier
-
 logger = logging.getLogger(__name__)
 
 NO_FABRIC = "there is no optical fabric here: name its site in fabric.site of the daemon's configuration"
@@ -40,17 +36,8 @@ NO_FABRIC = "there is no optical fabric here: name its site in fabric.site of th
 class FabricService(fabric_pb2_grpc.FabricServicer):
     """Agents tell of windows whether there is a fabric or not: `orchestrrl fabric slack` shows them all the same."""
 
-    def __init__(
-        self,
-        fabric: "CircuitCoordinator | None",
-        hub: WindowTracker,
-        clock: Clock,
-        routing: "FabricRouting | None" = None,
-        verifier: "FabricVerifier | None" = None,
-    ) -> None:
+    def __init__(self, fabric: FabricParts, hub: WindowTracker, clock: Clock) -> None:
         self._fabric = fabric
-        self._routing = routing
-        self._verifier = verifier
         self._hub = hub
         self._now_s = clock.now_s
 
@@ -120,9 +107,9 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
                 fabric.withdraw(period, "its caller has gone, and may stand still no longer")
 
     async def GetFabric(self, request: pb.GetFabricRequest, context: Context) -> pb.FabricStatus:
-        if self._fabric is None:
+        if self._fabric.coordinator is None:
             return pb.FabricStatus(configured=False, hosts=hosts_to_pb(self._hub, self._now_s()))
-        message = fabric_to_pb(self._fabric, request.limit, self._routing)
+        message = fabric_to_pb(self._fabric.coordinator, request.limit, self._fabric.routing)
         message.hosts.extend(hosts_to_pb(self._hub, self._now_s()))
         return message
 
@@ -130,19 +117,15 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return pb.SlackStatus(summary_json=await self._hub.slack_json())
 
     async def PinFabric(self, request: pb.PinFabricRequest, context: Context) -> pb.FabricControl:
-        fabric = self._coordinator()
-        control = fabric.overrides.pin(request.cross_connects, request.reason, request.ttl_s)
-        return CONTROL.to_pb(control)
+        overrides = self._coordinator().overrides
+        return CONTROL.to_pb(overrides.pin(request.cross_connects, request.reason, request.ttl_s))
 
     async def OverrideFabric(self, request: pb.OverrideFabricRequest, context: Context) -> pb.FabricControl:
         fabric = self._coordinator()
-        control = fabric.override(request.period, request.reason, request.ttl_s, request.job)
-        return CONTROL.to_pb(control)
+        return CONTROL.to_pb(fabric.override(request.period, request.reason, request.ttl_s, request.job))
 
     async def ReleaseFabric(self, request: pb.ReleaseFabricRequest, context: Context) -> pb.FabricControl:
-        fabric = self._coordinator()
-        control = fabric.overrides.release(request.reason)
-        return CONTROL.to_pb(control)
+        return CONTROL.to_pb(self._coordinator().overrides.release(request.reason))
 
     async def MaskFabric(self, request: pb.MaskFabricRequest, context: Context) -> pb.FabricStatus:
         fabric = self._coordinator()
@@ -150,23 +133,23 @@ class FabricService(fabric_pb2_grpc.FabricServicer):
         return fabric_to_pb(fabric, 0)
 
     async def VerifyFabric(self, request: pb.VerifyFabricRequest, context: Context) -> pb.FabricVerification:
-        self._coordinator()
-        assert self._verifier is not None
-        return VERIFICATION.to_pb(await self._verifier.verify(request.walk))
+        if self._fabric.verifier is None:
+            raise Permanent(NO_FABRIC)
+        return VERIFICATION.to_pb(await self._fabric.verifier.verify(request.walk))
 
     def _announced(self, message: pb.Announcement) -> None:
         """By a traced process, which waits for no answer."""
-        if self._fabric is None:
+        if self._fabric.coordinator is None:
             return
         try:
-            self._fabric.announce(message.period, message.intent_json, job=message.job)
+            self._fabric.coordinator.announce(message.period, message.intent_json, job=message.job)
         except OrchestrRLError as error:
             logger.warning("rank %d announced a period that makes no sense: %s", message.rank, error)
 
-    def _coordinator(self) -> "CircuitCoordinator":
-        if self._fabric is None:
+    def _coordinator(self) -> CircuitCoordinator:
+        if self._fabric.coordinator is None:
             raise Permanent(NO_FABRIC)
-        return self._fabric
+        return self._fabric.coordinator
 
 
 def _no_number(constant: str) -> None:

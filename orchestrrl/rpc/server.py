@@ -157,9 +157,7 @@ class DaemonServer:
         status = health.aio.HealthServicer()
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(daemon), server)
         control_pb2_grpc.add_SwitchesServicer_to_server(switches, server)
-        fabric_pb2_grpc.add_FabricServicer_to_server(
-            FabricService(daemon.fabric, daemon.windows, clock, daemon.routing, daemon.verifier), server
-        )
+        fabric_pb2_grpc.add_FabricServicer_to_server(FabricService(daemon.fabric, daemon.windows, clock), server)
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(fleet), server)
         agent_pb2_grpc.add_NodeServicer_to_server(NodeService(fleet), server)
         weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(weights.syncs, weights.hub, clock), server)

@@ -132,7 +132,7 @@ class Plant:
         with Journal(self.folder / "journal.sqlite", self.clock.now_s()) as journal:
             edges = DaemonEdges(drivers=self.switches, offload=asyncio.to_thread)
             daemon = build_daemon(self.config, journal, self.clock, edges)
-            executor, routing, fabric = daemon.circuits, daemon.routing, daemon.fabric
+            executor, routing, fabric = daemon.circuits, daemon.fabric.routing, daemon.fabric.coordinator
             assert routing is not None
             assert fabric is not None
             self.routing, self.coordinator = routing, fabric

@@ -123,7 +123,7 @@ def status_to_pb(daemon: Daemon, version: str) -> pb.Status:
     now_s = control_plane.clock.now_s()
     snapshot = control_plane.fleet.state.snapshot(now_s)
     running = sum(request.state is RequestState.RUNNING for request in snapshot.requests)
-    totals, latest, fabric = control_plane.fleet.state.totals, control_plane.plans.latest, daemon.fabric
+    totals, latest, fabric = control_plane.fleet.state.totals, control_plane.plans.latest, daemon.fabric.coordinator
     failovers = sum(control_plane.fleet.state.failovers.values(), FailoverCounts())
     balance, redeployer, journal = control_plane.balance, daemon.redeployer, control_plane.journal
     return pb.Status(

@@ -51,7 +51,7 @@ class Harness:
         return values[(name, label) if label else (name,)]
 
     async def run(self, seconds: float) -> asyncio.Task[None]:
-        task = asyncio.create_task(run_loops(self.plane, self.clock, self.plane.defects))
+        task = asyncio.create_task(run_loops(self.plane, self.clock, goes_on=True))
         await self.clock.advance(seconds)
         assert not task.done()
         task.cancel()

@@ -11,6 +11,7 @@ from fabric_harness import ACROSS_RAILS, OVER_CORE, SYNC, Harness, harness, trai
 
 from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import EntryKind
+from orchestrrl.daemon.wiring import FabricParts
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodState
@@ -39,7 +40,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Harness]:
 
 
 def service(site: Harness) -> FabricService:
-    return FabricService(site.coordinator, site.hub, site.clock)
+    return FabricService(FabricParts(site.coordinator), site.hub, site.clock)
 
 
 def announced(site: Harness, *, boundary: bool) -> AsyncIterator[pb.PeriodReport]:

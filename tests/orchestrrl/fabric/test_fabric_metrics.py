@@ -58,10 +58,8 @@ def test_pauses() -> None:
 def test_faults_of_our_own_are_counted_by_part() -> None:
     plane: Any = SimpleNamespace(
         circuits=SimpleNamespace(defects=2),
-        gen_circuits=None,
-        routing=SimpleNamespace(defects=0),
         weights=SimpleNamespace(syncs=SimpleNamespace(defects=1)),
-        fabric=None,
+        fabric=SimpleNamespace(coordinator=None, gen_circuits=None, routing=SimpleNamespace(defects=0)),
         fleet=SimpleNamespace(
             defects=SimpleNamespace(
                 counts=Counter({"fast_loop": 3, "deployment": 1, "orchestrrl.v1.Control/GetStatus": 3})

@@ -91,9 +91,9 @@ async def test_what_routes_take_is_part_of_what_a_window_must_cover(
     drivers = drivers_of(config.ocs, clock)
     with Journal(folder / "journal.sqlite", 0.0) as journal:
         parts = build_daemon(config, journal, clock, DaemonEdges(drivers=drivers))
-        assert (parts.routing is not None) == bool(routers)
-        assert parts.fabric is not None
-        assert parts.fabric.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
+        assert (parts.fabric.routing is not None) == bool(routers)
+        assert parts.fabric.coordinator is not None
+        assert parts.fabric.coordinator.times.need([OcsId("agg0")], 0.0).route_s == reckoned_s
 
 
 def test_all_faults_at_once(folder: Path) -> None:

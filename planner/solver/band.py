@@ -4,7 +4,7 @@ requests moved so that it misses it by less."""
 import numpy as np
 
 from planner.solver.columns import Floats, Ints, ProblemColumns
-from planner.solver.evaluate import FleetPlacement, moves_s, place
+from planner.solver.evaluate import FleetPlacement, InstanceLoads, moves_s, place
 
 STEPS = 400  # requests that are moved at most
 PARTNERS = 4  # instances that are tried with the one that misses most
@@ -32,19 +32,13 @@ def balanced(columns: ProblemColumns, placement: FleetPlacement, limit_s: float)
     return found if found.makespan_s <= limit_s and violation(columns, found) < before else placement
 
 
-class _Band:
+class _Band(InstanceLoads):
     def __init__(self, columns: ProblemColumns, placement: FleetPlacement, limit_s: float) -> None:
         assert columns.problem.kv_balance is not None
         self.columns, self.fleet, self.limit_s = columns, placement.fleet, limit_s
         self.mu, self.delta = columns.problem.kv_balance.mu, columns.problem.kv_balance.delta
         self.at = placement.assigned()
-        count = len(placement.fleet)
-        self.held = np.bincount(self.at, weights=columns.footprint, minlength=count)
-        self.here = np.bincount(self.at, minlength=count)
-        self.capacity = columns.capacity[placement.fleet.configuration]
-        self.slots = columns.slots[placement.fleet.configuration]
-        self.longest = np.zeros(count, dtype=np.int64)
-        np.maximum.at(self.longest, self.at, columns.remaining)
+        super().__init__(columns, placement.fleet, self.at)
         self.finish_s = placement.finish_s.copy()
 
     def misses(self) -> Floats:

@@ -8,6 +8,8 @@ needed, and every T that it refuses is refused whatever the instances are.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from planner.solver.columns import Floats, Ints, ProblemColumns
 
 SAFETY = 1e-9  # sums in another order than a makespan's own may differ in the last places
 PRECISION = 5e-5
-ROUNDS = 40
+ROUNDS = 60
 MOST_PARTS = 8  # into which KV room is cut
 WORTH = 1.02  # times as much room as without cutting it, from which on that is looked at
 
@@ -26,19 +28,24 @@ def lower_bound_s(columns: ProblemColumns) -> float:
     options = options_of(columns, np.arange(columns.count))
     remaining = columns.remaining.astype(np.float64)
     low_s = alone_s = float(np.min([option.alone_s(remaining) for option in options], axis=0).max())
-    allowed = units(columns)
-    high_s = max(low_s, 1e-9)
-    while _refused(options, remaining, high_s, allowed):
+    high_s, refused = max(low_s, 1e-9), partial(_refused, options, remaining, units(columns))
+    while refused(high_s):
         low_s, high_s = high_s, high_s * 2
+    return max(highest_refused(refused, low_s, high_s, PRECISION), alone_s) * (1 - SAFETY)
+
+
+def highest_refused(refused: Callable[[float], bool], low_s: float, high_s: float, precision: float) -> float:
+    """Return the highest time that is refused, but for that share of it. Between `low_s`, which is returned where none
+    above it is, and `high_s`, which is not."""
     for _ in range(ROUNDS):
-        if high_s - low_s <= PRECISION * high_s:
+        if high_s - low_s <= precision * high_s:
             break
         middle_s = (low_s + high_s) / 2
-        if _refused(options, remaining, middle_s, allowed):
+        if refused(middle_s):
             low_s = middle_s
         else:
             high_s = middle_s
-    return max(low_s, alone_s) * (1 - SAFETY)
+    return low_s
 
 
 class InstanceOption:
@@ -63,7 +70,7 @@ class InstanceOption:
         return share
 
 
-def _refused(options: list[InstanceOption], remaining: Floats, makespan_s: float, allowed: float) -> bool:
+def _refused(options: list[InstanceOption], remaining: Floats, allowed: float, makespan_s: float) -> bool:
     shares = options[0].share(remaining, makespan_s)
     for option in options[1:]:
         np.minimum(shares, option.share(remaining, makespan_s), out=shares)

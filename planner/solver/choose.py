@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.solver.band import balanced, violation
 from planner.solver.columns import Floats, Ints, ProblemColumns
-from planner.solver.evaluate import FleetPlacement, place
+from planner.solver.evaluate import FleetPlacement, InstanceLoads, place
 
 STEADY = 0.002  # share of the makespan, but no more than epsilon, that may be lost where less changes for it
 NEAREST = 4  # placements that are looked at closely
@@ -125,15 +125,10 @@ def _swapped(columns: ProblemColumns, at: Ints, home: Ints, width: float) -> Int
 def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limit_s: float) -> FleetPlacement:
     """With requests back at home, the quickest first, where all run at once and it ends by `limit_s` all the same."""
     fleet, at = placement.fleet, placement.assigned()
-    count = len(fleet)
-    held = np.bincount(at, weights=columns.footprint, minlength=count)
-    here = np.bincount(at, minlength=count)
-    longest = np.zeros(count, dtype=np.int64)
-    np.maximum.at(longest, at, columns.remaining)
-    capacity, slots = columns.capacity[fleet.configuration], columns.slots[fleet.configuration]
-    at_once = (held <= capacity) & (here <= slots)
+    loads = InstanceLoads(columns, fleet, at)
+    at_once = loads.at_once
     back = np.flatnonzero((home >= 0) & (home != at))
-    back = back[at_once[home[back]] & at_once[at[back]] & (columns.remaining[back] <= longest[home[back]])]
+    back = back[at_once[home[back]] & at_once[at[back]] & (columns.remaining[back] <= loads.longest[home[back]])]
     work_s: Floats = columns.work_s[fleet.configuration[home[back]], back]
     ranking = np.lexsort((work_s, home[back]))
     back, work_s = back[ranking], work_s[ranking]
@@ -141,8 +136,8 @@ def _undone(columns: ProblemColumns, placement: FleetPlacement, home: Ints, limi
     fits = np.ones(len(back), dtype=bool)
     for amount, room in (
         (work_s, limit_s - placement.finish_s),
-        (columns.footprint[back], capacity - held),
-        (np.ones(len(back)), slots - here),
+        (columns.footprint[back], loads.capacity - loads.held),
+        (np.ones(len(back)), loads.slots - loads.here),
     ):
         fits &= _running_sum(amount, to) <= room[to]
     if not fits.any():

@@ -31,6 +31,8 @@ class _Option:
     price: float
     alpha_s: float
     switch_s: float
+    cost_s: Floats  # [position], work and move
+    area_s: Floats  # [position], the same and the share of alpha by room and sequences
     spent: list[float]  # [position + 1], seconds of work of all requests before
     slots: int
     capacity: int
@@ -50,8 +52,6 @@ class RequestCutter:
         self._units = max(1.0, units(columns) / every)
         self._kept = np.bincount(columns.current_configuration, minlength=len(columns.gpus)) // every
         self._options: list[_Option] = []
-        self._cost: list[Floats] = []
-        self._area: list[Floats] = []
         for configuration in np.flatnonzero(columns.placeable).tolist():
             cost_s = (columns.work_s[configuration] + columns.moved_s[configuration])[order]
             slot = np.maximum(
@@ -60,8 +60,6 @@ class RequestCutter:
             area_s = cost_s + columns.alpha_s[configuration] * self.remaining * slot
             spent = [0.0, *np.cumsum(cost_s).tolist()]
             for kept in (True, False) if self._kept[configuration] else (False,):
-                self._cost.append(cost_s)
-                self._area.append(area_s)
                 self._options.append(
                     _Option(
                         configuration,
@@ -69,6 +67,8 @@ class RequestCutter:
                         price(columns, configuration),
                         float(columns.alpha_s[configuration]),
                         0.0 if kept else float(columns.switch_s[configuration]),
+                        cost_s,
+                        area_s,
                         spent,
                         int(columns.slots[configuration]),
                         int(columns.capacity[configuration]),
@@ -77,9 +77,8 @@ class RequestCutter:
 
     def cut(self, makespan_s: float, only: frozenset[int] | None = None) -> list[RequestCut] | None:
         """Cuts that end by `makespan_s`, or None where the GPUs do not suffice. `only`: configurations to use."""
-        chosen = [place for place, option in enumerate(self._options) if only is None or option.configuration in only]
-        after = self._after(makespan_s, chosen)
-        options = [self._options[place] for place in chosen]
+        options = [option for option in self._options if only is None or option.configuration in only]
+        after = self._after(makespan_s, options)
         instances: list[RequestCut] = []
         # Instances that have time left, by that, for each configuration.
         gaps: dict[int, list[tuple[float, int]]] = {option.configuration: [] for option in options}
@@ -128,14 +127,13 @@ class RequestCutter:
             end = bisect_right(self._footprint, self._footprint[position] + option.capacity, position) - 1
         return end, alone_s + option.spent[end] - before
 
-    def _after(self, makespan_s: float, chosen: list[int]) -> list[float]:
+    def _after(self, makespan_s: float, options: list[_Option]) -> list[float]:
         """[position + 1] units of GPUs that the requests from there on take."""
         shares = np.full(len(self._left), np.inf)
-        for place in chosen:
-            option = self._options[place]
+        for option in options:
             room_s = makespan_s - option.switch_s - option.alpha_s * self.remaining
             with np.errstate(divide="ignore", invalid="ignore"):
-                share = np.maximum(self._cost[place] / room_s, self._area[place] / (makespan_s - option.switch_s))
+                share = np.maximum(option.cost_s / room_s, option.area_s / (makespan_s - option.switch_s))
             np.minimum(shares, np.where(room_s > 0, option.price * share, np.inf), out=shares)
         shares[~np.isfinite(shares)] = 1e12
         return [*np.cumsum(shares[::-1])[::-1].tolist(), 0.0]

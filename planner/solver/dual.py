@@ -10,7 +10,7 @@ themselves, so nothing rests on its rounding or on its classes.
 
 import numpy as np
 
-from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares, units
+from planner.solver.bound import SAFETY, InstanceOption, highest_refused, options_of, room_shares, units
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
 CLASSES = 16  # of lengths, of as many tokens each
@@ -116,13 +116,7 @@ def _highest(shares: _Shares, weights: Weights, edges: Floats, low_s: float, hig
     """The highest time between the two that is refused; `low_s` where none is."""
     if not shares.refused(low_s, weights, edges):
         return low_s
-    while high_s - low_s > 2e-4 * high_s:
-        middle_s = (low_s + high_s) / 2
-        if shares.refused(middle_s, weights, edges):
-            low_s = middle_s
-        else:
-            high_s = middle_s
-    return low_s
+    return highest_refused(lambda trial_s: shares.refused(trial_s, weights, edges), low_s, high_s, 2e-4)
 
 
 def _edges(remaining: Floats) -> Floats:

@@ -4,14 +4,17 @@ Whatever the order of admission, an instance takes alpha for each iteration plus
 decides the number of iterations alone, and only where not all fit at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.model import GpuId
 from planner.solver.admission_order import admit
 from planner.solver.columns import Floats, Ints, ProblemColumns, node_of
+
+FleetSlot = tuple[int, tuple[GpuId, ...]]  # a configuration and where it lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +30,19 @@ class SolverFleet:
         return len(self.gpus)
 
     @classmethod
-    def of(cls, columns: ProblemColumns, parts: Sequence[tuple[int, int, tuple[GpuId, ...]]]) -> "SolverFleet":
-        """Of (configuration, current, gpus). What comes to lie where a current one of its kind lies, is that one."""
+    def of(cls, columns: ProblemColumns, kept: Iterable[int], new: Iterable[FleetSlot] = ()) -> "SolverFleet":
+        """`kept` are current instances. What comes to lie where a current one of its kind lies, is that one."""
         per_node = columns.problem.per_node
-        running = {
-            (configuration, instance.gpus): index
-            for index, (configuration, instance) in enumerate(
-                zip(columns.current_configuration.tolist(), columns.problem.current, strict=True)
-            )
-        }
+        gpus_of_current = [instance.gpus for instance in columns.problem.current]
+        current = [*zip(columns.current_configuration.tolist(), gpus_of_current, strict=True)]
+        running = {slot: index for index, slot in enumerate(current)}
+        slots = [*(current[index] for index in kept), *new]
         return cls(
-            np.array([part[0] for part in parts], dtype=np.int64),
-            np.array([running.get((part[0], part[2]), -1) for part in parts], dtype=np.int64),
-            np.array([node_of(part[2], per_node) for part in parts], dtype=np.int64),
-            tuple(part[2] for part in parts),
+            np.array([configuration for configuration, _ in slots], dtype=np.int64),
+            np.array([running.get(slot, -1) for slot in slots], dtype=np.int64),
+            np.array([node_of(gpus, per_node) for _, gpus in slots], dtype=np.int64),
+            tuple(gpus for _, gpus in slots),
         )
-
-
-def current_fleet(columns: ProblemColumns) -> SolverFleet:
-    parts = zip(columns.current_configuration.tolist(), columns.problem.current, strict=True)
-    return SolverFleet.of(columns, [(at, index, each.gpus) for index, (at, each) in enumerate(parts)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +75,35 @@ class FleetPlacement:
         return assigned
 
 
+class InstanceLoads:
+    """What the requests of each instance add up to, and what it has room for; [instance] each."""
+
+    def __init__(self, columns: ProblemColumns, fleet: SolverFleet, at: Ints) -> None:
+        """`at`: [request] its instance."""
+        self.here = np.bincount(at, minlength=len(fleet))
+        self.held = np.bincount(at, weights=columns.footprint, minlength=len(fleet))
+        self.longest = np.zeros(len(fleet), dtype=np.int64)
+        np.maximum.at(self.longest, at, columns.remaining)
+        self.capacity, self.slots = columns.capacity[fleet.configuration], columns.slots[fleet.configuration]
+
+    @property
+    def at_once(self) -> NDArray[np.bool_]:
+        """Whether all run at once."""
+        at_once: NDArray[np.bool_] = (self.held <= self.capacity) & (self.here <= self.slots)
+        return at_once
+
+
 def with_idle(columns: ProblemColumns, placement: FleetPlacement) -> FleetPlacement:
     """With the current instances, idle, in whose place nothing comes: stopping them gains nothing."""
-    taken = {gpu for gpus in placement.fleet.gpus for gpu in gpus}
-    current = columns.problem.current
+    fleet, current = placement.fleet, columns.problem.current
+    taken = {gpu for gpus in fleet.gpus for gpu in gpus}
     idle = [index for index, instance in enumerate(current) if taken.isdisjoint(instance.gpus)]
     if not idle:
         return placement
-    fleet = placement.fleet
-    more = SolverFleet.of(
-        columns, [(int(columns.current_configuration[index]), index, current[index].gpus) for index in idle]
-    )
-    nothing = np.zeros(len(idle))
-    return FleetPlacement(
-        SolverFleet(
-            np.concatenate((fleet.configuration, more.configuration)),
-            np.concatenate((fleet.current, more.current)),
-            np.concatenate((fleet.node, more.node)),
-            fleet.gpus + more.gpus,
-        ),
-        placement.order,
-        np.concatenate((placement.starts, np.full(len(idle), placement.starts[-1]))),
-        np.concatenate((placement.decode_s, nothing)),
-        np.concatenate((placement.migration_s, nothing)),
-        np.concatenate((placement.switch_s, nothing)),
-    )
+    slots = [*zip(fleet.configuration.tolist(), fleet.gpus, strict=True)]
+    slots += [(int(columns.current_configuration[index]), current[index].gpus) for index in idle]
+    starts = np.concatenate((placement.starts, np.full(len(idle), placement.starts[-1])))
+    return evaluate(columns, SolverFleet.of(columns, (), slots), placement.order, starts)
 
 
 def place(columns: ProblemColumns, fleet: SolverFleet, assigned: Ints, ranks: Ints | None = None) -> FleetPlacement:

@@ -21,7 +21,6 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
         [gpu for gpu in range(node * per_node, min((node + 1) * per_node, problem.gpus_count)) if gpu not in taken]
         for node in range(nodes)
     ]
-    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
     rooms: list[list[int]] = [[] for _ in range(per_node + 1)]  # nodes by free GPUs; the lowest last
     for node in reversed(range(nodes)):
         rooms[len(free[node])].append(node)
@@ -31,9 +30,7 @@ def lay_out(columns: ProblemColumns, kept: Iterable[int], new: Sequence[int]) ->
         if gpus is None:
             return None
         placed[place] = gpus
-    return SolverFleet.of(
-        columns, parts + [(new[place], -1, gpus) for place, gpus in enumerate(placed) if gpus is not None]
-    )
+    return SolverFleet.of(columns, kept, [(new[place], gpus) for place, gpus in enumerate(placed) if gpus is not None])
 
 
 def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, most: int) -> SolverFleet:
@@ -42,8 +39,7 @@ def in_a_row(columns: ProblemColumns, kept: Iterable[int], configuration: int, m
     kept = sorted(kept)
     taken = {gpu for index in kept for gpu in problem.current[index].gpus}
     fresh = free_groups(problem.gpus_count, problem.per_node, taken, int(columns.gpus[configuration]))
-    parts = [(int(columns.current_configuration[index]), index, problem.current[index].gpus) for index in kept]
-    return SolverFleet.of(columns, parts + [(configuration, -1, gpus) for gpus in islice(fresh, max(0, most))])
+    return SolverFleet.of(columns, kept, [(configuration, gpus) for gpus in islice(fresh, max(0, most))])
 
 
 def free_groups(gpus_count: int, per_node: int, taken: AbstractSet[GpuId], size: int) -> Iterator[tuple[GpuId, ...]]:

@@ -66,7 +66,6 @@ def candidates(
     engine: EngineModel,
     phase: StepPhase | None = None,
     precision: Precision | None = None,
-    cpu_kv_bytes_per_gpu: float = 0.0,
 ) -> list[EngineProfile]:
     """Profiles of the layouts that fit; with a `phase`, only those that come close to the best of it.
 
@@ -76,7 +75,7 @@ def candidates(
     profiles = []
     for layout in layouts(model, gpus_count, per_node):
         try:
-            profiles.append(predict(model, gpu, layout, engine, precision, cpu_kv_bytes_per_gpu))
+            profiles.append(predict(model, gpu, layout, engine, precision))
         except DoesNotFit:
             continue
     # Weights may fit with next to no room beside them.
@@ -111,12 +110,5 @@ def tail_cost(profile: EngineProfile) -> float:
 
 def _sizes(per_node: int, gpus_count: int) -> list[int]:
     """Powers of two inside a node, then doubling whole nodes."""
-    sizes, size = [], 1
-    while size <= min(per_node, gpus_count):
-        sizes.append(size)
-        size *= 2
-    nodes = 2
-    while nodes * per_node <= gpus_count and nodes <= 4:
-        sizes.append(nodes * per_node)
-        nodes *= 2
-    return sizes
+    inside = [1 << power for power in range(min(per_node, gpus_count).bit_length())]
+    return inside + [nodes * per_node for nodes in (2, 4) if nodes * per_node <= gpus_count]

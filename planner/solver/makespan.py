@@ -15,7 +15,7 @@ from planner.solver.bound import lower_bound_s as _lower_bound_s
 from planner.solver.choose import chosen
 from planner.solver.columns import ProblemColumns, columns
 from planner.solver.dual import tightened_s
-from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place, with_idle
+from planner.solver.evaluate import FleetPlacement, SolverFleet, place, with_idle
 from planner.solver.layout import in_a_row
 from planner.solver.packed import packed, soonest_cut
 from planner.solver.problem import NOWHERE, RUNNING, Infeasible, MakespanProblem, Migration, PlacedInstance, Solution
@@ -108,7 +108,7 @@ def as_placed(table: ProblemColumns) -> FleetPlacement:
     new = np.flatnonzero(requests.instance == NOWHERE)
     assigned[new] = np.arange(len(new)) % len(table.problem.current)
     ranks = requests.state.astype(np.int64) * table.count + np.arange(table.count)
-    return place(table, current_fleet(table), assigned, ranks)
+    return place(table, SolverFleet.of(table, range(len(table.problem.current))), assigned, ranks)
 
 
 def _packed(table: ProblemColumns, bound_s: float, high_s: float) -> list[FleetPlacement]:

@@ -110,7 +110,7 @@ def _filled(
 def fleets(columns: ProblemColumns, most: int) -> Iterator[SolverFleet]:
     """At most that many, without those that leave room for another instance."""
     for parts in islice(_Walk(columns).fleets(), most):
-        yield SolverFleet.of(columns, parts)
+        yield SolverFleet.of(columns, (), [(configuration, gpus) for configuration, _, gpus in parts])
 
 
 class _Walk:

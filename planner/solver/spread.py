@@ -1,5 +1,6 @@
 """Longest first onto the least loaded: the best that a static fleet does, and the start of every search."""
 
+from collections.abc import Sequence
 from heapq import heapreplace
 
 import numpy as np
@@ -58,18 +59,25 @@ def one_by_one(
         assigned[order] = np.arange(len(order)) % instances
         return assigned
     alpha_s = float(columns.alpha_s[configuration]) if first else 0.0
+    alone_s = (alpha_s * columns.remaining[order]).tolist()
+    assigned[order] = onto_least_loaded(instances, load[order].tolist(), alone_s)
+    return assigned
+
+
+def onto_least_loaded(instances: int, loads: Sequence[float], alone: Sequence[float]) -> list[int]:
+    """Return the place of each request among equal instances: in turn onto the least loaded, the lowest of equals. The
+    first on an instance is its longest, and pays for the iterations of all: its `alone` beside its load."""
     heap = [(0.0, place) for place in range(instances)]
     empty = [True] * instances
     places = []
-    for more, left in zip(load[order].tolist(), columns.remaining[order].tolist(), strict=True):
+    for more, first in zip(loads, alone, strict=True):
         so_far, place = heap[0]
-        if empty[place]:  # the first is the longest, and pays for the iterations of all
+        if empty[place]:
             empty[place] = False
-            so_far += alpha_s * left
+            so_far += first
         places.append(place)
         heapreplace(heap, (so_far + more, place))
-    assigned[order] = places
-    return assigned
+    return places
 
 
 def _in_rounds(columns: ProblemColumns, configuration: int, instances: int, load: Floats, first: bool) -> Ints:

@@ -7,11 +7,10 @@ Only the instance that ends last is looked at, so that work goes where the makes
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.solver.admission_order import ENOUGH, admit, least, orders
 from planner.solver.columns import Floats, Ints, ProblemColumns
-from planner.solver.evaluate import FleetPlacement, evaluate, moves_s
+from planner.solver.evaluate import FleetPlacement, InstanceLoads, evaluate, moves_s
 from planner.solver.search import SearchBudget
 
 LOOKED_AT, LEVELLED = 4, 2  # placements of which orders are tried, and between whose instances requests move
@@ -30,9 +29,12 @@ def sooner(
     promising: dict[tuple[int, float], tuple[float, FleetPlacement]] = {}
     for each in candidates:
         ends = (len(each.fleet), each.makespan_s)
-        if ends in promising or not np.isfinite(each.makespan_s) or not _in_waves(columns, each).any():
+        if ends in promising or not np.isfinite(each.makespan_s):
             continue
-        at_best_s = _at_best_s(columns, each)
+        loads = InstanceLoads(columns, each.fleet, each.assigned())
+        if loads.at_once.all():
+            continue
+        at_best_s = _at_best_s(columns, each, loads)
         if at_best_s < soonest_s:
             promising[ends] = (at_best_s, each)
     few = columns.count <= FEW
@@ -52,35 +54,16 @@ def sooner(
     return [waves.placement() for waves in best]
 
 
-def _at_best_s(columns: ProblemColumns, placement: FleetPlacement) -> float:
+def _at_best_s(columns: ProblemColumns, placement: FleetPlacement, loads: InstanceLoads) -> float:
     """When it would end with the fewest iterations that there must be on each instance."""
-    fleet, order = placement.fleet, placement.order
-    count = len(fleet)
-    at = np.repeat(np.arange(count), np.diff(placement.starts))
-    remaining, kinds = columns.remaining[order], fleet.configuration
-    longest = np.zeros(count, dtype=np.int64)
-    np.maximum.at(longest, at, remaining)
-    iterations = np.maximum.reduce(
-        [
-            longest,
-            np.bincount(at, weights=remaining, minlength=count) / columns.slots[kinds],
-            np.bincount(at, weights=remaining * columns.footprint[order], minlength=count) / columns.capacity[kinds],
-        ]
-    )
+    kinds, order, count = placement.fleet.configuration, placement.order, len(placement.fleet)
+    at, remaining = placement.assigned()[order], columns.remaining[order]
+    tokens = np.bincount(at, weights=remaining, minlength=count)
+    area = np.bincount(at, weights=remaining * columns.footprint[order], minlength=count)
+    iterations = np.maximum.reduce([loads.longest, tokens / loads.slots, area / loads.capacity])
     work_s = np.bincount(at, weights=columns.work_s[kinds[at], order], minlength=count)
     ends_s = columns.alpha_s[kinds] * iterations + work_s + placement.migration_s + placement.switch_s
     return float(ends_s.max())
-
-
-def _in_waves(columns: ProblemColumns, placement: FleetPlacement) -> NDArray[np.bool_]:
-    """[instance] whether not all run at once."""
-    fleet, counts = placement.fleet, np.diff(placement.starts)
-    at = np.repeat(np.arange(len(fleet)), counts)
-    held = np.bincount(at, weights=columns.footprint[placement.order], minlength=len(fleet))
-    waves: NDArray[np.bool_] = (counts > columns.slots[fleet.configuration]) | (
-        held > columns.capacity[fleet.configuration]
-    )
-    return waves
 
 
 class Waves:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from planner.solver.bound import SAFETY, InstanceOption, options_of, room_shares, units
+from planner.solver.bound import SAFETY, InstanceOption, highest_refused, options_of, room_shares, units
 from planner.solver.columns import Floats, Ints, ProblemColumns
 
 MOST_REQUESTS, MOST_UNITS = 4096, 512
@@ -39,14 +39,7 @@ def raised_s(columns: ProblemColumns, bound_s: float, high_s: float, tight: bool
             low_s, step = min(low_s * (1 + step), high_s), step * 2
         if low_s == raised and step == STEP and not stairs.refused(low_s * (1 + PRECISION)):
             continue
-        middle_s, top_s = low_s, min(low_s * (1 + step), high_s)
-        while top_s - low_s > PRECISION * top_s:
-            middle_s = (low_s + top_s) / 2
-            if stairs.refused(middle_s):
-                low_s = middle_s
-            else:
-                top_s = middle_s
-        raised = max(raised, low_s)
+        raised = highest_refused(stairs.refused, low_s, min(low_s * (1 + step), high_s), PRECISION)
     return raised * (1 - SAFETY) if raised > bound_s else bound_s
 
 

@@ -21,7 +21,7 @@ from planner.solver.choose import LEAST, chosen, moves, settled
 from planner.solver.columns import ProblemColumns, columns
 from planner.solver.cut import RequestCut, RequestCutter
 from planner.solver.dual import SAMPLE, tightened_s
-from planner.solver.evaluate import FleetPlacement, SolverFleet, current_fleet, place
+from planner.solver.evaluate import FleetPlacement, SolverFleet, place
 from planner.solver.layout import in_a_row, lay_out
 from planner.solver.makespan import as_placed, lower_bound, solve
 from planner.solver.packed import match, packed, soonest_cut
@@ -80,6 +80,10 @@ def problem(
         epsilon_s=epsilon_s,
         work_budget=work_budget,
     )
+
+
+def current_fleet(table: ProblemColumns) -> SolverFleet:
+    return SolverFleet.of(table, range(len(table.problem.current)))
 
 
 def heavy_tailed(seed: int, count: int, mean: float = 7.2) -> list[tuple[int, int]]:
@@ -741,10 +745,9 @@ def test_what_is_too_much_goes_to_the_emptiest(least: int, most: int) -> None:
 def test_of_what_ends_about_as_soon_the_one_that_changes_least_is_chosen() -> None:
     """Requests run on the first of two instances; stopping it for the other moves them all."""
     table = columns(problem([TP2], [(1000, 3000)] * 8, current=fleet(TP2, 4), places=[0] * 8, states=[RUNNING] * 8))
-    first, second = [(0, 0, (GpuId(0), GpuId(1)))], [(0, 1, (GpuId(2), GpuId(3)))]
-    fresh = [(0, -1, (GpuId(4), GpuId(5)))]
+    first, second, fresh = ([(0, (GpuId(gpu), GpuId(gpu + 1)))] for gpu in (0, 2, 4))
     stays, moves_all, anew = (
-        place(table, SolverFleet.of(table, parts), np.zeros(8, dtype=np.int64)) for parts in (first, second, fresh)
+        place(table, SolverFleet.of(table, (), slots), np.zeros(8, dtype=np.int64)) for slots in (first, second, fresh)
     )
     late = replace(stays, decode_s=stays.decode_s + 60.0)
     barely = replace(moves_all, decode_s=moves_all.decode_s * 0.998)

@@ -14,6 +14,13 @@ PlanId = NewType("PlanId", str)
 GpuId = NewType("GpuId", int)
 
 
+def check_at_least(value: object, least: float, *fields: str) -> None:
+    """Raise ValueError for the first of the value's fields that is less, or not a number."""
+    for name in fields:
+        if not getattr(value, name) >= least:
+            raise ValueError(f"{name} must be >= {least}, got {getattr(value, name)}")
+
+
 class RequestState(StrEnum):
     """Where a request stands. `NEW` exists in offline problems only: not on any engine yet."""
 
@@ -63,9 +70,7 @@ class Parallelism:
     pp: int = 1  # pipeline stages: engines can be started with them, their step times are not modelled
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "ep", "micro_batches", "pp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "tp", "dp", "ep", "micro_batches", "pp")
         if (self.attention_gpus > 0) != (self.ffn_gpus > 0):
             raise ValueError("AFD needs both attention and FFN GPUs")
 
@@ -93,12 +98,8 @@ class Configuration:
     switch_s: float
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "kv_capacity_tokens", "max_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("alpha_s", "beta_s", "gamma_s", "switch_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        check_at_least(self, 1, "gpus", "kv_capacity_tokens", "max_sequences")
+        check_at_least(self, 0, "alpha_s", "beta_s", "gamma_s", "switch_s")
         if not self.prefill_tokens_per_s > 0:
             raise ValueError(f"prefill_tokens_per_s must be > 0, got {self.prefill_tokens_per_s}")
 
@@ -323,8 +324,7 @@ class Histogram:
     counts: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if self.bin_tokens < 1:
-            raise ValueError(f"bin_tokens must be >= 1, got {self.bin_tokens}")
+        check_at_least(self, 1, "bin_tokens")
         if any(count < 0 for count in self.counts):
             raise ValueError("counts must be >= 0")
 

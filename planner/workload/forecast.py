@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import ceil
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +20,7 @@ from planner.workload.series import TAGS_REMEMBERED, LengthCounts, StepForecast,
 
 MIN_LENGTHS = 16  # finished lengths below which a distribution is not read off them
 GOLDEN_RATIO = (5**0.5 - 1) / 2
+FUTURES = 16
 TRACE = 1e-9  # of the uniform curve in every other: none has to be excluded to have gone unseen
 # What the forecast of a step may be worth, as shares of what it is worth by the steps before.
 WORTH_SHARES = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256)
@@ -82,6 +84,23 @@ class ConditionalLengths:
         expected = bins * self.bin_tokens - at_limit * np.maximum(last * self.bin_tokens - limits, 0)
         remaining: NDArray[np.float64] = np.maximum(expected - generated, 1.0)
         return remaining
+
+    def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
+        """Return the remaining tokens of [request, future], at least 1, in equally likely futures.
+
+        In each future a request has a draw of its own, from the distribution that it has by how far it has come. Its
+        draws are spread evenly over the futures, and are the same quantiles in every tick.
+        """
+        count = len(requests)
+        if not count:
+            return []
+        generated = np.fromiter((request.generated_tokens for request in requests), np.int64, count)
+        limits = np.fromiter((request.max_tokens or 0 for request in requests), np.int64, count)
+        rows = self.rows_of([request.tag for request in requests])
+        own = np.fromiter((crc32(request.id.encode()) / 2**32 for request in requests), np.float64, count)
+        quantiles = (own[:, None] + np.arange(FUTURES) / FUTURES) % 1.0
+        found: list[list[int]] = self.quantile(generated[:, None], quantiles, rows[:, None], limits[:, None]).tolist()
+        return found
 
     def remaining(self, generated_tokens: Tokens, rows: Tokens, limit_tokens: Tokens) -> Histogram:
         """The expected histogram of remaining tokens over these requests."""

@@ -1,5 +1,5 @@
 """Tokens that each request in flight may still generate, for the fast loop: their mean, smooth in the request's age and
-kept from tick to tick, and equally likely futures. Pure.
+kept from tick to tick. Pure.
 
 The distribution of lengths is conditioned on how far a request has come. Read off it request by request, the mean jumps
 from bin to bin, and between two engines each jump looks like something to gain by a move. So means are taken at a few
@@ -8,7 +8,6 @@ ages only, with straight lines between them: what is wrong with them is then wro
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,33 +23,6 @@ YOUNGEST_TOKENS = 256
 # The distribution is made anew when this share more requests have finished than it knows of.
 WORTH_NEWS = 1 / 16
 NOTHING_KNOWN = "uniform"  # the method of a distribution made of limits alone
-FUTURES = 16
-
-
-class ForecastLengths:
-    """Equally likely futures of requests, drawn from the distribution of lengths.
-
-    In each future a request has a draw of its own, from the distribution that it has by how far it has come. Its draws
-    are spread evenly over the futures, and are the same quantiles in every tick.
-    """
-
-    def __init__(self, lengths: ConditionalLengths) -> None:
-        self._lengths = lengths
-
-    def of(self, requests: Sequence[RequestView]) -> list[list[int]]:
-        """Return the remaining tokens of [request, future], at least 1."""
-        lengths, count = self._lengths, len(requests)
-        if not count:
-            return []
-        generated = np.fromiter((request.generated_tokens for request in requests), np.int64, count)
-        limits = np.fromiter((request.max_tokens or 0 for request in requests), np.int64, count)
-        rows = lengths.rows_of([request.tag for request in requests])
-        own = np.fromiter((crc32(request.id.encode()) / 2**32 for request in requests), np.float64, count)
-        quantiles = (own[:, None] + np.arange(FUTURES) / FUTURES) % 1.0
-        found: list[list[int]] = lengths.quantile(
-            generated[:, None], quantiles, rows[:, None], limits[:, None]
-        ).tolist()
-        return found
 
 
 class KnownLengths:
@@ -100,10 +72,10 @@ class RemainingTokensEstimator:
         return smooth_means(self._lengths, snapshot.requests)
 
     @property
-    def distributions(self) -> ForecastLengths | None:
+    def distributions(self) -> ConditionalLengths | None:
         """By the distribution that was last made; None where it rests on nothing that has ended yet."""
         lengths = self._lengths
-        return None if lengths is None or lengths.method == NOTHING_KNOWN else ForecastLengths(lengths)
+        return None if lengths is None or lengths.method == NOTHING_KNOWN else lengths
 
 
 def smooth_means(lengths: ConditionalLengths, requests: Sequence[RequestView]) -> dict[RequestId, float]:

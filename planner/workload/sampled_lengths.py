@@ -7,21 +7,15 @@ sample, and so may which fleet is best: that is what the samples are to show.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from planner.model import RequestId, RequestView
+from planner.workload.forecast import Forecast
 
 MEAN_POINTS = 32  # quantiles whose average is a request's mean
 LONG_QUANTILE = 0.8
-
-
-class LengthQuantiles(Protocol):
-    """A forecast, as far as samples are drawn from it."""
-
-    def remaining_at(self, quantiles: ArrayLike) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +32,7 @@ class SampledLengths:
         return SampledLengths(self.samples[:, requests], self.expected[requests], self.long[requests])
 
 
-def sampled(expected: LengthQuantiles, requests: int, count: int, seed: int) -> SampledLengths:
+def sampled(expected: Forecast, requests: int, count: int, seed: int) -> SampledLengths:
     """`count` samples of the forecast."""
     rng = np.random.default_rng(seed)
     samples = np.empty((count, requests), dtype=np.int64)
@@ -52,7 +46,7 @@ def sampled(expected: LengthQuantiles, requests: int, count: int, seed: int) -> 
 def averaged(requests: Sequence[RequestView], output_tokens: Sequence[int], max_output_tokens: int) -> SampledLengths:
     """As if every output had the mean length; one that has outgrown it is about to end."""
     mean_tokens = float(np.mean(output_tokens)) if len(output_tokens) else max_output_tokens / 2
-    limits = np.array([_limit_tokens(request, max_output_tokens) for request in requests], dtype=np.int64)
+    limits = np.array([min(each.max_tokens or max_output_tokens, max_output_tokens) for each in requests], np.int64)
     generated = np.array([request.generated_tokens for request in requests], dtype=np.int64)
     return _certain(np.minimum(_whole(np.full(len(requests), mean_tokens)), limits) - generated)
 
@@ -75,7 +69,3 @@ def _certain(remaining: NDArray[np.int64]) -> SampledLengths:
 
 def _whole(tokens: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.maximum(np.rint(tokens), 1).astype(np.int64)
-
-
-def _limit_tokens(request: RequestView, max_output_tokens: int) -> int:
-    return min(request.max_tokens or max_output_tokens, max_output_tokens)

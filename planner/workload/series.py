@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.model import FinishedLength, Histogram
+from planner.model import FinishedLength, Histogram, check_at_least
 from planner.workload.arima import LengthComponent, LengthComponents, NotForecast, fit_components
 
 STEPS_REMEMBERED = 48
@@ -147,9 +147,7 @@ class SeriesForecaster:
     fits: int = 0  # how often orders were chosen anew
 
     def __post_init__(self) -> None:
-        for name in ("bin_tokens", "max_output_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "bin_tokens", "max_output_tokens")
 
     def fold(self, step: StepStatistics) -> "SeriesForecaster":
         """With one more ended step. A step in which nothing ended changes nothing."""

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.model import EngineId, FinishedLength, RequestId, RequestState, RequestView, Snapshot
-from planner.workload.forecast import conditional_lengths
-from planner.workload.remaining_tokens import FUTURES, ForecastLengths, KnownLengths, RemainingTokensEstimator
+from planner.workload.forecast import FUTURES, conditional_lengths
+from planner.workload.remaining_tokens import KnownLengths, RemainingTokensEstimator
 
 BIN_TOKENS, MOST_TOKENS = 64, 4096
 LENGTHS = conditional_lengths(
@@ -22,7 +22,7 @@ def view(name: str, generated: int = 0, max_tokens: int | None = None) -> Reques
 @given(st.lists(st.tuples(st.integers(0, 4000), st.integers(4001, 5000) | st.none()), max_size=6))
 def test_no_request_goes_beyond_its_limits(held: list[tuple[int, int | None]]) -> None:
     requests = [view(f"r{i}", generated, most) for i, (generated, most) in enumerate(held)]
-    found = ForecastLengths(LENGTHS).of(requests)
+    found = LENGTHS.of(requests)
     assert [len(one) for one in found] == [FUTURES] * len(requests)
     for request, remaining in zip(requests, found, strict=True):
         limit = min(request.max_tokens or MOST_TOKENS, MOST_TOKENS)
@@ -31,7 +31,7 @@ def test_no_request_goes_beyond_its_limits(held: list[tuple[int, int | None]]) -
 
 def test_over_the_futures_a_request_has_its_own_distribution() -> None:
     requests = [view(f"r{i:03}", generated=512) for i in range(200)]
-    found = np.array(ForecastLengths(LENGTHS).of(requests))
+    found = np.array(LENGTHS.of(requests))
     for quantile in (0.25, 0.5, 0.75):
         whole = int(LENGTHS.quantile(512, quantile))
         assert np.quantile(found, quantile) == pytest.approx(whole, abs=2 * BIN_TOKENS)
@@ -41,7 +41,7 @@ def test_over_the_futures_a_request_has_its_own_distribution() -> None:
 
 def test_the_same_request_has_the_same_futures_beside_others() -> None:
     one, other = view("r1", 100), view("r2", 700)
-    distributions = ForecastLengths(LENGTHS)
+    distributions = LENGTHS
     assert distributions.of([one]) + distributions.of([other]) == distributions.of([one, other])
     assert distributions.of([]) == []
 

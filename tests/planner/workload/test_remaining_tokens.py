@@ -27,7 +27,7 @@ def heavy_tailed(count: int, seed: int = 1) -> tuple[FinishedLength, ...]:
 
 
 def snapshot(*requests: RequestView, finished: tuple[FinishedLength, ...] = (), started_s: float = 0.0) -> Snapshot:
-    return Snapshot(10.0, (), requests, tuple(f.tokens for f in finished), 0.1, started_s, finished)
+    return Snapshot(10.0, (), requests, finished, 0.1, started_s)
 
 
 @given(st.lists(st.tuples(st.integers(0, LONGEST), st.none() | st.integers(1, LONGEST)), min_size=1, max_size=20))

@@ -107,6 +107,12 @@ class Configuration:
         """Seconds of one decode iteration over `sequences` that hold `kv_tokens` before it."""
         return self.alpha_s + self.beta_s * sequences + self.gamma_s * kv_tokens
 
+    def work_s(self, context_tokens: int, remaining_tokens: int) -> float:
+        """Seconds that a request adds to its engine's decoding, whatever runs beside it and in whatever order: all but
+        its share of alpha, which depends on how many run together."""
+        held_tokens = context_tokens * remaining_tokens + remaining_tokens * (remaining_tokens - 1) / 2
+        return self.beta_s * remaining_tokens + self.gamma_s * held_tokens
+
     def limited_as(self, engine: "EngineView") -> "Configuration":
         """Return it with the KV capacity and slots that an engine reports of itself."""
         return replace(

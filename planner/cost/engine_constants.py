@@ -6,7 +6,7 @@ plausibly be off. `fitted.py` holds the values after fitting, one set for each m
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,13 +130,3 @@ def constants_of(values: Mapping[str, float], backend: str) -> EngineConstants:
     if backend not in BACKENDS:
         raise UnknownBackend(f"unknown backend {backend!r}, known: {', '.join(BACKENDS)}")
     return EngineConstants(**{name: values[name] * values.get(f"{backend}.{name}", 1.0) for name in PRIORS})
-
-
-def stacked(constants: list[EngineConstants]) -> EngineConstants:
-    """One row after the other."""
-    return EngineConstants(
-        **{
-            field.name: np.array([getattr(row, field.name) for row in constants], dtype=np.float64)
-            for field in fields(EngineConstants)
-        }
-    )

@@ -6,7 +6,7 @@ in table 2 of the RollArt paper (arXiv 2512.22560).
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GB = 1e9
 TFLOPS = 1e12
@@ -26,13 +26,13 @@ class GpuModel:
     nvlink_bytes_per_s: float  # one way
     nic_bytes_per_s: float  # one way, this GPU's share of its node's
     pcie_bytes_per_s: float  # to CPU memory, one way
-    per_node: int = 8
+    per_node: int = field(default=8, kw_only=True)
     inter_node_latency_s: float = INTER_NODE_LATENCY_S
 
     def __post_init__(self) -> None:
-        for field in ("hbm_bytes", "hbm_bytes_per_s", "bf16_flops", "nvlink_bytes_per_s", "nic_bytes_per_s"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be > 0, got {getattr(self, field)}")
+        for figure in ("hbm_bytes", "hbm_bytes_per_s", "bf16_flops", "nvlink_bytes_per_s", "nic_bytes_per_s"):
+            if not getattr(self, figure) > 0:
+                raise ValueError(f"{figure} must be > 0, got {getattr(self, figure)}")
 
     def multiplies(self, weight_bits: float) -> bool:
         """Whether it has tensor cores for weights and activations of that many bits, fewer than 16."""
@@ -46,42 +46,20 @@ class GpuModel:
         return self.fp4_flops if weight_bits < 8 else self.fp8_flops
 
 
-def _gpu(
-    name: str,
-    hbm_gb: float,
-    hbm_tb_per_s: float,
-    bf16_tflops: float,
-    fp8_tflops: float,
-    nvlink_gb_per_s: float,
-    *,
-    fp4_tflops: float = 0.0,
-    nic_gbps: float = 400.0,
-    pcie_gb_per_s: float = 55.0,
-) -> GpuModel:
-    return GpuModel(
-        name=name,
-        hbm_bytes=hbm_gb * GB,
-        hbm_bytes_per_s=hbm_tb_per_s * 1e12,
-        bf16_flops=bf16_tflops * TFLOPS,
-        fp8_flops=fp8_tflops * TFLOPS,
-        fp4_flops=fp4_tflops * TFLOPS,
-        nvlink_bytes_per_s=nvlink_gb_per_s * GB,
-        nic_bytes_per_s=nic_gbps * GB / 8,
-        pcie_bytes_per_s=pcie_gb_per_s * GB,
-    )
-
-
+# In GB, TB/s, TFLOPS of bf16, fp8 and fp4, GB/s of NVLink, Gbit/s of the NIC, GB/s of PCIe.
+_UNITS = (GB, 1e12, TFLOPS, TFLOPS, TFLOPS, GB, GB / 8, GB)
+_DATA_SHEETS = {
+    "a100": (80, 2.039, 312, 0, 0, 300, 200, 26),
+    "h20": (96, 4.0, 148, 296, 0, 450, 400, 55),
+    "h100": (80, 3.35, 989.5, 1979, 0, 450, 400, 55),
+    "h200": (141, 4.8, 989.5, 1979, 0, 450, 400, 55),
+    "h800": (80, 3.35, 989.5, 1979, 0, 200, 200, 55),
+    "b200": (180, 7.7, 2250, 4500, 9000, 900, 400, 55),
+    "b300": (268, 7.7, 2250, 4500, 13500, 900, 800, 55),
+}
 GPUS: dict[str, GpuModel] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("a100", 80, 2.039, 312, 0, 300, nic_gbps=200, pcie_gb_per_s=26),
-        _gpu("h20", 96, 4.0, 148, 296, 450),
-        _gpu("h100", 80, 3.35, 989.5, 1979, 450),
-        _gpu("h200", 141, 4.8, 989.5, 1979, 450),
-        _gpu("h800", 80, 3.35, 989.5, 1979, 200, nic_gbps=200),
-        _gpu("b200", 180, 7.7, 2250, 4500, 900, fp4_tflops=9000),
-        _gpu("b300", 268, 7.7, 2250, 4500, 900, fp4_tflops=13500, nic_gbps=800),
-    )
+    name: GpuModel(name, *(figure * unit for figure, unit in zip(sheet, _UNITS, strict=True)))
+    for name, sheet in _DATA_SHEETS.items()
 }
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from planner.model import check_at_least
+
 BF16_BITS = 16.0
 
 
@@ -26,9 +28,7 @@ class Model:
     expert_bits: float = BF16_BITS
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "vocab"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be >= 1, got {getattr(self, field)}")
+        check_at_least(self, 1, "layers", "hidden", "q_heads", "kv_heads", "head_dim", "vocab")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(f"experts_per_token must be within 1..{self.experts}, got {self.experts_per_token}")
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.engines import EngineModel, engine_named, with_constants
-from planner.cost.hardware import GpuModel, gpu_named
+from planner.cost.hardware import gpu_named
 from planner.cost.models import Model, model_named
 from planner.cost.predict import predict, predict_profile, published_precision
 from planner.cost.profile import EngineProfile, Parallelism, Profile, ProfileSource, Provenance
@@ -22,6 +22,8 @@ from planner.cost.roofline import weight_bytes_per_gpu
 Floats = NDArray[np.float64]
 
 GPUS = 8
+GPU = gpu_named("h800")
+FITTED_MODEL = model_named("qwen2.5-14b")
 FITTED_ON = "2026-11-21"
 
 
@@ -88,17 +90,14 @@ def named_profile(name: str) -> Profile:
     if name not in PROFILES:
         raise UnknownProfile(f"unknown profile {name!r}, known: {', '.join(sorted(PROFILES))}")
     model, layouts = model_named(PROFILES[name]), [Parallelism(tp=tp) for tp in (1, 2, 4, 8)]
-    return predict_profile(model, _gpu(), layouts, paper_engine(model), cpu_kv_bytes_per_gpu=CPU_KV_BYTES_PER_GPU)
+    return predict_profile(model, GPU, layouts, paper_engine(model), cpu_kv_bytes_per_gpu=CPU_KV_BYTES_PER_GPU)
 
 
 def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
     """A vLLM of the paper's time. KV that does not fit can go to CPU memory (section 4.1)."""
     vllm = engine_named("vllm")
     switched = Parallelism(tp=8)
-    fitted_model = _fitted_model()
-    loading_s = (
-        weight_bytes_per_gpu(fitted_model, switched, published_precision(fitted_model)) / _gpu().pcie_bytes_per_s
-    )
+    loading_s = weight_bytes_per_gpu(FITTED_MODEL, switched, published_precision(FITTED_MODEL)) / GPU.pcie_bytes_per_s
     return replace(
         with_constants(vllm, step_s=host.step_s, sequence_s=host.sequence_s),
         name="vllm-paper",
@@ -112,7 +111,7 @@ def paper_engine(model: Model, host: HostFit = FITTED) -> EngineModel:
 def _provenance(model: Model, host: HostFit) -> Provenance:
     """Only the model that was fitted has errors to show."""
     detail = "data sheets, vllm constants, host time fitted to phases of Qwen2.5-14B on H800 in arXiv 2601.01209"
-    if model != _fitted_model():
+    if model != FITTED_MODEL:
         return Provenance(ProfileSource.ROOFLINE, FITTED_ON, f"{detail}, taken over to {model.name}")
     seconds, measured = phase_seconds(_tp_profiles(host), host), _measured_s()
     errors = np.abs(seconds / measured - 1)
@@ -132,12 +131,4 @@ def _measured_s() -> Floats:
 
 def _tp_profiles(host: HostFit) -> list[EngineProfile]:
     engine = with_constants(engine_named("vllm"), step_s=host.step_s, sequence_s=host.sequence_s)
-    return [predict(_fitted_model(), _gpu(), Parallelism(tp=tp), engine) for tp in EARLY_S]
-
-
-def _fitted_model() -> Model:
-    return model_named("qwen2.5-14b")
-
-
-def _gpu() -> GpuModel:
-    return gpu_named("h800")
+    return [predict(FITTED_MODEL, GPU, Parallelism(tp=tp), engine) for tp in EARLY_S]

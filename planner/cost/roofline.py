@@ -6,7 +6,9 @@ fit evaluates hundreds of rows at once. Memory-bound and compute-bound parts of 
 they are added as the sides of a right angle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +47,7 @@ class IterationWork:
     four_bit_experts: Numbers  # 1 or 0
     all_tokens: Numbers  # that the experts see: of all attention replicas
     dense_read_s: Numbers  # weights that every token passes
-    dense_flops_s: Numbers  # the same, each sequence
+    dense_flops_s: Numbers  # the same, each sequence and each prompt token
     expert_read_s: Numbers  # one distinct expert in every layer
     expert_flops_s: Numbers  # all experts of one token
     kv_read_s_per_token: Numbers
@@ -53,19 +55,19 @@ class IterationWork:
     exchange_s: Numbers  # all-to-all of one token to and from its experts
     reduce_hop_s: Numbers  # more latency of an all-reduce that leaves the node
     exchange_hop_s: Numbers  # of an all-to-all
-    prefill_dense_s: Numbers  # each prompt token
-    prefill_expert_s: Numbers
+    prefill_expert_s: Numbers  # each prompt token
     prefill_attention_s: Numbers  # each prompt token and token before it
 
 
-def stacked_work(rows: list[IterationWork]) -> IterationWork:
+Row = TypeVar("Row", IterationWork, EngineConstants)
+
+
+def stacked(rows: Sequence[Row]) -> Row:
     """One row after the other."""
-    return IterationWork(
-        **{
-            field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64)
-            for field in fields(IterationWork)
-        }
-    )
+    columns = {
+        field.name: np.array([getattr(row, field.name) for row in rows], dtype=np.float64) for field in fields(rows[0])
+    }
+    return type(rows[0])(**columns)
 
 
 def work_of(
@@ -102,7 +104,6 @@ def work_of(
         exchange_s=remote * exchange_bytes / tp / link_bytes_per_s(gpu, gpus),
         reduce_hop_s=hop_s(gpu, tp),
         exchange_hop_s=hop_s(gpu, gpus),
-        prefill_dense_s=2.0 * dense_params / tp / dense_flops_per_s,
         prefill_expert_s=expert_flops / tp / expert_flops_per_s,
         prefill_attention_s=2.0
         * model.layers
@@ -182,7 +183,7 @@ def prefill_s(work: IterationWork, constants: EngineConstants, prompt_tokens: Nu
     efficiency = np.where(np.greater(work.quantised, 0), c.prefill_fp8_efficiency, c.prefill_efficiency)
     experts = work.prefill_expert_s * _imbalance(work, c) / c.moe_prefill_efficiency
     attention = work.prefill_attention_s * prompt_tokens
-    multiply = (work.prefill_dense_s + experts + attention) / efficiency
+    multiply = (work.dense_flops_s + experts + attention) / efficiency
     sent = (work.link_s + work.exchange_s) / c.link_efficiency
     return np.asarray(prompt_tokens * (multiply + sent) + c.prompt_s)
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from planner_builders import RemainingWork
+
 from planner.cost.profile import EngineProfile
-from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration
 
 
@@ -55,7 +56,7 @@ def decode_s(configuration: Configuration, requests: Sequence[RemainingWork]) ->
     One is admitted when fewer than `max_sequences` run and its footprint fits beside theirs. Raises DoesNotFit.
     """
     iterations = _iterations(configuration, requests)
-    return configuration.alpha_s * iterations + sum(work_s(configuration, pending) for pending in requests)
+    return configuration.alpha_s * iterations + sum(configuration.work_s(*pending) for pending in requests)
 
 
 def _iterations(configuration: Configuration, requests: Sequence[RemainingWork]) -> int:

@@ -1,10 +1,10 @@
 """Configurations, engines and snapshots for tests of the planner, with sensible values for what a test leaves out."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from planner.cost.requests import RemainingWork
 from planner.model import (
     Configuration,
     ConfigurationId,
@@ -18,6 +18,18 @@ from planner.model import (
 )
 
 SECONDS = st.sampled_from([0.0, 1e-7, 1e-4, 0.01, 1.0])
+
+
+class RemainingWork(NamedTuple):
+    """What is left of a request: tokens that it holds, and tokens that it will generate."""
+
+    context_tokens: int
+    remaining_tokens: int
+
+    @property
+    def footprint_tokens(self) -> int:
+        """KV tokens that it holds when it ends, reserved from admission on."""
+        return self.context_tokens + self.remaining_tokens
 
 
 def configuration(

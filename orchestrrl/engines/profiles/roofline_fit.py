@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from orchestrrl.engines.profiles.silicon import MeasuredDeployment
-from planner.cost.engine_constants import MOE_ONLY, constants_of, flat_priors, prior_values, stacked
-from planner.cost.roofline import IterationWork, attended_tokens, stacked_work, tpot_s, work_of
+from planner.cost.engine_constants import MOE_ONLY, constants_of, flat_priors, prior_values
+from planner.cost.roofline import IterationWork, attended_tokens, stacked, tpot_s, work_of
 
 # Relative errors beyond this count as outliers.
 USUAL_ERROR = 0.06
@@ -48,7 +48,7 @@ class DeploymentColumns:
 def rows_of(deployments: Sequence[MeasuredDeployment]) -> DeploymentColumns:
     works = [work_of(row.model, row.gpu, row.parallelism, row.precision, row.sequences) for row in deployments]
     return DeploymentColumns(
-        work=stacked_work(works),
+        work=stacked(works),
         backends=tuple(row.backend for row in deployments),
         context_tokens=np.array([attended_tokens(row.model, row.load) for row in deployments]),
         prompt_tokens=np.array([row.load.prompt_tokens for row in deployments]),

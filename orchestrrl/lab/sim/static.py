@@ -27,7 +27,6 @@ from orchestrrl.lab.sim.scenario import GenerationScenario
 from orchestrrl.lab.sim.workload import SimRequest, redrawn
 from orchestrrl.lab.simulated_engine.scheduler import EngineShape, Scheduler, decode_alone_s
 from planner.cost.profile import EngineProfile
-from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId, RequestId
 
 
@@ -262,8 +261,8 @@ def _placed_like(placement: Sequence[Sequence[SimRequest]], requests: Sequence[S
     return [[by_id[request.id] for request in held] for held in placement]
 
 
-def _pending(request: SimRequest) -> RemainingWork:
-    return RemainingWork(request.prompt_tokens, request.output_tokens)
+def _work_s(configuration: Configuration, request: SimRequest) -> float:
+    return configuration.work_s(request.prompt_tokens, request.output_tokens)
 
 
 def _longest_first(requests: Sequence[SimRequest]) -> list[SimRequest]:
@@ -277,7 +276,7 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
         place = loads_s.index(min(loads_s))
         if not placement[place]:
             loads_s[place] += configuration.alpha_s * request.output_tokens
-        loads_s[place] += work_s(configuration, _pending(request))
+        loads_s[place] += _work_s(configuration, request)
         placement[place].append(request)
     return placement
 
@@ -285,9 +284,7 @@ def spread(configuration: Configuration, engines: int, requests: Sequence[SimReq
 def packed(configuration: Configuration, engines: int, requests: Sequence[SimRequest]) -> list[list[SimRequest]]:
     """The shortest makespan for which the blocks, each filled as far as it goes, are no more than there are engines."""
     ordered = _longest_first(requests)
-    high_s = sum(
-        configuration.alpha_s * request.output_tokens + work_s(configuration, _pending(request)) for request in ordered
-    )
+    high_s = sum(configuration.alpha_s * request.output_tokens + _work_s(configuration, request) for request in ordered)
     low_s, best = 0.0, [ordered]
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
@@ -305,7 +302,7 @@ def _blocks(
     blocks: list[list[SimRequest]] = []
     left_s, room = 0.0, 0
     for request in ordered:
-        work, footprint = work_s(configuration, _pending(request)), request.prompt_tokens + request.output_tokens
+        work, footprint = _work_s(configuration, request), request.prompt_tokens + request.output_tokens
         if not blocks or work > left_s or footprint > room or len(blocks[-1]) >= configuration.max_sequences:
             if len(blocks) == engines:
                 return None

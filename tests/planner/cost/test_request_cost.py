@@ -7,10 +7,9 @@ import pytest
 from decode_oracle import DoesNotFit, along_the_curve_s, curve_decode_s, decode_s, step_by_step_s
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_builders import configuration, configurations, pendings
+from planner_builders import RemainingWork, configuration, configurations, pendings
 
 from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
-from planner.cost.requests import RemainingWork, work_s
 from planner.model import Configuration, ConfigurationId
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
@@ -25,7 +24,7 @@ def test_decoding_takes_what_it_takes_step_by_step(instance: Configuration, requ
 def test_with_room_for_all_the_closed_form_holds(instance: Configuration, requests: list[RemainingWork]) -> None:
     roomy = replace(instance, max_sequences=100, kv_capacity_tokens=10_000)
     longest = max((pending.remaining_tokens for pending in requests), default=0)
-    all_at_once_s = roomy.alpha_s * longest + sum(work_s(roomy, pending) for pending in requests)
+    all_at_once_s = roomy.alpha_s * longest + sum(roomy.work_s(*pending) for pending in requests)
     assert all_at_once_s == pytest.approx(step_by_step_s(roomy, requests), **CLOSE)
     assert decode_s(instance, requests) >= all_at_once_s
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from decode_oracle import curve_decode_s
 from numpy.typing import NDArray
-from planner_builders import engine, request, snapshot
+from planner_builders import RemainingWork, engine, request, snapshot
 
 from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
-from planner.cost.requests import RemainingWork
 from planner.model import ConfigurationId, RequestState
 from planner.solver.candidates import CandidateFleet
 from planner.solver.from_snapshot import NO_TRANSFER, live_fleet, problem_of

@@ -10,9 +10,8 @@ import pytest
 from decode_oracle import step_by_step_s
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_builders import configuration
+from planner_builders import RemainingWork, configuration
 
-from planner.cost.requests import RemainingWork
 from planner.model import Configuration, EngineId, GpuId, RequestId
 from planner.solver.admission_order import TURNS, admit, least, orders
 from planner.solver.band import balanced, violation

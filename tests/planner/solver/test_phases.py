@@ -6,10 +6,9 @@ import pytest
 from decode_oracle import curve_decode_s, decode_s
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_builders import engine, request, snapshot
+from planner_builders import RemainingWork, engine, request, snapshot
 
 from planner.cost.profile import Curve, EngineProfile, Parallelism, ProfileSource, Provenance, StepTime
-from planner.cost.requests import RemainingWork
 from planner.model import ConfigurationId
 from planner.solver.layouts import StepPhase, biased
 from planner.solver.phases import FEW, iterations_ahead, line_ahead, worth_evaluating

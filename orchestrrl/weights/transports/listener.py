@@ -10,17 +10,20 @@ A transport that has connections of its own (gloo, NCCL) meets here and keeps th
 other end's process has gone.
 """
 
+import asyncio
+import contextlib
 import errno
 import logging
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from orchestrrl.core.clock import stop
 from orchestrrl.weights.transports.base import LinkBroken, NotYet
 
 MAGIC = b"ORlw"
@@ -38,31 +41,6 @@ MAY_COME = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, er
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Stranger:
-    """Somebody who has not yet said a whole key."""
-
-    socket: socket.socket
-    until_s: float
-    received: bytearray = field(default_factory=bytearray)
-
-    def listen(self) -> str | None:
-        """The key, once it is whole. Raises ValueError where this is nobody of ours."""
-        wanted = GREETING.size
-        if len(self.received) >= wanted:
-            wanted += _length_of(bytes(self.received))
-        heard = self.socket.recv(wanted - len(self.received))  # not a byte that belongs to the link
-        if not heard:
-            raise ValueError("it left")
-        self.received += heard
-        if len(self.received) < GREETING.size:
-            return None
-        length = _length_of(bytes(self.received))
-        if len(self.received) < GREETING.size + length:
-            return None
-        return self.received[GREETING.size :].decode()
-
-
 class LinkListener:
     """`open` listens, in a thread of its own."""
 
@@ -71,10 +49,9 @@ class LinkListener:
         self._buffer_bytes = buffer_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, socket.socket] = OrderedDict()
-        self._strangers: dict[int, _Stranger] = {}
+        self._end: Callable[[], object] = lambda: None  # of the thread's work
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._bell: socket.socket | None = None  # closed to wake the thread
 
     def open(self) -> str:
         """Where it listens, as `host:port`; an IPv6 host in brackets. Raises OSError."""
@@ -82,8 +59,10 @@ class LinkListener:
         server = socket.create_server((str(place[0]), 0), family=family, backlog=256)
         server.setblocking(False)
         widen(server, self._buffer_bytes)
-        self._bell, rung = socket.socketpair()
-        self._thread = threading.Thread(target=self._attend, args=(server, rung), name="weights-door", daemon=True)
+        loop = asyncio.new_event_loop()
+        attending = loop.create_task(self._attend(server))
+        self._end = partial(loop.call_soon_threadsafe, attending.cancel)
+        self._thread = threading.Thread(target=_run, args=(loop, attending), name="weights-door", daemon=True)
         self._thread.start()
         return address_of(self._host, server.getsockname()[1])
 
@@ -117,70 +96,75 @@ class LinkListener:
                 return
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._bell is not None:
-            self._bell.close()
+        if self._thread is not None:
+            self._end()
             self._thread.join()
         with self._changed:
             for each in self._waiting.values():
                 each.close()
             self._waiting.clear()
 
-    def _attend(self, server: socket.socket, rung: socket.socket) -> None:
-        with server, rung, selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ)
-            selector.register(rung, selectors.EVENT_READ)
-            while not self._closed:
-                for ready, _ in selector.select(timeout=1.0 if self._strangers else None):
-                    if ready.fileobj is server:
-                        self._let_in(selector, server)
-                    elif (stranger := self._strangers.get(ready.fd)) is not None:
-                        self._read_key(selector, stranger)
-                for stranger in [each for each in self._strangers.values() if each.until_s < time.monotonic()]:
-                    self._show_out(selector, stranger, "it said no key in time")
-            for stranger in list(self._strangers.values()):
-                self._show_out(selector, stranger, "the door is closed")
-
-    def _let_in(self, selector: selectors.BaseSelector, server: socket.socket) -> None:
+    async def _attend(self, server: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        strangers: dict[asyncio.Task[None], None] = {}  # that have not said a whole key yet, the first to come first
         try:
-            came, _ = server.accept()
-        except OSError as error:  # it has left again, or there are no descriptors for it
-            log.debug("nobody came in: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(REDIAL_S)
-            return
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._show_out(selector, next(iter(self._strangers.values())), "others are waiting behind it")
-        came.setblocking(False)
-        self._strangers[came.fileno()] = _Stranger(came, time.monotonic() + INTRODUCED_WITHIN_S)
-        selector.register(came, selectors.EVENT_READ)
+            while True:
+                try:
+                    came, _ = await loop.sock_accept(server)
+                except OSError as error:  # it has left again, or there are no descriptors for it
+                    log.debug("nobody came in: %s", error)
+                    await asyncio.sleep(REDIAL_S)
+                    continue
+                if len(strangers) >= MOST_STRANGERS:
+                    first = next(iter(strangers))
+                    del strangers[first]
+                    first.cancel()
+                stranger = loop.create_task(self._introduce(came))
+                strangers[stranger] = None
+                stranger.add_done_callback(lambda over: strangers.pop(over, None))
+                await asyncio.sleep(0)  # where many come at once, each has its turn
+        finally:
+            server.close()
+            await stop(*strangers)
 
-    def _read_key(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+    async def _introduce(self, came: socket.socket) -> None:
+        """Read the key of a sender's link. Whoever says none in time, or nothing of ours, is shown out."""
+        key = None
         try:
-            key = stranger.listen()
-        except BlockingIOError:
-            return
+            came.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(INTRODUCED_WITHIN_S):
+                length = _length_of(await _heard(came, GREETING.size))
+                key = (await _heard(came, length)).decode()
         except (OSError, ValueError) as error:
-            self._show_out(selector, stranger, str(error))
+            log.debug("a connection was closed: %s", error)
             return
-        if key is None:
-            return
-        selector.unregister(stranger.socket)
-        del self._strangers[stranger.socket.fileno()]
-        stranger.socket.setblocking(True)
-        stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        finally:
+            if key is None:
+                came.close()
+        came.setblocking(True)
         with self._changed:
             if (before := self._waiting.pop(key, None)) is not None:
                 before.close()  # it has dialled again
-            self._waiting[key] = stranger.socket
+            self._waiting[key] = came
             if len(self._waiting) > MOST_WAITING:
                 self._waiting.popitem(last=False)[1].close()
             self._changed.notify_all()
 
-    def _show_out(self, selector: selectors.BaseSelector, stranger: _Stranger, why: str) -> None:
-        log.debug("a connection was closed: %s", why)
-        selector.unregister(stranger.socket)
-        del self._strangers[stranger.socket.fileno()]
-        stranger.socket.close()
+
+def _run(loop: asyncio.AbstractEventLoop, attending: asyncio.Task[None]) -> None:
+    with contextlib.closing(loop), contextlib.suppress(asyncio.CancelledError):
+        loop.run_until_complete(attending)
+
+
+async def _heard(came: socket.socket, size: int) -> bytes:
+    """Return so many bytes, and read not one that belongs to the link."""
+    heard = b""
+    while len(heard) < size:
+        part = await asyncio.get_running_loop().sock_recv(came, size - len(heard))
+        if not part:
+            raise ValueError("it left")
+        heard += part
+    return heard
 
 
 def knock(address: str, key: str, timeout_s: float, buffer_bytes: int = 0) -> tuple[socket.socket, bytes]:

@@ -67,10 +67,8 @@ class _Link(ABC):
         self._timeout_s = 0.0
 
     def work_until(self, chunk: _Chunk, timeout_s: float) -> None:
-        if not chunk.rest:
-            self._drop_finished()
-            return
-        self._watch(timeout_s)
+        if chunk.rest:
+            self._watch(timeout_s)
         while chunk.rest:
             self._drop_finished()
             first = self._chunks[0]

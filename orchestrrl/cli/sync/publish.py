@@ -72,7 +72,7 @@ def publish(
 def _pieces(folder: Path, peer: str, peer_folder: Path | None, daemon: str) -> "list[TensorPiece]":
     """Raises ProblemFaults with all that is wrong."""
     from orchestrrl.weights.peer.arguments import FOLDERS
-    from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
+    from orchestrrl.weights.trainer.staging import checkpoint_pieces
 
     faults = address_faults(daemon)
     home = peer_folder or Path(f"{FOLDERS}{peer}")

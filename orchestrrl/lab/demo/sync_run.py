@@ -24,8 +24,8 @@ from orchestrrl.weights.controller.profile import SyncProfile, profile
 from orchestrrl.weights.controller.reports import SyncReport
 from orchestrrl.weights.layout import lay_out
 from orchestrrl.weights.model import MODEL_FILE, TensorMeta
-from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
 from orchestrrl.weights.trainer.client import WeightsClient
+from orchestrrl.weights.trainer.staging import checkpoint_pieces
 from planner.model import RequestId
 
 LOOK_S = 0.05

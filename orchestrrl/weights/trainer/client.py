@@ -15,14 +15,14 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as StillWaiting
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -45,14 +45,15 @@ from orchestrrl.weights.controller.reports import SyncReport, SyncState
 from orchestrrl.weights.model import TensorMeta
 from orchestrrl.weights.peer.arguments import FOLDERS
 from orchestrrl.weights.publication import NOT_ATTACHED, PUBLICATION, Publication
-from orchestrrl.weights.trainer.boxes import TensorPiece, to_stage
+from orchestrrl.weights.trainer.boxes import TensorPiece, TrainerRanks, to_stage
 from orchestrrl.weights.trainer.megatron import MegatronShards, megatron_pieces
-from orchestrrl.weights.trainer.ranks import TrainerRanks
 from orchestrrl.weights.trainer.staging import ArrayCopies, PieceCopies, stage
 from orchestrrl.weights.trainer.torch_tensors import Rename, TensorCopies, Tied, pieces_of, published_dtype, state_of
 from planner.model import PeerId
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PATIENCE_S = 60.0
 RELAYED_WITHIN_S = 3600.0  # the daemon's own times are shorter
@@ -222,11 +223,7 @@ class WeightsClient:
         """A number above every version that the fleet has or is getting, for a trainer that starts, maybe again: a
         number stands for one content, and what is the fleet's already is declined with another. Every rank calls it.
         Raises Retryable or OutcomeUnknown where the daemon is away for longer than the client's patience."""
-
-        def fetch() -> int:
-            return asyncio.run_coroutine_threadsafe(self._next_version(), self._running_loop()).result()
-
-        return self._ranks.of_the_first(fetch)
+        return self._ranks.of_the_first(lambda: self._submit(self._next_version()).result())
 
     def close(self) -> None:
         """Leaves what is on its way to the daemon, where it goes on; handles that have no result yet get none."""
@@ -334,22 +331,21 @@ class WeightsClient:
             async with ControlClient(self.address) as daemon:
                 return (await daemon.call(daemon.weights.RelayToBackend, request, RELAYED_WITHIN_S)).body_json
 
-        told: Mapping[str, Any] = json.loads(asyncio.run_coroutine_threadsafe(relay(), self._running_loop()).result())
+        told: Mapping[str, Any] = json.loads(self._submit(relay()).result())
         return told
 
     def _start_following(self, publication: Publication, on_report: Callable[[SyncReport], None]) -> PublishInProgress:
         handle = PublishInProgress(publication.version)
-        following = self._follow(publication, handle, on_report)
-        handle._future = asyncio.run_coroutine_threadsafe(following, self._running_loop())
+        handle._future = self._submit(self._follow(publication, handle, on_report))
         return handle
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         # One thread for as long as the client lives: trainers are synchronous, and gRPC wants one loop.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_run, args=(self._loop,), name="orchestrrl-weights", daemon=True)
             self._thread.start()
-        return self._loop
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _next_version(self) -> int:
         began_s, failures, rng = self._clock.now_s(), 0, random.Random(self.peer)

@@ -1,4 +1,5 @@
-"""Putting what a trainer rank has into its file of a version's folder, from which the host's peer serves it.
+"""Putting what a trainer rank, or a checkpoint's folder, has into a file of a version's folder, from which the host's
+peer serves it. No torch.
 
 A file is written under another name and renamed when it is whole, so what dies half way is never taken for a part. Room
 is taken before anything is copied: a full /dev/shm would otherwise end the process at the first page that is not there.
@@ -16,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from orchestrrl.core.errors import Permanent
+from orchestrrl.integrations.instrument.checkpoint_files import BrokenCheckpoint, mapped, read_checkpoint
 from orchestrrl.weights.layout import Bytes, FileLayout, Ints, SourceFile, lay_out, locate
 from orchestrrl.weights.model import DTYPE_BYTES, ShardMap, StagedPart, TensorMeta
 from orchestrrl.weights.peer.disk_space import free_bytes, is_full, pages, take
@@ -138,3 +140,36 @@ def _no_room(home: Path, size: int) -> str:
         " a newer one is committed, so twice the bytes of one are needed: give the folder more (in containers, the size"
         " of /dev/shm), or name another one for the client and its peer"
     )
+
+
+# --- a checkpoint's folder, whose files stay mapped and are read as they are copied
+
+
+def checkpoint_pieces(folder: Path) -> list[TensorPiece]:
+    """Of every tensor, in order of names: for `publish_arrays`. Raises Permanent, with a line for each fault."""
+    if not folder.is_dir():
+        raise Permanent(f"{folder}: is no folder")
+    try:
+        stored = read_checkpoint(folder)
+    except BrokenCheckpoint as fault:
+        raise Permanent(str(fault)) from fault
+    faults, metas = [], []
+    for each in stored.values():
+        try:
+            metas.append(TensorMeta(each.name, each.dtype, each.shape))
+        except ValueError as fault:
+            faults.append(f"{each.file}: {fault}")
+    if faults:
+        raise Permanent("\n".join(faults))
+    data = mapped(stored)
+    return [TensorPiece(meta, meta.whole, _checkpoint_values(data[meta.name], meta)) for meta in metas]
+
+
+def _checkpoint_values(data: memoryview, meta: TensorMeta) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
+    """As wide as the tensor's elements, whatever they mean: bytes are copied. One that does not begin at a multiple of
+    its width is copied here."""
+    width = DTYPE_BYTES[meta.dtype]
+    plain = np.frombuffer(data, dtype=np.uint8)
+    if plain.ctypes.data % width:
+        plain = plain.copy()
+    return plain.view(f"u{width}").reshape(meta.shape)

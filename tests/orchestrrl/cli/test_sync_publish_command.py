@@ -28,7 +28,7 @@ from orchestrrl.weights.controller.reports import (
 )
 from orchestrrl.weights.layout import lay_out
 from orchestrrl.weights.model import TensorMeta
-from orchestrrl.weights.trainer.checkpoint import checkpoint_pieces
+from orchestrrl.weights.trainer.staging import checkpoint_pieces
 from planner.model import EngineId
 from tests.orchestrrl.weights.publishing_daemon import Daemon, serving
 

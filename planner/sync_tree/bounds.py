@@ -19,13 +19,14 @@ _SOLVERS_ROUNDING = 1 - 1e-6  # it may miss its limits by 1e-7: a bound must not
 Ends = tuple[int, ...]
 Limit = tuple[str, int]  # what has a rate, and its number
 Way = tuple[Limit, ...]
+PodsOf = tuple[set[int], set[int], float]  # pods that hold, pods that need, and gigabits
 
 
 def lower_bound_s(problem: SyncProblem) -> float:
     """Raises Unreachable where no plan exists."""
     program = _Program(problem)
     needed = _needed(problem)
-    crossing, useful = 0.0, set[int]()
+    pods_of: list[PodsOf] = []
     for (holders, receivers), gigabits in needed.items():
         pods_held, pods_needed = _places(problem.pod, holders), _places(problem.pod, receivers)
         tors_held, tors_needed = _places(problem.tor, holders), _places(problem.tor, receivers)
@@ -49,10 +50,9 @@ def lower_bound_s(problem: SyncProblem) -> float:
             if len(pods_held) > 1 and (pod := int(problem.pod[holder])) not in pods_needed:
                 ways[-1] += [("pod", pod), ("pod_out", pod)]
         program.spread(gigabits, ways)
-        crossing += gigabits * len(pods_needed - pods_held)
-        useful |= pods_needed | pods_held
+        pods_of.append((pods_held, pods_needed, gigabits))
     spread_s = program.seconds()  # before the others: it raises Unreachable
-    return max(spread_s, _relayed_s(problem, needed), _crossing_s(problem, needed, crossing, sorted(useful)))
+    return max(spread_s, _relayed_s(problem, needed), _crossing_s(problem, pods_of))
 
 
 def naive_s(problem: SyncProblem) -> float:
@@ -113,32 +113,28 @@ def _relayed_s(problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float]) 
     return total / float(problem.nic_gbps[sorted(senders)].sum()) if total else 0.0
 
 
-def _crossing_s(
-    problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float], crossing: float, useful: Sequence[int]
-) -> float:
-    """Each crossing takes a circuit's worth at both of its ends, in two pods, wherever relays are put. `useful`: pods
-    that have to do with any shard."""
+def _crossing_s(problem: SyncProblem, pods_of: Sequence[PodsOf]) -> float:
+    """Each crossing takes a circuit's worth at both of its ends, in two pods, wherever relays are put."""
+    crossing = sum(gigabits * len(needing - held) for held, needing, gigabits in pods_of)
     if not crossing:
         return 0.0
+    useful = sorted(set[int]().union(*(held | needing for held, needing, _ in pods_of)))
     if (pairs := problem.pairs) is not None:
-        for holders, receivers in needed:
-            _reach(problem, pairs, _places(problem.pod, holders), _places(problem.pod, receivers))
+        for held, needing, _ in pods_of:
+            _reach(problem, pairs, held, needing)
         between = (pairs.circuits * pairs.gbps)[np.ix_(useful, useful)]
         at_boundaries_s = 2 * crossing / float(_boundary_gbps(problem)[useful].sum())
-        return max(at_boundaries_s, crossing / float(between.sum()), _cuts_s(problem, needed, between, useful))
+        return max(at_boundaries_s, crossing / float(between.sum()), _cuts_s(pods_of, between, useful))
     ends = problem.boundary_circuits[useful]
     at_once = min(int(ends.sum()) // 2, int(ends.sum() - ends.max()))
     return crossing / (at_once * problem.link_gbps) if at_once else 0.0  # where there is none: told of the pod
 
 
-def _cuts_s(
-    problem: SyncProblem, needed: Mapping[tuple[Ends, Ends], float], capacity: Floats, among: Sequence[int]
-) -> float:
+def _cuts_s(pods_of: Sequence[PodsOf], capacity: Floats, among: Sequence[int]) -> float:
     """Into each set of pods that are joined faster among themselves than with others, as sites are, what is needed and
-    not held there has to come once. `capacity`: [of those, of those], pods that have to do with any shard."""
+    not held there has to come once. `capacity`: [of `among`, of `among`], pods that have to do with any shard."""
     from scipy.sparse.csgraph import connected_components
 
-    places = [(_places(problem.pod, held), _places(problem.pod, to), each) for (held, to), each in needed.items()]
     longest_s = 0.0
     seen: set[frozenset[int]] = set()
     for slower in np.unique(capacity).tolist():
@@ -149,7 +145,7 @@ def _cuts_s(
             if pods in seen:
                 continue
             seen.add(pods)
-            entering = sum(each for held, to, each in places if to & pods and not held & pods)
+            entering = sum(each for held, to, each in pods_of if to & pods and not held & pods)
             if entering:
                 longest_s = max(longest_s, entering / float(capacity[np.ix_(~inside, inside)].sum()))
     return longest_s

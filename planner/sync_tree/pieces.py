@@ -2,9 +2,12 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from planner.sync_tree.model import BITS, Floats, Ints
+import numpy as np
+
+from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem
 
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:
@@ -16,6 +19,13 @@ def cut(size: int, parts: int) -> list[tuple[int, int]]:
 def cut_to(size: int, most: int) -> list[tuple[int, int]]:
     """Into as few equal parts as are each of at most so many bytes."""
     return cut(size, max(1, -(-size // most)))
+
+
+def by_pod(problem: SyncProblem, endpoints: Sequence[int]) -> dict[int, Ints]:
+    """Return the endpoints in order, by their pods."""
+    ends = np.array(sorted(endpoints), dtype=np.int64)
+    pods = problem.pod[ends]
+    return {pod: ends[pods == pod] for pod in np.unique(pods).tolist()}
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.sync_tree.bounds import lower_bound_s, naive_s
 from planner.sync_tree.model import Shard, ShardPairs, SyncPlan, SyncProblem, Wave
+from planner.sync_tree.pieces import by_pod
 from planner.sync_tree.rounds import rounds
 from planner.sync_tree.waves import BroadcastStrategy, waves
 
@@ -157,10 +158,8 @@ def _kinds(problem: SyncProblem) -> int:
     """Most sets of receivers in one pod: as many pieces have to enter it at once if all of it is to receive."""
     kinds: dict[int, set[tuple[int, ...]]] = {}
     for receivers in {shard.receivers for shard in problem.shards}:
-        ends = np.array(sorted(receivers), dtype=np.int64)
-        pods = problem.pod[ends]
-        for pod in np.unique(pods).tolist():
-            kinds.setdefault(pod, set()).add(tuple(ends[pods == pod].tolist()))
+        for pod, ends in by_pod(problem, receivers).items():
+            kinds.setdefault(pod, set()).add(tuple(ends.tolist()))
     return max((len(each) for each in kinds.values()), default=1)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave, WaveEdges, seconds_together
-from planner.sync_tree.pieces import cut_to
+from planner.sync_tree.edges import EdgeRow, wave_of
+from planner.sync_tree.model import BITS, Floats, Ints, SyncProblem, Unreachable, Wave
+from planner.sync_tree.pieces import by_pod, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
@@ -72,9 +73,8 @@ class _Rounds:
         self._sources: list[list[int]] = []  # [piece], pods
         self._inside: dict[tuple[int, int], None] = {}  # [piece, pod], oldest first: some have it there, others not
         self._needing: list[set[int]] = []  # [piece], pods
-        self._busy = np.zeros(
-            len(problem.endpoints), dtype=np.int64
-        )  # pieces that they have and others beside them lack
+        # Of each endpoint the pieces that it has and others beside it lack.
+        self._busy = np.zeros(len(problem.endpoints), dtype=np.int64)
         groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
         for piece in self._pieces:
             shard = problem.shards[piece.shard]
@@ -82,22 +82,18 @@ class _Rounds:
             self._missing[piece.number, list(shard.receivers)] = True
             held = np.unique(problem.pod[list(shard.holders)]).tolist()
             self._sources.append(held)
-            ends = np.array(sorted(shard.receivers), dtype=np.int64)
-            pods = problem.pod[ends]
-            self._needing.append(set(pods.tolist()))
-            for pod in np.unique(pods).tolist():
+            missing = by_pod(problem, shard.receivers)
+            self._needing.append(set(missing))
+            for pod, ends in missing.items():
                 if pod in held:
                     self._inside[piece.number, pod] = None
                     self._busy[self._members[pod]] += self._has[piece.number, self._members[pod]]
                 else:
-                    key = pod, tuple(ends[pods == pod].tolist())
-                    slowest_gbps = float(problem.nic_gbps[ends[pods == pod]].min())
-                    group = groups.setdefault(key, _Group(pod, ends[pods == pod], slowest_gbps))
-                    group.waiting.append(piece)
+                    group = _Group(pod, ends, float(problem.nic_gbps[ends].min()))
+                    groups.setdefault((pod, tuple(ends.tolist())), group).waiting.append(piece)
         self._groups = list(groups.values())
         self._unseen = {piece.number for group in self._groups for piece in group.waiting}
-        for number, _ in self._inside:
-            self._unseen.discard(number)
+        self._unseen -= {number for number, _ in self._inside}
         needing = set().union(*self._needing)
         self._roots = [pod for pod in range(len(problem.pods)) if pod not in needing]
         used = self._has.any(axis=0) | self._missing.any(axis=0)
@@ -268,31 +264,11 @@ class _Rounds:
         for number, pod in done:
             self._busy[self._members[pod]] -= self._has[number, self._members[pod]]
             del self._inside[number, pod]
-        edges = self._edges()
-        return Wave(float((edges.bytes * BITS / edges.rate_gbps).max()), edges)
-
-    def _edges(self) -> WaveEdges:
-        lengths = [len(src) for _, src, _, _ in self._rows]
-
-        def column(values: list[int]) -> Ints:
-            return np.repeat(np.array(values, dtype=np.int64), lengths)
-
-        size = column([piece.bytes for piece, *_ in self._rows])
-        src = np.concatenate([src for _, src, _, _ in self._rows])
-        dst = np.concatenate([dst for _, _, dst, _ in self._rows])
-        circuits = column([circuits for *_, circuits in self._rows])
-        gigabits = np.asarray(size * BITS, dtype=np.float64)
-        rate_gbps = gigabits / seconds_together(self._problem, src, dst, circuits, gigabits)
-        return WaveEdges(
-            shard=column([piece.shard for piece, *_ in self._rows]),
-            offset=column([piece.offset for piece, *_ in self._rows]),
-            bytes=size,
-            src=src,
-            dst=dst,
-            circuits=circuits,
-            rate_gbps=rate_gbps,
-            above=np.zeros_like(src),
-        )
+        rows = [
+            EdgeRow(piece.shard, piece.offset, piece.bytes, piece.offset, circuits, src, dst, np.zeros_like(src))
+            for piece, src, dst, circuits in self._rows
+        ]
+        return wave_of(self._problem, rows)
 
 
 def _pieces(problem: SyncProblem, piece_bytes: int) -> list[_Piece]:

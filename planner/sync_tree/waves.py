@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.sync_tree.edges import EdgeLaying, equalise
-from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave, edge_seconds
-from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, cut_to
+from planner.sync_tree.model import Ints, SyncProblem, Unreachable, Wave
+from planner.sync_tree.pieces import PodCrossing, ShardPiece, WaveDraft, by_pod, cut_to
 
 _LESS = 1 - 1e-9  # what rounding may cost
 _LOOK_AHEAD = 16  # pieces that a pod may choose from
@@ -76,7 +76,7 @@ class _Filling:
         if not making.filled:
             raise Unreachable("shards are missing in PoDs that no circuit leads to")
         equalise(self._problem, making.crossings, making.circuits, making.between)
-        edges = self._laying.edges(making)
+        wave = self._laying.wave(making)
         for pod, pieces in making.filled.items():
             for piece in pieces:
                 receivers = piece.missing.pop(pod)
@@ -85,7 +85,7 @@ class _Filling:
         for group in self._groups:
             group.pieces = [piece for piece in group.pieces if group.pod in piece.missing]
             group.left = sum(piece.bytes for piece in group.pieces)
-        return Wave(float(edge_seconds(self._problem, edges).max()), edges)
+        return wave
 
     def _draft(self, average: float) -> WaveDraft:
         """`average`: circuits that a pod keeps for what it has to receive."""
@@ -148,10 +148,9 @@ class _Filling:
         self, making: WaveDraft, group: PieceGroup, candidates: Sequence[ShardPiece], most_roots: tuple[int, int]
     ) -> ShardPiece | None:
         """The one of the candidates that disturbs the wave least is in it then; None: none can be."""
-        best: tuple[tuple[float, ...], ShardPiece, int, int] | None = None
+        best: tuple[tuple[float, ...], ShardPiece, int, int, float] | None = None
         for order, piece in enumerate(candidates):
-            after_s = self._received_s(making, group, piece)
-            floor_s = self._floor_s(making, group, piece, after_s)
+            floor_s = self._floor_s(making, group, piece)
             amount = piece.bytes * len(group.receivers)
             if (making.delivered + amount) * making.floor_s < making.delivered * floor_s * _LESS:
                 continue
@@ -165,17 +164,19 @@ class _Filling:
                 if rank[0] > 0 and making.delivered:
                     continue
                 if best is None or (*rank, order) < best[0]:
-                    best = (*rank, order), piece, sender, above
+                    best = (*rank, order), piece, sender, above, floor_s
         if best is None:
             return None
-        _, piece, sender, above = best
+        _, piece, sender, above, floor_s = best
         self._cross(making, group, piece, sender, above)
-        floor_s = self._floor_s(making, group, piece, self._received_s(making, group, piece))
         floor_s = max(floor_s, piece.gigabits / self._problem.circuit_gbps(self._pod(sender), group.pod))
         return self._booked(making, group, piece, floor_s)
 
-    def _floor_s(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, received_s: float) -> float:
-        own_s = received_s if making.delivered else received_s * self._style.together
+    def _floor_s(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece) -> float:
+        nic_gbps = self._problem.nic_gbps[group.receivers]
+        own_s = float((making.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
+        if not making.delivered:
+            own_s *= self._style.together
         if group.pod not in piece.sources:  # over one circuit, where NICs are faster
             own_s = max(own_s, piece.gigabits / self._into_gbps[group.pod])
         return max(making.floor_s, own_s)
@@ -188,10 +189,6 @@ class _Filling:
 
     def _sent_inside(self, group: PieceGroup, piece: ShardPiece) -> int:
         return len(group.receivers) - (group.pod not in piece.sources)
-
-    def _received_s(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece) -> float:
-        nic_gbps = self._problem.nic_gbps[group.receivers]
-        return float((making.received_s[group.receivers] + piece.gigabits / nic_gbps).max())
 
     def _booked(self, making: WaveDraft, group: PieceGroup, piece: ShardPiece, floor_s: float) -> ShardPiece:
         problem, pod = self._problem, group.pod
@@ -340,7 +337,4 @@ def _in_turn(problem: SyncProblem) -> list[int]:
 
 
 def _by_pod(problem: SyncProblem, endpoints: Sequence[int], same: dict[tuple[int, ...], Ints]) -> dict[int, Ints]:
-    ends = np.array(sorted(endpoints), dtype=np.int64)
-    pods = problem.pod[ends]
-    parts = {int(pod): ends[pods == pod] for pod in np.unique(pods)}
-    return {pod: same.setdefault(tuple(part.tolist()), part) for pod, part in parts.items()}
+    return {pod: same.setdefault(tuple(ends.tolist()), ends) for pod, ends in by_pod(problem, endpoints).items()}

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +203,10 @@ class HostTraces:
         return HostQuiet(since_s, first[0].until_s, first[1], first[0].position, min(1.0, risk), first[0].samples)
 
     def summaries(self, q: float) -> Iterable[dict[str, Any]]:
-        """What is known of each rank's iterations, as `SlackSummary.to_json` has it, with its job. Much work for long
-        iterations: done as it is asked for, rank by rank."""
+        """What is known of each rank's iterations: a `SlackSummary` with its job. Much work for long iterations, done
+        as it is asked for, rank by rank."""
         for each in self.traced:
-            yield {"job": each.job, "summary": summarize(each.learner, q).to_json()}
+            yield {"job": each.job, "summary": asdict(summarize(each.learner, q))}
 
     def close(self) -> None:
         for each in self._traced.values():

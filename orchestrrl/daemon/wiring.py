@@ -1,7 +1,7 @@
 """Construct the daemon's parts, each from those before it. The simulator and tests build the same with other edges."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
@@ -23,11 +23,10 @@ from orchestrrl.daemon.redeployment_wiring import DeployedEngineWatcher, Redeplo
 from orchestrrl.daemon.weight_circuits import circuits_of as sync_circuits_of
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
-from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
+from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fabric.packet_routing import FabricRouting
-from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
+from orchestrrl.fabric.rerouting import Rerouting
 from orchestrrl.fabric.route_drivers.driver import make_driver
-from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.verification import FabricVerifier
 from orchestrrl.fabric.window_tracker import QUANTILE, WindowTracker
@@ -45,7 +44,7 @@ from planner.fabric.light import interfaces_at
 from planner.fabric.model import EndpointId
 from planner.fabric.route_plan import PacketSide, RoutingDomain, TorRouter
 from planner.fabric.topology import Site
-from planner.fabric.windows import Allowance, CommitTimes
+from planner.fabric.windows import CommitTimes
 from planner.model import EngineHealth, EngineId, RequestId
 from planner.sync_tree.nic_share import LeftForMoves
 
@@ -159,13 +158,11 @@ def fabric_of(
         return FabricParts()
     from planner.fabric.materialize import materialize  # heavy, and most configurations have no fabric
 
-    drivers = {switch.id: switches[switch.id] for switch in site.switches}
-    routing = (
-        _routing_of(site, settings, SwitchReader(site, drivers), journal, clock, offload) if settings.routers else None
-    )
+    reader = SwitchReader(site, {switch.id: switches[switch.id] for switch in site.switches}, clock, circuits.owners)
+    routing = _routing_of(site, settings, reader, journal, clock, offload) if settings.routers else None
     fabric = CircuitCoordinator(
         site,
-        SwitchReader(site, drivers, owners=circuits.owners),
+        reader,
         circuits,
         windows,
         pause_registry,
@@ -175,13 +172,13 @@ def fabric_of(
         mode=lambda: mode.current,
         times=CommitTimes(
             {switch.id: switch.device.reconfiguration_s for switch in site.switches},
-            allowance=Allowance(route_s=settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0)),
+            settings.route_s or (FIRST_ROUTE_S if settings.routers else 0.0),
         ),
-        rules=CommitRules(**settings.model_dump(include={each.name for each in fields(CommitRules)})),
+        settings=settings,
         routing=routing,
         offload=offload,
     )
-    verifier = FabricVerifier(fabric, routing, circuits, SwitchReader(site, drivers, clock), pause_registry, clock)
+    verifier = FabricVerifier(fabric, routing, circuits, reader, pause_registry, clock)
     return FabricParts(fabric, routing, verifier, _gen_circuits(config, settings, fabric, clock))
 
 
@@ -190,11 +187,11 @@ def _gen_circuits(
 ) -> GenerationCircuits | None:
     if settings.model is None:
         return None
-    volumes = TrafficVolumes(model_named(settings.model), settings.tokens_per_period, settings.first_fleet_gpu)
     deployer = config.fleet.deployer
     # A switch that is past its point of no return must not fail over its circuits.
     within_s = settings.boundary_within_s if deployer is None else deployer.check_within_s / 2
-    return GenerationCircuits(fabric, volumes, clock, min(within_s, settings.boundary_within_s))
+    within_s = min(within_s, settings.boundary_within_s)
+    return GenerationCircuits(fabric, model_named(settings.model), settings, clock, within_s)
 
 
 def _routing_of(
@@ -203,11 +200,10 @@ def _routing_of(
     tors = {EndpointId(each.tor): each for each in settings.routers}
     drivers = {tor: make_driver(each.driver, each.tor, each.options, clock) for tor, each in tors.items()}
     how = settings.rerouting
-    limits = ReroutingTimeouts(how.link_up_s, how.neighbour_s, how.settle_s)
     return FabricRouting(
         site,
         interfaces_at(site, {tor: each.interfaces for tor, each in tors.items()}),
-        Rerouting(drivers, domain_of(settings.routers, how.packet_hops), clock, limits, offload),
+        Rerouting(drivers, domain_of(settings.routers, how.packet_hops), clock, how, offload),
         reader.scan,
         journal,
         clock,

@@ -311,7 +311,7 @@ class CircuitRun(Description[CircuitStep]):
 
     async def _read(self) -> None:
         self._facts = await self._driver.facts()
-        self._now = await self.owners.claim(self.operation.switch, await self._driver.cross_connects())
+        self._now = await self.owners.read(self.operation.switch)
 
     async def _has_waited(self) -> bool:
         """Wait for what may come late; return whether that took time. A device that does not tell tuning from tuned may

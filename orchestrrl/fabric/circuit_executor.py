@@ -64,7 +64,7 @@ class CircuitExecutor:
         self._prepared: dict[str, CircuitRun] = {}
         self.defects = 0  # faults of ours that were met while settling
         self._unwanted: dict[str, CircuitOutcome] = {}  # abandoned, and the journal did not take it
-        self._trials: dict[str, tuple[CircuitRun, CircuitOutcome]] = {}  # by switch
+        self._trials: dict[str, CircuitRun] = {}  # by switch
         self._last_trial: dict[str, CircuitOutcome] = {}  # for who confirms it late, or twice
 
     @property
@@ -115,7 +115,7 @@ class CircuitExecutor:
                 if not last.done:
                     raise CircuitConflict([f"{last.operation} was {last.detail}"], device=switch)
                 return replace(last, detail="was confirmed before")
-            _, outcome = self._trials[switch]
+            outcome = self._trials[switch].outcome()
             try:
                 await self._switches[switch].confirm(outcome.revision)
             except CircuitConflict:
@@ -139,9 +139,7 @@ class CircuitExecutor:
         try:
             return await driver.plan(change, mode)
         except CircuitConflict:  # a device that was restarting may show only now what we made before
-            seen = await driver.cross_connects()
-            if (await self.owners.claim(switch, seen)).foreign == seen.foreign:
-                raise
+            await self.owners.read(switch)
             return await driver.plan(change, mode)
 
     async def prepare(self, switch: str, change: CircuitChange, valid_s: float) -> CircuitOperation:
@@ -212,8 +210,7 @@ class CircuitExecutor:
         revert_in_s: float | None = None,
     ) -> CircuitRun:
         await self._settle(switch)
-        if switch in self._trials:
-            run, _ = self._trials[switch]
+        if (run := self._trials.get(switch)) is not None:
             waits = f"{run.id} waits to be confirmed until {utc(run.revert_at_s)}"
             raise CircuitConflict([f"{waits}: confirm it, or wait, before anything else is changed"], device=switch)
         diff = await self.plan(switch, change, mode)
@@ -250,7 +247,7 @@ class CircuitExecutor:
         if outcome.revert_at_s is not None and revert_in_s is not None:
             # It stays open in the journal. By our clock: the driver's process may have another.
             run.revert_at_s = self._clock.now_s() + revert_in_s
-            self._trials[outcome.switch] = run, outcome
+            self._trials[outcome.switch] = run
             self._open.pop(run.id)
             return outcome
         self._close(outcome, run.gone())
@@ -262,7 +259,7 @@ class CircuitExecutor:
         """Take up the changes that the journal has no result of; their number. `settle` brings them to an end."""
         for left in self._log.left_open(lambda entry: operation_from_json(entry.subject, entry.body)):
             self._open[left.id] = self._run_of(left.intent)
-        self.owners.recover((operation.switch, operation.diff) for operation in self.open)
+            self.owners.begun(left.intent.switch, left.intent.diff)
         return len(self._open)
 
     async def settle(self) -> None:
@@ -308,12 +305,10 @@ class CircuitExecutor:
 
     async def _end_trial(self, switch: str) -> None:
         """Where its time is over: its driver has reverted it, or is at it; one that lost it is told to."""
-        if switch not in self._trials:
+        run = self._trials.get(switch)
+        if run is None or self._clock.now_s() < run.revert_at_s:
             return
-        run, _ = self._trials[switch]
-        if self._clock.now_s() < (run.revert_at_s):
-            return
-        reading = await self.owners.claim(switch, await self._switches[switch].cross_connects())
+        reading = await self.owners.read(switch)
         if reading.unconfirmed is not None:
             if reading.unconfirmed.failure:
                 logger.warning("switch %s: %s", switch, reading.unconfirmed)
@@ -322,8 +317,7 @@ class CircuitExecutor:
         self._close_trial(switch, run.outcome())
 
     def _close_trial(self, switch: str, outcome: CircuitOutcome) -> CircuitOutcome:
-        run, _ = self._trials[switch]
-        self._close(outcome, run.gone())
+        self._close(outcome, self._trials[switch].gone())
         del self._trials[switch]
         self._last_trial[switch] = outcome
         return outcome

@@ -5,6 +5,7 @@ to it whenever the switch still shows it and the driver takes it for somebody el
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ocs_drivers.base import OcsDriver
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class CircuitOwners:
-    """`owns_all`: switches that only we use, so that every circuit on them is ours."""
+    """`owns_all`: switches that only we use, so that every circuit on them is ours. Construction recovers what the
+    journal holds of earlier daemons."""
 
     def __init__(
         self, switches: Mapping[str, OcsDriver], journal: Journal, clock: Clock, owns_all: Collection[str] = ()
@@ -27,28 +29,22 @@ class CircuitOwners:
         self._journal = journal
         self._clock = clock
         self._owns_all = owns_all
-        self._ours: dict[str, Ownership] = {}
+        self._ours: defaultdict[str, Ownership] = defaultdict(Ownership)
         self._written: dict[str, frozenset[CrossConnect]] = {}
         self._scanned: set[str] = set()
-
-    def recover(self, begun: Iterable[tuple[str, CircuitDiff]]) -> None:
-        """What earlier daemons owned. `begun`: changes without a result; nobody knows what of them is up by now."""
-        for switch, entry in self._journal.latest_by_subject(EntryKind.CIRCUITS_OWNED).items():
-            pairs = self._journal.interpret(entry, lambda body: frozenset(map(CrossConnect.parse, body["pairs"])))
-            if pairs is None:
-                continue
-            self._of(switch).take(pairs)
-            self._written[switch] = pairs
-        for switch, diff in begun:
-            self._of(switch).take(diff.add)
+        for switch, entry in journal.latest_by_subject(EntryKind.CIRCUITS_OWNED).items():
+            pairs = journal.interpret(entry, lambda body: frozenset(map(CrossConnect.parse, body["pairs"])))
+            if pairs is not None:
+                self._ours[switch].take(pairs)
+                self._written[switch] = pairs
 
     def begun(self, switch: str, diff: CircuitDiff) -> None:
-        """Not written: the journal has its intent."""
-        self._of(switch).take(diff.add)
+        """A change is sent, or may have been. Not written: the journal has its intent."""
+        self._ours[switch].take(diff.add)
 
     def ended(self, switch: str, gone: Iterable[CrossConnect], taken_over: Sequence[CrossConnect] = ()) -> None:
         """Write down what is ours now. Raises what the journal raises."""
-        ours = self._of(switch)
+        ours = self._ours[switch]
         ours.release(gone)
         ours.take(taken_over)
         if ours.pairs == self._written.get(switch, frozenset()):
@@ -60,16 +56,18 @@ class CircuitOwners:
     async def before_planning(self, switch: str) -> None:
         """The driver knows what is ours. Raises DriverError where the switch cannot be read."""
         if switch not in self._scanned or switch in self._owns_all:
-            await self.claim(switch, await self._switches[switch].cross_connects())
+            await self.read(switch)
 
-    async def claim(self, switch: str, reading: CrossConnectReading) -> CrossConnectReading:
-        """The reading, with what is ours given back to the driver that takes it for somebody else's."""
+    async def read(self, switch: str) -> CrossConnectReading:
+        """What the switch shows, with what is ours given back to the driver that takes it for somebody else's. Raises
+        DriverError."""
         driver = self._switches[switch]
+        reading = await driver.cross_connects()
         if reading.foreign:
             if switch in self._owns_all:
                 ours = reading.foreign
             else:
-                marked = self._of(switch).marked(await driver.facts(), reading.circuits)
+                marked = self._ours[switch].marked(await driver.facts(), reading.circuits)
                 ours = reading.foreign.intersection(circuit.cross_connect for circuit in marked if circuit.ours)
             if ours:
                 try:
@@ -82,7 +80,4 @@ class CircuitOwners:
 
     def owned(self, switch: str) -> frozenset[CrossConnect]:
         """What we have made there, or taken over, and not taken down."""
-        return self._of(switch).pairs
-
-    def _of(self, switch: str) -> Ownership:
-        return self._ours.setdefault(switch, Ownership())
+        return self._ours[switch].pairs

@@ -13,8 +13,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from orchestrrl.core.addresses import DEFAULT_TARGET
 from orchestrrl.fabric.intents import intent_to_json
@@ -27,7 +26,7 @@ from planner.fabric.intent import Intent
 WhatItDoes = Intent | Mapping[str, Any] | None
 
 
-class FabricClient:
+class FabricClient(ControlClient):
     """One connection to the daemon at `address`. Use as `async with`.
 
     Calls raise Retryable when there is no daemon, ProblemFaults for an intent that makes no sense, Permanent where the
@@ -35,16 +34,7 @@ class FabricClient:
     """
 
     def __init__(self, address: str = DEFAULT_TARGET) -> None:
-        self._client = ControlClient(address)
-
-    async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._client.__aexit__(kind, error, traceback)
+        super().__init__(address)
 
     async def announce(
         self, period: str, intent: WhatItDoes = None, *, within_s: float = 0.0, boundary: bool = False, job: str = ""
@@ -76,7 +66,7 @@ class FabricClient:
         order = fabric_pb2.AnnouncePeriodRequest(
             period=period, intent_json=_written(intent), within_s=within_s, boundary=boundary, job=job
         )
-        async with aclosing(self._client.watch(self._client.fabric.AnnouncePeriod, order)) as reports:
+        async with aclosing(self.watch(self.fabric.AnnouncePeriod, order)) as reports:
             async for report in reports:
                 yield PERIOD.from_pb(report)
 

@@ -99,6 +99,7 @@ def _prefix_faults(path: str, entry: dict[Any, Any], networks: list[tuple[IPv4Ne
             continue
         if str(network) != prefix:
             faults.append(f"{where}: must be written as {network}, got {prefix!r}")
+        # A packet for the smaller of two would follow the larger wherever a router has lost the smaller.
         faults += [
             f"{where}: overlaps with {other} of {there}, got {prefix!r}"
             for other, there in networks

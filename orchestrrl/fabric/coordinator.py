@@ -11,12 +11,12 @@ circuit_executor.py and rerouting.py.
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
 from orchestrrl.core.clock import Clock, stop, until_set
+from orchestrrl.core.config.schema import FabricSettings
 from orchestrrl.core.errors import OrchestrRLError, ProblemFaults, few
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.core.offload import Offload, inline
@@ -30,7 +30,7 @@ from orchestrrl.fabric.period_book import PeriodBook
 from orchestrrl.fabric.period_queue import AnnouncedPeriod, CircuitTurn, PeriodQueue, lane_of
 from orchestrrl.fabric.periods import CommitReport, FabricControl, OverrideState, PeriodReport, PeriodState
 from orchestrrl.fabric.shared_pods import neighbours, unannounced
-from orchestrrl.fabric.stage_commit import PUT_OFF, RESTATED, CommitRules, StageCommitter, StageFailed, StageOrder
+from orchestrrl.fabric.stage_commit import PUT_OFF, RESTATED, StageCommitter, StageFailed, StageOrder
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from planner.fabric.intent import Intent, Stage
@@ -69,14 +69,14 @@ class CircuitCoordinator:
         materialise: Materialise,
         mode: Callable[[], Mode],
         times: CommitTimes,
-        rules: CommitRules | None = None,
+        settings: FabricSettings,
         routing: FabricRouting | None = None,
         offload: Offload = inline,
     ) -> None:
         self.site = site
         self.overrides = OperatorOverrides(site, journal, clock, self._wake)
         self.times = times
-        self.rules = rules or CommitRules()
+        self._settings = settings
         self.site_reading = SiteReading()  # as the switches were last seen, or left
         self.defects = 0  # faults of ours that were met while running
         self.period = ""  # whose circuits came up last, as far as it is known
@@ -91,6 +91,7 @@ class CircuitCoordinator:
         self._generation = journal.generation
         self._numbers = itertools.count(1)
         self._book = PeriodBook(journal)
+        self.counts = self._book.counts  # of periods that ended since the start, by state and code
         self._queue = PeriodQueue()
         self._active: dict[AnnouncedPeriod, asyncio.Task[None]] = {}
         self._circuits = CircuitTurn()
@@ -102,7 +103,7 @@ class CircuitCoordinator:
         self._has_switch_news = False  # a switch has news
         self._failed_anew = 0  # how often something has, since a period was planned that waits
         self._suspects: dict[Port, float] = {}  # until when
-        self._committer = StageCommitter(reader, circuits, windows, times, clock, self.rules, routing)
+        self._committer = StageCommitter(reader, circuits, windows, times, clock, settings, routing)
         self._recover()
 
     # --- asked from outside
@@ -131,7 +132,7 @@ class CircuitCoordinator:
         self._book.record(intent, now_s)
         id = f"c{self._generation}-{next(self._numbers)}"
         report = PeriodReport(id, intent.period, intent.stage, PeriodState.ANNOUNCED, now_s, job=intent.job)
-        limit_s = within_s or (self.rules.boundary_within_s if boundary else self.rules.within_s)
+        limit_s = within_s or (self._settings.boundary_within_s if boundary else self._settings.within_s)
         made = AnnouncedPeriod(intent, now_s + limit_s, boundary, report)
         superseded = Hold("superseded", f"{intent.period} was announced")
         if (before := self._queue.put(made)) is not None:
@@ -186,16 +187,6 @@ class CircuitCoordinator:
         return tuple(each for each in self._active if not each.report.over)
 
     @property
-    def changing(self) -> AnnouncedPeriod | None:
-        """The one whose circuits are being changed."""
-        return self._circuits.by
-
-    @property
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Of periods that ended since the start, by state and code."""
-        return self._book.counts
-
-    @property
     def up(self) -> dict[tuple[str, Stage], str]:
         """The periods whose circuits came up last, by job and stage, the latest last."""
         return dict(self._up)
@@ -211,10 +202,6 @@ class CircuitCoordinator:
         """The last circuits that PoDs which generate were given are those of a weight sync."""
         stages = [stage for _, stage in self._up if stage is not Stage.TRAIN]
         return bool(stages) and stages[-1] is Stage.WEIGHT_SYNC
-
-    def ends(self, cross_connect: PortPair) -> Pair | None:
-        """The endpoints that it joins; None: it is none of the site's."""
-        return self.site.cabling.ends(cross_connect)
 
     async def scan(self) -> SiteReading:
         self.site_reading = await self._reader.scan()
@@ -287,11 +274,7 @@ class CircuitCoordinator:
             return  # what it has up is not known
         failed = site_reading.failures.ports - self._handled_failures.ports
         self._handled_failures = site_reading.failures
-        lost = {
-            pair
-            for pair in self._left
-            if pair not in site_reading.of_site or any((pair.switch, port) in failed for port in pair.ports)
-        }
+        lost = {pair for pair in self._left if pair not in site_reading.of_site or not failed.isdisjoint(pair.sides)}
         self._left = site_reading.of_site
         if lost:
             logger.warning("lost: %s", _listed(lost))
@@ -372,8 +355,8 @@ class CircuitCoordinator:
             self.site.cabling,
             site_reading.of_site,
             self._reader.of_site(plan.cross_connects) | site_reading.foreign,  # nobody may take those down
-            self.rules.max_moves_per_stage,
-            self.rules.min_fraction,
+            self._settings.max_moves_per_stage,
+            self._settings.min_fraction,
         )
         steps: Transition = await self._offload(lambda: transition(problem))
         removed = [pair for stage in steps.stages for pair in stage.remove]
@@ -382,7 +365,7 @@ class CircuitCoordinator:
         if steps.dark_pairs:
             notes.append(f"dark for a moment: {', '.join(f'{a} - {b}' for a, b in steps.dark_pairs)}")
         if steps.thin_endpoints:
-            notes.append(f"below {self.rules.min_fraction:.0%} for a moment: {', '.join(steps.thin_endpoints)}")
+            notes.append(f"below {self._settings.min_fraction:.0%} for a moment: {', '.join(steps.thin_endpoints)}")
         if self._mode() is not Mode.ACT and steps.stages:
             notes.append(f"would take down {_listed(removed) or 'nothing'}, and put up {_listed(added) or 'nothing'}")
         before = period.report
@@ -533,7 +516,7 @@ class CircuitCoordinator:
     @property
     def _constraints(self) -> object:
         """By operators, and by switches of themselves."""
-        return self.overrides.constraints, self._failed_anew
+        return self.overrides.control, self.overrides.masked, self._failed_anew
 
     def _wake(self) -> None:
         for each in self._active:
@@ -548,7 +531,7 @@ class CircuitCoordinator:
                 self.expect(intent)
 
     def _pairs(self, cross_connects: Iterable[PortPair]) -> set[Pair]:
-        return {ends for pair in cross_connects if (ends := self.ends(pair)) is not None}
+        return {ends for pair in cross_connects if (ends := self.site.cabling.ends(pair)) is not None}
 
     # --- told and written down
 
@@ -578,10 +561,8 @@ class CircuitCoordinator:
 
     def _recover(self) -> None:
         for took in self._book.switch_times():
-            if OcsId(took.switch) in self.site.switch:
-                self.times.measured(
-                    OcsId(took.switch), control_s=took.control_s, device_s=took.device_s, route_s=took.route_s
-                )
+            if took.switch in self.site.switch:
+                self.times.measured(took)
         for intent in self._book.up():
             self._up.pop((intent.job, intent.stage), None)  # as in `_committed`
             self._up[intent.job, intent.stage] = self.period = intent.period

@@ -8,11 +8,11 @@ engines running has missed their boundary: it does what it would have done once 
 import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
 from orchestrrl.core.clock import Clock, within
+from orchestrrl.core.config.schema import FabricSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, cut
 from orchestrrl.fabric.coordinator import CircuitCoordinator
 from planner.cost.models import Model
@@ -62,21 +62,16 @@ class StartingFleet(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficVolumes:
-    """What an engine is taken to say until the next redeployment."""
-
-    model: Model
-    tokens: float  # that an engine's sequences decode
-    first_gpu: int = 0  # of the site, which is the fleet's GPU 0
-
-
 class GenerationCircuits:
-    """`within_s`: serving is never held up for longer."""
+    """`settings` give what an engine of the `model` is taken to say until the next redeployment. `within_s`: serving is
+    never held up for longer."""
 
-    def __init__(self, fabric: CircuitCoordinator, volumes: TrafficVolumes, clock: Clock, within_s: float) -> None:
+    def __init__(
+        self, fabric: CircuitCoordinator, model: Model, settings: FabricSettings, clock: Clock, within_s: float
+    ) -> None:
         self._fabric = fabric
-        self._volumes = volumes
+        self._model = model
+        self._settings = settings
         self._clock = clock
         self._within_s = within_s
         self._gpus_per_server = _gpus_per_server(fabric.site)
@@ -182,7 +177,7 @@ class GenerationCircuits:
     def intent(self, engines: Sequence[ServingEngine]) -> Intent:
         """What they will say to each other, and to those that train. Raises ValueError for a layout that does not
         fit its GPUs."""
-        first_gpu, tokens = self._volumes.first_gpu, self._volumes.tokens
+        first_gpu, tokens = self._settings.first_fleet_gpu, self._settings.tokens_per_period
         deployed = [
             DeployedEngine(
                 each.engine, tuple(GpuId(gpu + first_gpu) for gpu in each.gpus), each.parallelism, tokens, tokens
@@ -190,7 +185,7 @@ class GenerationCircuits:
             for each in engines
         ]
         return deployment_intent(
-            self._volumes.model,
+            self._model,
             deployed,
             period=PERIOD,
             trainers=_trainers(self._fabric.site),

@@ -20,7 +20,7 @@ def fabric_metrics(fabric: "CircuitCoordinator") -> Iterator[Metric]:
         sorted(fabric.counts.items()),
     )
     site_reading = fabric.site_reading
-    up = Counter(pair.switch for pair in site_reading.cross_connects if fabric.ends(pair) is not None)
+    up = Counter(pair.switch for pair in site_reading.of_site)
     help_text = "Cross-connects that are up between fibres of the site."
     read = [(each.id, up[each.id]) for each in fabric.site.switches if each.id not in site_reading.unread]
     yield labelled_gauge("orchestrrl_fabric_circuits", help_text, "switch", read)

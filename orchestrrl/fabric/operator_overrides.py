@@ -1,7 +1,6 @@
 """An operator's word on the fabric: pins, an override, and what is not to be used. Journalled; lasts over restarts."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -14,7 +13,7 @@ from orchestrrl.core.errors import ProblemFaults
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.ttl import expiry_s, lifetime_faults
 from orchestrrl.fabric.periods import FabricControl, OverrideState
-from planner.fabric.model import OcsId, PortPair, port_pair
+from planner.fabric.model import OcsId, PortPair, port_pair, shared_ports
 from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import ServerId, Site
 
@@ -41,18 +40,13 @@ class OperatorOverrides:
             self._control, masked = said
             # A site that has changed since knows some of it no more.
             self.masked = tuple(each for each in masked if not isinstance(self._failure(each), str))
-            pins = tuple(each for each in self._control.cross_connects if not self._pin_faults(each))
+            pins = tuple(each for each in self._control.cross_connects if not self._pin_fault(each))
             if pins != self._control.cross_connects:
                 self._control = FabricControl(reason="what was pinned is not of this site any more")
 
     @property
     def control(self) -> FabricControl:
         return self._control.at(self._clock.now_s())
-
-    @property
-    def constraints(self) -> tuple[FabricControl, tuple[str, ...]]:
-        """All of it; two are equal where they bind alike."""
-        return self.control, self.masked
 
     @property
     def pinned(self) -> frozenset[PortPair]:
@@ -68,16 +62,14 @@ class OperatorOverrides:
         faults = [
             f"cross_connects[{index}]: {fault}"
             for index, text in enumerate(cross_connects)
-            for fault in self._pin_faults(text)
+            if (fault := self._pin_fault(text))
         ]
         self._check([*faults, *lifetime_faults(ttl_s)])
         pins = sorted({_cross_connect(text) for text in cross_connects})
-        times = Counter((each.switch, port) for each in pins for port in each.ports)
         self._check(
             [
                 f"cross_connects: port {port} of {switch} must be pinned once, got {count} times"
-                for (switch, port), count in sorted(times.items())
-                if count > 1
+                for (switch, port), count in shared_ports(pins).items()
             ]
         )
         names = tuple(map(str, pins))
@@ -112,18 +104,18 @@ class OperatorOverrides:
         if faults:
             raise ProblemFaults(faults)
 
-    def _pin_faults(self, text: str) -> list[str]:
+    def _pin_fault(self, text: str) -> str:
         match = _CROSS_CONNECT.fullmatch(text)
         if match is None or match["one"] == match["other"]:
-            return [f"must be SWITCH:PORT-PORT, got {text!r}"]
+            return f"must be SWITCH:PORT-PORT, got {text!r}"
         ports = self._site.cabling.ports.get(OcsId(match["switch"]))
         if not ports:
-            return [f"is on no switch of the site, got {text!r}"]
+            return f"is on no switch of the site, got {text!r}"
         unknown = sorted({int(match["one"]), int(match["other"])} - ports.keys())
         if unknown:
-            return [f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"]
+            return f"ends at ports without a fibre ({', '.join(map(str, unknown))}), got {text!r}"
         ends = self._site.cabling.ends(_cross_connect(text))
-        return [] if ends is not None else [f"joins one endpoint with itself, got {text!r}"]
+        return "" if ends is not None else f"joins one endpoint with itself, got {text!r}"
 
     def _failure(self, text: str) -> FabricFailures | str:
         """What a mask names, or what is wrong with it."""
@@ -136,8 +128,7 @@ class OperatorOverrides:
             case "port" if OcsId(name) in self._site.switch:
                 return FabricFailures(ports=frozenset({(OcsId(name), number)}))
             case "circuit":
-                faults = self._pin_faults(what)
-                return faults[0] if faults else FabricFailures(cross_connects=frozenset({_cross_connect(what)}))
+                return self._pin_fault(what) or FabricFailures(cross_connects=frozenset({_cross_connect(what)}))
             case "server" if what in self._nics:
                 return FabricFailures(servers=frozenset({ServerId(what)}))
             case "nic" if name in self._nics:

@@ -17,7 +17,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.offload import Offload
-from orchestrrl.fabric.rerouting import NotDrained, Rerouting, RoutedCircuits
+from orchestrrl.fabric.rerouting import Rerouting, RoutedCircuits
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, links_up
 from planner.fabric.model import OcsId, Port, PortPair
@@ -49,7 +49,6 @@ class FabricRouting:
         offload: Offload,
     ) -> None:
         self.defects = 0  # faults of ours that were met while tending
-        self.routed: RoutedCircuits | None = None  # None: nobody has said yet which circuits there are
         self._site = site
         self.interfaces = interfaces  # what is behind each port that a ToR is fibred to, by the site
         self.rerouting = rerouting
@@ -90,7 +89,7 @@ class FabricRouting:
 
         def find() -> None:
             for point in points:
-                self.rerouting.prepare([lit.link for lit in links_up(self._site, point, self.interfaces)])
+                self.rerouting.prepare(frozenset(lit.link for lit in links_up(self._site, point, self.interfaces)))
 
         async with self._turn:
             await self._offload(find)
@@ -103,12 +102,7 @@ class FabricRouting:
         async with self._turn:
             leaving = [lit.link for lit in self._lit if lit.goes_over(going)]
             if leaving:
-                try:
-                    await self.rerouting.drain(leaving)
-                except NotDrained as error:
-                    assert self.routed is not None
-                    self.routed = replace(self.routed, failed=error.routers)
-                    raise
+                await self.rerouting.drain(leaving)
             self._is_changing = True
             self._lit = tuple(lit for lit in self._lit if not lit.goes_over(going))
 
@@ -120,7 +114,7 @@ class FabricRouting:
             gone = self._over - wanted
             self._lit = await self._find(wanted | _on(gone, (await self._scan()).unread if gone else ()))
             self._tried = (frozenset(), 0.0)
-            routed = await self._route(lit.link for lit in self._lit)
+            routed = await self.rerouting.reroute(lit.link for lit in self._lit)
             self._is_changing = False
             return routed.faults_text
 
@@ -152,7 +146,7 @@ class FabricRouting:
         async with self._turn:
             if self.routed is None:
                 self._lit = await self._find(await self._seen())
-                await self._route(lit.link for lit in self._lit)
+                await self.rerouting.reroute(lit.link for lit in self._lit)
 
     async def _poll_again(self) -> None:
         if self._is_changing or self.routed is None:
@@ -169,9 +163,10 @@ class FabricRouting:
                 return
             self._lit = lit
             if usable == set(self.routed.links) and not self.routed.failed:
-                self.routed = replace(self.routed, left_out=dark)
+                self.rerouting.routed = replace(self.routed, left_out=dark)
                 return
-            routed = await self._route(usable, dark)
+            routed = await self.rerouting.reroute(usable)
+            self.rerouting.routed = routed = replace(routed, left_out={**dark, **routed.left_out})
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if tried == usable else self._poll_s
             self._tried, self._again_s = (usable, pause_s), self._clock.now_s() + pause_s
         logger.warning(
@@ -185,19 +180,17 @@ class FabricRouting:
         return site_reading.cross_connects | _on(known, site_reading.unread)
 
     @property
+    def routed(self) -> RoutedCircuits | None:
+        """How packets go; None before it is known which circuits there are."""
+        return self.rerouting.routed
+
+    @property
     def _over(self) -> frozenset[PortPair]:
         return frozenset(pair for lit in self._lit for pair in lit.over)
 
     async def _find(self, up: frozenset[PortPair]) -> tuple[Lit, ...]:
         found: tuple[Lit, ...] = await self._offload(lambda: links_up(self._site, up, self.interfaces))
         return found
-
-    async def _route(self, links: Iterable[RoutedLink], dark: Mapping[RoutedLink, str] | None = None) -> RoutedCircuits:
-        links = tuple(links)
-        await self._offload(lambda: self.rerouting.prepare(links))
-        done = await self.rerouting.reroute(links)
-        self.routed = replace(done, left_out={**(dark or {}), **done.left_out})
-        return self.routed
 
     def _write_down(self) -> None:
         """For a daemon that starts while a switch does not answer. Who is at the far end is asked then anyway, so it

@@ -13,8 +13,9 @@ from typing import Any
 from orchestrrl.core.errors import OrchestrRLError, Permanent
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.fabric.intents import intent_to_json, parse_intent
-from orchestrrl.fabric.periods import PERIOD, PeriodReport, PeriodState, SwitchTimes
+from orchestrrl.fabric.periods import PERIOD, PeriodReport, PeriodState
 from planner.fabric.intent import Intent, Stage
+from planner.fabric.windows import SwitchTimes
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class PeriodBook:
             if intent is not None:
                 self._remember(intent, entry.sequence)
         for entry in journal.tail(REMEMBERED, (EntryKind.PERIOD,)):
-            report = journal.interpret(entry, _report_from)
+            report = journal.interpret(entry, PERIOD.validate_python)
             if report is not None:
                 self.over.append(report)
 
@@ -122,10 +123,6 @@ class PeriodBook:
 
 def _intent_from(period: str, body: Mapping[str, Any]) -> Intent:
     return parse_intent(period, body["intent"])
-
-
-def _report_from(body: Mapping[str, Any]) -> PeriodReport:
-    return PERIOD.validate_python({name: value for name, value in body.items() if name != "alike_before"})
 
 
 def _key(intent: Intent) -> _Key:

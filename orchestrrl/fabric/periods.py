@@ -6,6 +6,7 @@ from enum import StrEnum
 from pydantic import TypeAdapter
 
 from planner.fabric.intent import Stage
+from planner.fabric.windows import SwitchTimes
 
 
 class PeriodState(StrEnum):
@@ -23,16 +24,6 @@ OVER = frozenset({PeriodState.COMMITTED, PeriodState.KEPT, PeriodState.SUPERSEDE
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchTimes:
-    """How long one switch's part of a commit lasted: device and link, and what came before and after."""
-
-    switch: str
-    control_s: float
-    device_s: float
-    route_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class CommitReport:
     """One stage of a transition. Times are seconds since the Unix epoch; `window_*` None: it needed no window."""
 
@@ -44,7 +35,7 @@ class CommitReport:
     moves: int  # cross-connects that came down or went up
     done: bool
     detail: str = ""
-    switch_times: tuple["SwitchTimes", ...] = ()
+    switch_times: tuple[SwitchTimes, ...] = ()
     risk: float = 0.0  # at most, that the window was to be broken by some rank; of many ranks more than was asked for
 
 

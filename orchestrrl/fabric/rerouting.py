@@ -12,10 +12,12 @@ stage, and each stage is read back before the next. Whoever depends on a router 
 import asyncio
 import logging
 from collections.abc import Awaitable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import ReroutingSettings
 from orchestrrl.core.errors import OrchestrRLError, Permanent, Retryable, few
 from orchestrrl.core.offload import Offload, inline
 from orchestrrl.fabric.route_drivers.base import AppliedRoutes
@@ -31,21 +33,6 @@ T = TypeVar("T")
 RETRY_S = 1.0
 LISTED = 4
 KEPT = 64  # sets of circuits whose routes are kept ready
-
-
-@dataclass(frozen=True, slots=True)
-class ReroutingTimeouts:
-    """`link_up_s`: for light, once the switches are done; `neighbour_s`: for the router at the far end to answer;
-    `settle_s`: for packets that are under way on a circuit whose routes have gone."""
-
-    link_up_s: float = 2.0
-    neighbour_s: float = 1.0
-    settle_s: float = 0.002
-
-    def __post_init__(self) -> None:
-        for name in ("link_up_s", "neighbour_s", "settle_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 class NotDrained(Retryable):
@@ -67,13 +54,6 @@ class RoutedCircuits:
     failed: Mapping[EndpointId, str]  # routers that are not as they should be
     unreachable: tuple[tuple[EndpointId, EndpointId], ...]  # (from, to)
     on_packet_side: tuple[tuple[EndpointId, EndpointId], ...]
-    held: tuple[tuple[EndpointId, str], ...]  # (router, prefix) kept as they were, behind a router that failed
-    stages: int  # how many times routers were changed, one after the other
-
-    @property
-    def done(self) -> bool:
-        """Return whether every circuit is used and every router is as it should be."""
-        return not (self.left_out or self.failed or self.held)
 
     @property
     def faults_text(self) -> str:
@@ -87,21 +67,19 @@ class RoutedCircuits:
 class _Moved:
     """How far a change of tables has come."""
 
-    stages: int = 0
     failed: dict[EndpointId, str] = field(default_factory=dict)
     unread: set[EndpointId] = field(default_factory=set)
-    held: tuple[tuple[EndpointId, str], ...] = ()
 
 
 class Rerouting:
-    """The routers of one domain, changed by one caller at a time."""
+    """The routers of one domain. `drain` and `reroute` are called one at a time."""
 
     def __init__(
         self,
         routers: Mapping[EndpointId, RouterDriver],
         domain: RoutingDomain,
         clock: Clock,
-        limits: ReroutingTimeouts | None = None,
+        settings: ReroutingSettings,
         offload: Offload = inline,
     ) -> None:
         if set(routers) != set(domain.routers):
@@ -109,64 +87,46 @@ class Rerouting:
         self.domain = domain
         self._routers = routers
         self._clock = clock
-        self._limits = limits or ReroutingTimeouts()
+        self._settings = settings
         self._offload = offload  # what takes long on a large site
-        self._turn = asyncio.Lock()
-        self.routed: tuple[RoutedLink, ...] | None = None  # packets go over these; None before the first `reroute`
-        self._prepared: dict[frozenset[RoutedLink], pure.ReroutingPlan] = {}
+        self.routed: RoutedCircuits | None = None  # how packets go; None before the first `reroute`
+        # The routes over these circuits, found once: periods recur, and a window is short. Touches no router.
+        self.prepare = lru_cache(KEPT)(partial(pure.reroute, domain))
         self._tables: dict[EndpointId, RouteTable] = {}  # as last read; of those silent now, as known
-
-    def prepare(self, links: Collection[RoutedLink]) -> pure.ReroutingPlan:
-        """The routes over these circuits, found once: periods recur, and a window is short. Touches no router."""
-        key = frozenset(links)
-        want = self._prepared.pop(key, None) or pure.reroute(self.domain, key)
-        self._prepared[key] = want  # the latest used stand last
-        if len(self._prepared) > KEPT:
-            del self._prepared[next(iter(self._prepared))]
-        return want
 
     async def drain(self, going: Collection[RoutedLink]) -> RoutedCircuits:
         """Move packets off circuits that are about to go. Raises NotDrained where a router still uses one, or might;
         Permanent before the first `reroute`."""
-        async with self._turn:
-            if self.routed is None:
-                raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
-            left = tuple(link for link in self.routed if link not in set(going))
-            want = self.prepare(left)
-            moved = await self._move(want.tables)
-            still = self._still_using(going, moved)
-            if still:
-                logger.warning("circuits are not drained: %s", _listed(still))
-                raise NotDrained(still)
-            self.routed = left
-            await self._clock.sleep(self._limits.settle_s)
-            return self._result(want, moved, {})
+        if self.routed is None:
+            raise Permanent("nothing can be drained before it is known which circuits there are: reroute first")
+        left = frozenset(self.routed.links).difference(going)
+        moved = await self._move(self.prepare(left).tables)
+        still = self._still_using(going, moved)
+        if still:
+            logger.warning("circuits are not drained: %s", _listed(still))
+            self.routed = replace(self.routed, failed=still)
+            raise NotDrained(still)
+        drained = self._took(left, moved, {})
+        await self._clock.sleep(self._settings.settle_s)
+        return drained
 
-    async def reroute(self, usable: Collection[RoutedLink]) -> RoutedCircuits:
+    async def reroute(self, usable: Iterable[RoutedLink]) -> RoutedCircuits:
         """Route over these circuits, less those that get no light or whose far end does not answer, in time."""
-        async with self._turn:
-            wanted = self.prepare(usable)  # raises ValueError before anything is done
-            left_out = dict(sorted((await self._dark_ones(usable)).items()))
-            routed = tuple(sorted(link for link in set(usable) if link not in left_out))
-            want = self.prepare(routed) if left_out else wanted
-            moved = await self._move(want.tables)
-            self.routed = routed
-            rerouted = self._result(want, moved, left_out)
-            logger.info("packets rerouted over %d circuits: %s", len(routed), rerouted.faults_text or "all as wanted")
-            return rerouted
+        usable = frozenset(usable)
+        await self._offload(lambda: self.prepare(usable))  # raises ValueError before anything is done
+        left_out = dict(sorted((await self._dark_ones(usable)).items()))
+        links = usable.difference(left_out)
+        rerouted = self._took(links, await self._move(self.prepare(links).tables), left_out)
+        logger.info("packets rerouted over %d circuits: %s", len(links), rerouted.faults_text or "all as wanted")
+        return rerouted
 
-    def _result(self, want: pure.ReroutingPlan, moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
-        assert self.routed is not None
-        return RoutedCircuits(
-            self._clock.now_s(),
-            self.routed,
-            left_out,
-            moved.failed,
-            want.unreachable,
-            want.on_packet_side,
-            moved.held,
-            moved.stages,
+    def _took(self, links: frozenset[RoutedLink], moved: _Moved, left_out: Mapping[RoutedLink, str]) -> RoutedCircuits:
+        """Packets go over these links now."""
+        want, now_s = self.prepare(links), self._clock.now_s()
+        self.routed = RoutedCircuits(
+            now_s, tuple(sorted(links)), left_out, moved.failed, want.unreachable, want.on_packet_side
         )
+        return self.routed
 
     async def close(self) -> None:
         """Routes stay as they are."""
@@ -210,10 +170,10 @@ class Rerouting:
 
     async def _dark_ones(self, links: Collection[RoutedLink]) -> dict[RoutedLink, str]:
         """Circuits that cannot carry packets, with the reason. Light is waited for where it is still to come."""
-        old = set(links) & set(self.routed or ())
+        old = set(links).intersection(self.routed.links if self.routed else ())
         new = set(links) - old
         dark = await self.dark(old)  # of what carries packets, routers that do not answer keep the rest
-        came = await self._up(new, self._limits.link_up_s)
+        came = await self._up(new, self._settings.link_up_s)
         dark |= {link: str(why) for link, why in came.items()}  # a driver's errors begin with its name
         return dark | await self._silent_ones([link for link in sorted(new) if link not in dark])
 
@@ -226,7 +186,7 @@ class Rerouting:
             waited = up[name]
             if isinstance(waited, OrchestrRLError):
                 found.setdefault(link, waited)
-            elif interface in waited.down:
+            elif interface in waited:
                 found[link] = f"{interface} of {name} is down"
         return found
 
@@ -251,7 +211,7 @@ class Rerouting:
         self, hops: Mapping[EndpointId, Collection[NextHop]]
     ) -> dict[EndpointId, frozenset[NextHop] | OrchestrRLError]:
         """Return which of these next hops answer, by router."""
-        within_s = self._limits.neighbour_s
+        within_s = self._settings.neighbour_s
         return await self._each({name: self._routers[name].find(tuple(some), within_s) for name, some in hops.items()})
 
     async def _move(self, tables: Mapping[EndpointId, RouteTable]) -> _Moved:
@@ -262,15 +222,10 @@ class Rerouting:
         for name, table in tables.items():
             can = await self._routers[name].capabilities()
             want[name] = pure.fit(table, can.max_next_hops, can.max_weight)
-        stuck = {
-            (name, prefix)
-            for name in moved.failed
-            for prefix in {*want[name].routes, *self._tables.get(name, RouteTable()).routes}
-        }
+        stuck = {(name, prefix) for name in moved.failed for prefix in {*want[name], *self._tables.get(name, {})}}
         while True:
-            plan = await self._offload(lambda: pure.update(self.domain, self._tables, want, stuck))
-            moved.held = tuple(key for key in plan.held if key not in stuck)
-            if await self._carry_out(plan.stages, moved, stuck):
+            stages = await self._offload(lambda: pure.update(self.domain, self._tables, want, stuck))
+            if await self._carry_out(stages, moved, stuck):
                 return moved
 
     async def _carry_out(
@@ -279,7 +234,6 @@ class Rerouting:
         """False as soon as a router failed: the rest is to be planned again without it."""
         for stage in stages:
             results = await self._each({name: self._routers[name].apply(some) for name, some in stage.items()})
-            moved.stages += 1
             known = len(stuck)
             for name, applied in results.items():
                 stuck |= self._note(name, stage[name], applied, moved)
@@ -296,15 +250,15 @@ class Rerouting:
             if not isinstance(applied, Permanent | Retryable):
                 moved.unread.add(name)
             return {(name, change.prefix) for change in asked}
-        routes = dict(self._tables[name].routes)
+        routes = dict(self._tables[name])
         for change in applied.done:
             routes.pop(change.prefix, None)
             if change.route:
                 routes[change.prefix] = change.route
-        self._tables[name] = RouteTable.of(routes.values())
+        self._tables[name] = routes
         if applied.missing:
-            moved.failed[name] = "; ".join(f"{each.change}: {each.why}" for each in applied.missing)
-        return {(name, each.change.prefix) for each in applied.missing}
+            moved.failed[name] = "; ".join(f"{change}: {applied.why}" for change in applied.missing)
+        return {(name, change.prefix) for change in applied.missing}
 
     async def _read_all(self, moved: _Moved) -> None:
         read = await self._each({name: router.read() for name, router in self._routers.items()})
@@ -318,7 +272,8 @@ class Rerouting:
     def _still_using(self, going: Collection[RoutedLink], moved: _Moved) -> dict[EndpointId, str]:
         still: dict[EndpointId, str] = {}
         for name, interfaces in _interfaces(going).items():
-            used = interfaces if name in moved.unread else interfaces & self._tables[name].interfaces
+            taken = {interface for route in self._tables[name].values() for interface in route.interfaces}
+            used = interfaces if name in moved.unread else interfaces & taken
             if used:
                 still[name] = f"{', '.join(sorted(used))}: {moved.failed.get(name, 'waits for another router')}"
         return still

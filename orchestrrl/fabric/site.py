@@ -35,11 +35,6 @@ _ENDPOINTS = ("pods", "tors", "uplinks")  # share one name space: circuits end a
 _Fibre = tuple[str, int]  # switch and port
 
 
-def faults_between(parts: SiteParts) -> list[str]:
-    """Every fault, in the order of the document's fields."""
-    return [fault for check in _CHECKS for fault in check(parts)]
-
-
 def _double_ids(parts: SiteParts) -> Iterator[str]:
     for kinds in (_ENDPOINTS, ("servers",), ("switches",)):
         first: dict[str, str] = {}
@@ -246,6 +241,7 @@ def _unpaired(parts: SiteParts, together: dict[tuple[str, str], Counter[str]]) -
             yield f"{path}: must join PoDs in pairs on {switch} for {purpose}, got {count} of {most} ports of {pod!r}"
 
 
+# In the order of the document's fields.
 _CHECKS = (_double_ids, _unknown_pods, _servers, _switches, _unfibred, _cut_off, _reserved)
 
 _NEEDED = ("pods", "tors", "servers", "switches")
@@ -264,7 +260,7 @@ def parse_site(text: str) -> Site:
 def site_from(document: object) -> Site:
     """Raises ProblemFaults with every fault."""
     site, parts, faults = read_parts(document)
-    faults += faults_between(parts)
+    faults += [fault for check in _CHECKS for fault in check(parts)]
     if site is None or faults:
         raise ProblemFaults(faults)
     return _site(site)

@@ -13,18 +13,19 @@ from math import inf
 from ocs_drivers.errors import CircuitConflict, DriverError
 from ocs_drivers.model import Action
 from orchestrrl.core.clock import Clock
+from orchestrrl.core.config.schema import FabricSettings
 from orchestrrl.core.errors import OrchestrRLError
 from orchestrrl.fabric.circuit_change import CircuitOperation, CircuitOutcome
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
-from orchestrrl.fabric.periods import CommitReport, PeriodState, SwitchTimes
+from orchestrrl.fabric.periods import CommitReport, PeriodState
 from orchestrrl.fabric.switch_reader import SiteReading, SwitchReader
 from orchestrrl.fabric.window_tracker import TrafficWatch, WindowTracker
 from planner.fabric.intent import Intent, Stage
 from planner.fabric.model import OcsId, Port, PortPair
 from planner.fabric.transition import TransitionStage
-from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, CommitTimes, Window, may_commit
+from planner.fabric.windows import SHORT, TOO_SHORT, CommitNeed, CommitTimes, SwitchTimes, Window, may_commit
 from planner.model import Act, Hold
 
 logger = logging.getLogger(__name__)
@@ -32,19 +33,6 @@ logger = logging.getLogger(__name__)
 # Objections that end an attempt and not the period.
 RESTATED = Hold("restated", "operators have constrained circuits since this was planned, or others have changed them")
 PUT_OFF = Hold("put_off", "a caller stands still for another period, and this one only waits")
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRules:
-    """See the section `fabric` of the configuration."""
-
-    margin_s: float = 0.005
-    within_s: float = 30.0  # how long a period waits for its windows
-    boundary_within_s: float = 60.0
-    min_fraction: float = 0.5  # of its circuits, that an endpoint keeps at every point
-    max_moves_per_stage: int = 1024
-    route_s: float = 0.0  # where nobody here reroutes
-    most_risk: float = 1.0  # that a window is broken, at most, by adding up what each rank risks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +79,7 @@ class StageCommitter:
     windows: WindowTracker
     times: CommitTimes
     clock: Clock
-    rules: CommitRules
+    settings: FabricSettings
     routing: FabricRouting | None
 
     async def carry_out(self, order: StageOrder) -> CommitReport | Hold | StageFailed:
@@ -116,19 +104,14 @@ class StageCommitter:
                 self.circuits.abandon(operation, "no window came, or it was called off")
 
     async def _prepare(self, order: StageOrder) -> list[CircuitOperation] | StageFailed:
-        changes: dict[OcsId, tuple[list[PortPair], list[PortPair]]] = {}
-        for which, pairs in enumerate((order.stage.remove, order.stage.add)):
-            for pair in pairs:
-                changes.setdefault(pair.switch, ([], []))[which].append(pair)
         # Until the deadline, and as long again as a commit may take.
-        valid_s = max(0.0, order.period.deadline_s - self.clock.now_s()) + self.rules.boundary_within_s
+        valid_s = max(0.0, order.period.deadline_s - self.clock.now_s()) + self.settings.boundary_within_s
 
-        async def one(switch: OcsId, remove: list[PortPair], add: list[PortPair]) -> CircuitOperation:
-            return await self.circuits.prepare(switch, await self.reader.change_of(switch, remove, add), valid_s)
+        async def one(switch: OcsId) -> CircuitOperation:
+            change = await self.reader.change_of(switch, order.stage.remove, order.stage.add)
+            return await self.circuits.prepare(switch, change, valid_s)
 
-        made = await asyncio.gather(
-            *(one(switch, *pairs) for switch, pairs in sorted(changes.items())), return_exceptions=True
-        )
+        made = await asyncio.gather(*map(one, sorted(order.stage.switches)), return_exceptions=True)
         wrong = [each for each in made if isinstance(each, BaseException)]
         operations = [each for each in made if isinstance(each, CircuitOperation)]
         if not wrong:
@@ -141,10 +124,9 @@ class StageCommitter:
         return StageFailed("switch_refused", "; ".join(map(_line, wrong)))
 
     def _need(self, stage: TransitionStage) -> CommitNeed:
-        switches = {pair.switch for pair in (*stage.remove, *stage.add)}
-        need = self.times.need(switches, self.rules.margin_s)
+        need = self.times.need(stage.switches, self.settings.margin_s)
         # Who routes by himself, as links come and go, is trusted to take no longer than the operator says.
-        return need if self.routing is not None else replace(need, route_s=self.rules.route_s)
+        return need if self.routing is not None else replace(need, route_s=self.settings.route_s)
 
     def _watch(self, order: StageOrder, need: CommitNeed) -> TrafficWatch | None:
         """None: nobody has to pause who does not stand still anyway."""
@@ -152,7 +134,7 @@ class StageCommitter:
         if order.intent.stage is Stage.TRAIN:
             jobs[order.intent.job] = order.intent.ranks
         if order.intent.stage is Stage.TRAIN or order.period.boundary:
-            jobs |= dict.fromkeys(filter(self.windows.is_traced, sorted(order.others)), frozenset())
+            jobs |= dict.fromkeys(sorted(order.others & self.windows.hosts_of_jobs().keys()), frozenset())
         return self.windows.watch(jobs, need.total_s, order.period.woken) if jobs else None
 
     def _boundary(self, order: StageOrder, need: CommitNeed) -> Hold | None:
@@ -166,7 +148,7 @@ class StageCommitter:
         return order.objection()
 
     def _verdict(self, order: StageOrder, window: Window | Hold | None, need: CommitNeed, now_s: float) -> Act | Hold:
-        boundary, most_risk = order.period.boundary, self.rules.most_risk
+        boundary, most_risk = order.period.boundary, self.settings.most_risk
         return may_commit(order.intent.stage, window, need, now_s, boundary, most_risk)
 
     async def _window(self, order: StageOrder, need: CommitNeed, watch: TrafficWatch) -> Window | Hold:
@@ -232,9 +214,7 @@ class StageCommitter:
             replace(each[1], route_s=route_s) for each in outcomes if isinstance(each, tuple) and each[1] is not None
         )
         for each in took:
-            self.times.measured(
-                OcsId(each.switch), control_s=each.control_s, device_s=each.device_s, route_s=each.route_s
-            )
+            self.times.measured(each)
         detail = "; ".join(filter(None, map(_failure_text, outcomes)))
         report = CommitReport(
             None if window is None else window.opened_s,
@@ -259,7 +239,7 @@ class StageCommitter:
 
     def _unfit(self, order: StageOrder, short: bool) -> None:
         if short:
-            self.times.unfit(pair.switch for pair in (*order.stage.remove, *order.stage.add))
+            self.times.unfit(order.stage.switches)
 
     async def _drain(
         self, order: StageOrder, need: CommitNeed, window: Window | None, watch: TrafficWatch | None
@@ -313,7 +293,7 @@ class StageCommitter:
         ready_s = max(item.link_up_s or item.tuned_s or item.commanded_s or 0.0 for item in items)
         commanded_s = min(item.commanded_s for item in items if item.commanded_s is not None)
         device_s = max(0.0, ready_s - commanded_s)
-        return outcome, SwitchTimes(outcome.switch, max(0.0, elapsed_s - device_s), device_s, 0.0)
+        return outcome, SwitchTimes(OcsId(outcome.switch), max(0.0, elapsed_s - device_s), device_s, 0.0)
 
     def _suspects(self, stage: TransitionStage, outcomes: Iterable[_Timed | BaseException]) -> frozenset[Port]:
         """Ports of what was to come up and did not, whatever the switch says of them."""
@@ -321,15 +301,14 @@ class StageCommitter:
         for each in outcomes:
             if isinstance(each, BaseException) or each[0].done:
                 continue
-            switch = OcsId(each[0].switch)
             missed = {
                 item.cross_connect
                 for item in each[0].items
                 if item.action is Action.ADD and not item.done and item.commanded_s is not None and item.tuned_s is None
             }
             for wanted in stage.add:
-                if wanted.switch == switch and missed.intersection(self.reader.device_pairs(wanted)):
-                    found |= {(switch, port) for port in wanted.ports}
+                if wanted.switch == each[0].switch and missed.intersection(self.reader.device_pairs(wanted)):
+                    found.update(wanted.sides)
         return frozenset(found)
 
 

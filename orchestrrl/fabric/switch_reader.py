@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ocs_drivers.base import OcsDriver
 from ocs_drivers.errors import DriverError
 from ocs_drivers.model import CircuitChange, CircuitState, Connectivity, CrossConnect, PortStatus, SwitchFacts
-from orchestrrl.core.clock import Clock, WallClock, within
+from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.circuit_owners import CircuitOwners
 from planner.fabric.model import OcsId, PortPair, port_pair
@@ -33,8 +33,13 @@ def device_pairs(facts: SwitchFacts, wanted: PortPair) -> tuple[CrossConnect, ..
     """What carries a cross-connect of the site on this device."""
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return (facts.normal(CrossConnect(wanted.port_a, wanted.port_b)),)
-    offset = facts.egress_ports.start - facts.ingress_ports.start
+    offset = _offset(facts)
     return (CrossConnect(wanted.port_a, wanted.port_b + offset), CrossConnect(wanted.port_b, wanted.port_a + offset))
+
+
+def _offset(facts: SwitchFacts) -> int:
+    """How much larger the number of an egress port is than that of the ingress port beside it."""
+    return facts.egress_ports.start - facts.ingress_ports.start
 
 
 def site_pairs(
@@ -44,7 +49,7 @@ def site_pairs(
     present = set(present)
     if facts.connectivity is Connectivity.ANY_TO_ANY:
         return {port_pair(switch, each.ingress_port, each.egress_port) for each in present}, set()
-    offset = facts.egress_ports.start - facts.ingress_ports.start
+    offset = _offset(facts)
     found: set[PortPair] = set()
     odd: set[CrossConnect] = set()
     for each in present:
@@ -74,17 +79,11 @@ class SiteReading:
 class SwitchReader:
     """Reads the site's switches. `drivers` has all of them."""
 
-    def __init__(
-        self,
-        site: Site,
-        drivers: Mapping[OcsId, OcsDriver],
-        clock: Clock | None = None,
-        owners: CircuitOwners | None = None,
-    ) -> None:
+    def __init__(self, site: Site, drivers: Mapping[OcsId, OcsDriver], clock: Clock, owners: CircuitOwners) -> None:
         self._site = site
         self._owners = owners
         self._drivers = drivers
-        self._clock = clock or WallClock()
+        self._clock = clock
         self._silent: dict[OcsId, asyncio.Task[_Seen]] = {}  # asked before, and still to answer
         self._facts: dict[OcsId, SwitchFacts] = {}
 
@@ -98,12 +97,11 @@ class SwitchReader:
     async def scan(self) -> SiteReading:
         """A switch that does not answer in time counts as failed: nothing is planned on it, and what it has stays. It
         is not waited for again before it has answered, or its driver has given up."""
-        switches = [switch.id for switch in self._site.switches]
         self._silent = {switch: asked for switch, asked in self._silent.items() if not asked.done()}
         asked = {
-            switch: asyncio.ensure_future(self._read_switch(switch))
-            for switch in switches
-            if switch not in self._silent
+            switch.id: asyncio.ensure_future(self._read_switch(switch.id))
+            for switch in self._site.switches
+            if switch.id not in self._silent
         }
         try:
             if asked:
@@ -114,10 +112,8 @@ class SwitchReader:
                 each.cancel()
             raise
         self._silent |= {switch: each for switch, each in asked.items() if not each.done()}
-        late = f"has not answered within {ANSWER_WITHIN_S:g} s"
-        return self._site_reading(
-            {switch: late if switch in self._silent else asked[switch].result() for switch in switches}
-        )
+        seen: dict[OcsId, _Seen] = dict.fromkeys(self._site.switch, f"has not answered within {ANSWER_WITHIN_S:g} s")
+        return self._site_reading(seen | {switch: each.result() for switch, each in asked.items() if each.done()})
 
     def _site_reading(self, seen: Mapping[OcsId, "_Seen"]) -> SiteReading:
         cross_connects: set[PortPair] = set()
@@ -136,17 +132,18 @@ class SwitchReader:
             if strange:
                 odd[switch] = frozenset(strange)
         of_site = self.of_site(cross_connects)
-        failed_ports |= {(pair.switch, port) for pair in cross_connects - of_site for port in pair.ports}
+        failed_ports |= {port for pair in cross_connects - of_site for port in pair.sides}
         failures = FabricFailures(ports=frozenset(failed_ports), switches=frozenset(unread))
         return SiteReading(frozenset(cross_connects), failures, odd, unread, of_site, of_site & foreign)
 
     async def change_of(self, switch: OcsId, remove: Iterable[PortPair], add: Iterable[PortPair]) -> CircuitChange:
-        """The same in the device's terms. Raises DriverError where the device does not answer."""
+        """What of this is the switch's, in the device's terms. Raises DriverError where the device does not answer."""
         facts = await self.facts(switch)
-        return CircuitChange(
-            connect=tuple(each for wanted in sorted(add) for each in device_pairs(facts, wanted)),
-            disconnect=tuple(each for unwanted in sorted(remove) for each in device_pairs(facts, unwanted)),
+        connect, disconnect = (
+            tuple(each for pair in sorted(pairs) if pair.switch == switch for each in device_pairs(facts, pair))
+            for pairs in (add, remove)
         )
+        return CircuitChange(connect, disconnect)
 
     async def facts(self, switch: OcsId) -> SwitchFacts:
         if switch not in self._facts:
@@ -156,22 +153,19 @@ class SwitchReader:
     async def _read_switch(self, switch: OcsId) -> "_Seen":
         try:
             facts, driver = await self.facts(switch), self._drivers[switch]
-            reading, states = await driver.cross_connects(), await driver.ports()
-            if self._owners is not None:
-                reading = await self._owners.claim(switch, reading)
+            reading, states = await self._owners.read(switch), await driver.ports()
         except DriverError as error:
             return str(error)
         except Exception as error:  # of one driver: the other switches are not to suffer from it
             logger.exception("switch %s cannot be looked at", switch)
             return f"{type(error).__name__}: {error}"
         pairs, odd = site_pairs(switch, facts, reading.cross_connects)
-        broken = {state.port for state in states if state.status is not PortStatus.ENABLED}
-        if facts.connectivity is not Connectivity.ANY_TO_ANY:
-            offset = facts.egress_ports.start - facts.ingress_ports.start
-            broken = {port if port in facts.ingress_ports else port - offset for port in broken}
+        offset = _offset(facts)
+        faulty = {state.port for state in states if state.status is not PortStatus.ENABLED}
+        broken = {port if port in facts.ingress_ports else port - offset for port in faulty}
         # What is up one way only holds its ports, whoever made it; what has failed carries nothing, whatever its ports
         # say of themselves.
         for each in odd | {each.cross_connect for each in reading.circuits if each.state is CircuitState.FAILED}:
-            broken |= {each.ingress_port, each.egress_port - (facts.egress_ports.start - facts.ingress_ports.start)}
+            broken |= {each.ingress_port, each.egress_port - offset}
         not_ours = {pair for pair in pairs if not reading.foreign.isdisjoint(device_pairs(facts, pair))}
         return pairs, odd, broken, not_ours

@@ -32,7 +32,7 @@ from orchestrrl.integrations.instrument.rings import (
 )
 from planner.fabric.slack import Signature, SlackLearner
 from planner.fabric.slack_summary import SlackSummary, summarize
-from planner.fabric.windows import common_quiet, quiet_between
+from planner.fabric.windows import common_quiet
 
 ITERATION = "iteration"  # the recorder's name for the mark that numbers iterations
 NANO = 1e-9
@@ -201,7 +201,7 @@ def _moments(events: Sequence[TraceEvent]) -> Iterable[tuple[float, int, int, bo
 
 def common(ranks: Sequence[Sequence[TraceEvent]]) -> CommonQuiet:
     busy = [[(e.start_s, e.end_s) for e in events if isinstance(e, TracedCollective)] for events in ranks]
-    quiet = common_quiet([quiet_between(each) for each in busy])
+    quiet = common_quiet(busy)
     span_s = min(max(end for _, end in each) for each in busy) - max(min(start for start, _ in each) for each in busy)
     return CommonQuiet(len(ranks), max(0.0, span_s), tuple(sorted(end - start for start, end in quiet)))
 

@@ -117,26 +117,25 @@ class FabricVerifier:
         # Where the right one is not, who else is? Also where nobody should be.
         odd = [end for end in wanted if wanted[end] not in heard.get(end, ())]
         odd += [end for end in set(routing.interfaces.values()) & signals if end not in expected]
-        others = await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
-        seen = ObservedCables(signals, {**heard, **others}, frozenset(silent), frozenset(site_reading.unread))
+        heard |= await routing.rerouting.answering_routers({end: tuple(self._site.tor) for end in odd})
+        seen = ObservedCables(signals, heard, frozenset(silent), frozenset(site_reading.unread))
         faults = cables.faults_seen(self._site, routing.interfaces, site_reading.of_site, seen)
         findings.faults += faults
         bad = {fault.port for fault in faults}
         for lit in lits:
-            if any(tor in silent for tor, _ in lit.link.ends):
-                continue
-            if not lit.goes_over(pair for pair in lit.over for port in pair.ports if (pair.switch, port) in bad):
-                findings.good |= {(pair.switch, port) for pair in lit.over for port in pair.ports}
+            ports = {port for pair in lit.over for port in pair.sides}
+            if ports.isdisjoint(bad) and not any(tor in silent for tor, _ in lit.link.ends):
+                findings.good |= ports
         return len(lits)
 
     async def _walk(self, routing: FabricRouting, site_reading: SiteReading, findings: _Findings) -> None:
-        used = {(pair.switch, port) for pair in site_reading.cross_connects for port in pair.ports}
+        used = {port for pair in site_reading.cross_connects for port in pair.sides}
         barred = used | site_reading.failures.ports | self.fabric.overrides.failures.ports
         switches = site_reading.failures.switches | self.fabric.overrides.failures.switches
         free = [port for port in routing.interfaces if port not in barred and port[0] not in switches]
         lightings = []
         for pair in cables.walk(routing.interfaces, free):
-            ends = {routing.interfaces[pair.switch, port] for port in pair.ports}
+            ends = {routing.interfaces[port] for port in pair.sides}
             lightings.append((pair, frozenset(await self._came(routing, [pair], ends))))
         good, faults = cables.traced(lightings, routing.interfaces)
         findings.good |= good
@@ -231,7 +230,7 @@ def reading_faults(book: frozenset[PortPair], site_reading: SiteReading) -> list
         faults.append(CablingFault("odd_circuit", str(pair), "is up between ports that the site does not join"))
     for switch, pairs in sorted(site_reading.odd.items()):
         faults += [CablingFault("one_way", f"{switch}:{pair}", "light goes one way only") for pair in sorted(pairs)]
-    told = {(pair.switch, port) for pair in site_reading.cross_connects - site_reading.of_site for port in pair.ports}
+    told = {port for pair in site_reading.cross_connects - site_reading.of_site for port in pair.sides}
     told |= {port for port in site_reading.failures.ports if port[0] in site_reading.odd}
     faults += [
         CablingFault.at_port("failed_port", port, "by the word of its switch")

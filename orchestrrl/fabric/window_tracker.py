@@ -11,13 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
 
 from orchestrrl.core.clock import Clock, within
 from orchestrrl.core.errors import LimitReached, Permanent, few, number_runs, shorten
 from planner.fabric.clocks import ClockExchange, OffsetEstimator
 from planner.fabric.slack import RemainingQuiet
-from planner.fabric.windows import CLOSED, HostWindows, Window, intersect
+from planner.fabric.windows import ReportedQuiet, Window, intersect
 from planner.model import Hold
 
 logger = logging.getLogger(__name__)
@@ -149,23 +148,14 @@ class TrafficWatch:
         self._opening: asyncio.Task[None] | None = None
 
     def window(self) -> Window | Hold:
-        """What they have in common. One that clocks allow to open a moment later only is looked at again then."""
+        """What they have in common. Where clocks allow it to open a moment later only, `changed` is set then."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
-        windows: list[Window] = []
-        for arm, ranks in self.jobs.items():
-            window = self._hub.window(arm.job, ranks)
-            if isinstance(window, Window):
-                windows.append(window)
-                continue
-            opens_in_s = self._hub.opens_s(arm.job) - self._hub.clock.now_s()
-            if window.code == CLOSED and opens_in_s > 0:
-                self._opening = asyncio.ensure_future(self._open_in(opens_in_s))
-            return window
-        first = min(windows, key=lambda each: each.until_s)
-        opened_s, risk = max(each.opened_s for each in windows), sum(each.risk for each in windows)
-        return Window(opened_s, first.until_s, first.limiting, min(1.0, risk))
+        window = self._hub.window({arm.job: ranks for arm, ranks in self.jobs.items()})
+        if isinstance(window, Window) and (opens_in_s := window.opened_s - self._hub.clock.now_s()) > 0:
+            self._opening = asyncio.ensure_future(self._open_in(opens_in_s))
+        return window
 
     def close(self) -> None:
         if self._opening is not None:
@@ -208,12 +198,8 @@ class WindowTracker:
                     host.stream.put(arm)
         return made
 
-    def is_traced(self, job: str) -> bool:
-        """Whether anybody reads, or has lately read, recorders of its ranks."""
-        return any(job in host.jobs for host in self.current_hosts())
-
     def hosts_of_jobs(self) -> dict[str, frozenset[str]]:
-        """Where each traced job has ranks."""
+        """Where each job has ranks whose recorders are read, or lately were."""
         found: dict[str, set[str]] = {}
         for host in self.current_hosts():
             for job in host.jobs:
@@ -227,32 +213,28 @@ class WindowTracker:
                 if host.stream is not None:
                     host.stream.put(StopWatching(arm.id))
 
-    def window(self, job: str, ranks: frozenset[int]) -> Window | Hold:
-        """What the job's hosts have in common now; `ranks` must be among those that are traced."""
+    def window(self, jobs: Jobs) -> Window | Hold:
+        """What the hosts of these jobs have in common; the ranks must be among those that are traced."""
         now_s = self.clock.now_s()
-        hosts = [host for host in self.current_hosts() if job in host.jobs]
-        traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
-        if missing := sorted(ranks - traced):
-            wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
-            return Hold("untraced", f"{wanted}; read are: {self._read_reports()}")
-        told: list[tuple[TracedHost, float, int, RemainingQuiet]] = []
-        for host in hosts:
-            if host.stream is None:
-                return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
-            if job not in host.quiet_reports:
-                return Hold("host_silent", f"{host.name}: has said nothing yet")
-            said_s, rank, word = host.quiet_reports[job]
-            if isinstance(word, Hold):
-                return Hold(word.code, f"{host.name}: {word.detail}")
-            told.append((host, said_s, rank, word))
+        told: list[tuple[TracedHost, tuple[float, int, RemainingQuiet]]] = []
+        for job, ranks in jobs.items():
+            hosts = [host for host in self.current_hosts() if job in host.jobs]
+            traced = frozenset[int]().union(*(host.jobs[job] for host in hosts))
+            if missing := sorted(ranks - traced):
+                wanted = f"no recorder is read of rank {_listed(missing)}{f' of {job}' if job else ''}"
+                return Hold("untraced", f"{wanted}; read are: {self._read_reports()}")
+            for host in hosts:
+                if host.stream is None:
+                    return Hold("host_gone", f"{host.name}: its agent is gone for {now_s - host.gone_s:.1f} s")
+                if job not in host.quiet_reports:
+                    return Hold("host_silent", f"{host.name}: has said nothing yet")
+                said_s, rank, word = host.quiet_reports[job]
+                if isinstance(word, Hold):
+                    return Hold(word.code, f"{host.name}: {word.detail}")
+                told.append((host, (said_s, rank, word)))
         # Clocks take most of the time, and are asked for once nobody is in the way.
-        return intersect(
-            (
-                HostWindows(host.name, said_s, ((rank, word),), host.clock.offset(now_s))
-                for host, said_s, rank, word in told
-            ),
-            now_s,
-        )
+        reports = (ReportedQuiet(host.name, *said, host.clock.offset(now_s)) for host, said in told)
+        return intersect(reports, now_s)
 
     def _read_reports(self) -> str:
         ranks: dict[str, set[int]] = {}
@@ -261,16 +243,6 @@ class WindowTracker:
                 ranks.setdefault(job, set()).update(some)
         listed = [f"{job or 'a job without a name'} (rank {_listed(sorted(ranks[job]))})" for job in sorted(ranks)]
         return few(listed, MOST_LISTED, ", ") or "none"
-
-    def opens_s(self, job: str) -> float:
-        """When the job's quiet has begun by all clocks, at the latest; -inf where nothing is known of it."""
-        now_s, latest_s = self.clock.now_s(), -inf
-        for host in self.current_hosts():
-            offset = host.clock.offset(now_s)
-            _, _, word = host.quiet_reports.get(job, (0.0, 0, None))
-            if offset is not None and isinstance(word, RemainingQuiet):
-                latest_s = max(latest_s, offset.ours(word.opened_s)[1])
-        return latest_s
 
     async def slack_json(self) -> str:
         """What hosts know of their ranks' iterations. It is work for agents: not asked for but for people."""

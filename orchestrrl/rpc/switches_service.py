@@ -171,7 +171,7 @@ class SwitchesService(control_pb2_grpc.SwitchesServicer):
         message = pb.Switch(switch_id=switch, driver=self._driver_names.get(switch, ""))
         try:
             facts, ports = await driver.facts(), await driver.ports()
-            reading = await self._executor.owners.claim(switch, await driver.cross_connects())
+            reading = await self._executor.owners.read(switch)
         except DriverError as error:
             message.detail = str(error)
             return message

@@ -43,14 +43,8 @@ class ObservedCables:
     unread: frozenset[OcsId] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """One end of a link that the switches make: its port, what should be plugged in there, and the far end."""
-
-    port: Port
-    here: Interface
-    far: Interface
-    lit: Lit
+# The ends of links that the switches make: the port of each, and the far end.
+_Ends = Mapping[Interface, tuple[Port, Interface]]
 
 
 def faults_seen(
@@ -64,20 +58,20 @@ def faults_seen(
     faults: list[CablingFault] = []
     explained: set[Interface] = set()
     for here in sorted(dark):
-        end = ends[here]
+        port, far = ends[here]
         found = [
             stray
             for stray in sorted(strays)
-            if end.far[0] in seen.answering.get(stray, ()) and stray[0] in seen.answering.get(end.far, ())
+            if far[0] in seen.answering.get(stray, ()) and stray[0] in seen.answering.get(far, ())
         ]
         if len(found) == 1:
             strays -= {found[0]}
-            explained |= {here, end.far, found[0]}
-            faults.append(wrong_cable(end.port, here, found[0]))
+            explained |= {here, far, found[0]}
+            faults.append(wrong_cable(port, here, found[0]))
     for here in sorted(dark - explained):
-        end = ends[here]
-        far = "has none either" if end.far in dark else "has one" if end.far in seen.signals else "does not answer"
-        faults.append(CablingFault.at_port(DARK, end.port, f"no signal at {text(here)}, {text(end.far)} {far}"))
+        port, far = ends[here]
+        there = "has none either" if far in dark else "has one" if far in seen.signals else "does not answer"
+        faults.append(CablingFault.at_port(DARK, port, f"no signal at {text(here)}, {text(far)} {there}"))
     faults += _strangers(ends, seen, explained)
     faults += [
         CablingFault(
@@ -91,20 +85,16 @@ def faults_seen(
     return tuple(faults)
 
 
-def _strangers(ends: Mapping[Interface, _End], seen: ObservedCables, explained: set[Interface]) -> list[CablingFault]:
+def _strangers(ends: _Ends, seen: ObservedCables, explained: set[Interface]) -> list[CablingFault]:
     """Light arrives, and from somebody else."""
-    strange = {
-        here: end
-        for here, end in sorted(ends.items())
-        if here in seen.signals and here not in explained and end.far[0] not in seen.answering.get(here, ())
-    }
     return [
         CablingFault.at_port(
             STRANGER,
-            end.port,
-            f"{end.far[0]} should be seen at {text(here)}{_responders_text(seen, here) or ': nobody answers'}",
+            port,
+            f"{far[0]} should be seen at {text(here)}{_responders_text(seen, here) or ': nobody answers'}",
         )
-        for here, end in strange.items()
+        for here, (port, far) in sorted(ends.items())
+        if here in seen.signals and here not in explained and far[0] not in seen.answering.get(here, ())
     ]
 
 
@@ -133,15 +123,14 @@ def traced(
     came: dict[Port, list[frozenset[Interface]]] = {}
     partners: dict[Port, list[Port]] = {}
     for pair, lit in lightings:
-        one, other = ((pair.switch, number) for number in pair.ports)
-        for port, partner in ((one, other), (other, one)):
+        for port, partner in (pair.sides, pair.sides[::-1]):
             came.setdefault(port, []).append(lit)
             partners.setdefault(port, []).append(partner)
     found = _found(came, partners)
     # Two that were lit with each other alone: which is which cannot be told. Where the site has one of the ends at one
     # of them, it is taken to be there.
     for pair, lit in lightings:
-        ends = {(pair.switch, number): interfaces[pair.switch, number] for number in pair.ports}
+        ends = {port: interfaces[port] for port in pair.sides}
         if len(lit) == 2 and ends.keys().isdisjoint(found) and (as_should_be := lit & set(ends.values())):
             sound = {port: end for port, end in ends.items() if end in as_should_be}
             rest = iter(lit - as_should_be)
@@ -193,14 +182,9 @@ def port_text(port: Port) -> str:
     return f"{port[0]}:{port[1]}"
 
 
-def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> dict[Interface, _End]:
+def _ends(lits: Sequence[Lit], interfaces: Mapping[Port, Interface]) -> _Ends:
     port_of = {interface: port for port, interface in interfaces.items()}
-    found: dict[Interface, _End] = {}
-    for lit in lits:
-        one, other = lit.link.ends
-        found[one] = _End(port_of[one], one, other, lit)
-        found[other] = _End(port_of[other], other, one, lit)
-    return found
+    return {here: (port_of[here], far) for lit in lits for here, far in (lit.link.ends, lit.link.ends[::-1])}
 
 
 def _responders_text(seen: ObservedCables, here: Interface) -> str:

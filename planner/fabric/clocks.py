@@ -44,66 +44,52 @@ class ClockOffset:
 
     offset_s: float
     bound_s: float
-    exchanges: int  # that allow it
 
     def ours(self, theirs_s: float) -> tuple[float, float]:
         """The earliest and the latest time in our clock that `theirs_s` may be."""
         return theirs_s - self.offset_s - self.bound_s, theirs_s - self.offset_s + self.bound_s
 
 
-SAME_CLOCK = ClockOffset(0.0, 0.0, 0)
-
-
 @dataclass(slots=True)
 class OffsetEstimator:
-    """Of one host. `steps` counts exchanges that contradict the earlier ones: a clock was set. Those are forgotten."""
+    """Of one host. Where an exchange contradicts the earlier ones, a clock was set: those are forgotten."""
 
-    drift_ppm: float = DRIFT_PPM
-    most_age_s: float = MOST_AGE_S
-    steps: int = 0
-    refused: int = 0  # exchanges that cannot have been, e.g. answered before it was asked by more than any offset
     _recent: deque[ClockExchange] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _edges: tuple[float, float] | None = None  # what they allow together when the newest came back
 
-    def __post_init__(self) -> None:
-        if not self.drift_ppm >= 0:
-            raise ValueError(f"drift_ppm must be >= 0, got {self.drift_ppm}")
-
     def add(self, exchange: ClockExchange) -> None:
         """In order of time. More time spent there than in between is a clock that was set meanwhile: refused."""
-        slack_s = self._drift_s(exchange.back_s - exchange.sent_s)
-        if exchange.most_s < exchange.least_s - slack_s:
-            self.refused += 1
+        if exchange.most_s < exchange.least_s - _drift_s(exchange.back_s - exchange.sent_s):
             return
         self._recent.append(exchange)
         self._edges = None
         least_s, most_s = self._allowed(exchange.back_s)
         if least_s > most_s:
-            self.steps += 1
             self._recent.clear()
             self._recent.append(exchange)
             self._edges = None
 
     def offset(self, now_s: float) -> ClockOffset | None:
         """At `now_s` in our clock; None before the first exchange, and when all are too old."""
-        while self._recent and now_s - self._recent[0].back_s > self.most_age_s:
+        while self._recent and now_s - self._recent[0].back_s > MOST_AGE_S:
             self._recent.popleft()
             self._edges = None
         if not self._recent:
             return None
         least_s, most_s = self._allowed(now_s)
-        return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2, len(self._recent))
+        return ClockOffset((least_s + most_s) / 2, max(0.0, most_s - least_s) / 2)
 
     def _allowed(self, now_s: float) -> tuple[float, float]:
         """The least and the greatest offset that every exchange allows, its age considered. After the newest one all
         widen alike, so what they allow together is worked out once."""
         newest_s = self._recent[-1].back_s
         if self._edges is None:
-            drifts = [(each, self._drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]
+            drifts = [(each, _drift_s(max(0.0, newest_s - each.sent_s))) for each in self._recent]
             least_s = max(each.least_s - drift for each, drift in drifts)
             self._edges = least_s, min(each.most_s + drift for each, drift in drifts)
-        drift_s = self._drift_s(max(0.0, now_s - newest_s))
+        drift_s = _drift_s(max(0.0, now_s - newest_s))
         return self._edges[0] - drift_s, self._edges[1] + drift_s
 
-    def _drift_s(self, age_s: float) -> float:
-        return age_s * self.drift_ppm * 1e-6
+
+def _drift_s(age_s: float) -> float:
+    return age_s * DRIFT_PPM * 1e-6

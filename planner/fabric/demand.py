@@ -12,7 +12,7 @@ import numpy as np
 from planner.fabric.collectives import TRANSFERS_AT_ONCE, Floats, Ints, RankTransfers, transfers_of
 from planner.fabric.intent import Intent, Primitive, Traffic, TrafficOperation
 from planner.fabric.model import EndpointId
-from planner.fabric.placement import NONE, Nics, RankPlacement, mask_nics
+from planner.fabric.placement import NONE, RankPlacement, mask_nics
 from planner.fabric.plan import FabricFailures
 from planner.fabric.topology import RESPONSES, Site
 
@@ -91,7 +91,7 @@ class _Tally:
             )
 
     def _count(self, transfers: RankTransfers) -> None:
-        placement, nics = self._placement, self._placement.nics
+        placement = self._placement
         sources, destinations = placement.places(transfers.sources), placement.places(transfers.destinations)
         servers = placement.server[sources]
         homeless = (servers == NONE) | (placement.server[destinations] == NONE)
@@ -102,8 +102,8 @@ class _Tally:
         out = ~(inside | lost)
         sent_bytes, servers = transfers.sent_bytes[out], servers[out]
         source, destination = placement.nic[sources[out]], placement.nic[destinations[out]]
-        source, destination = _on_one_rail(nics, source, destination, servers, placement.server[destinations[out]])
-        one, other = nics.tor[source], nics.tor[destination]
+        source, destination = _on_one_rail(placement, source, destination, servers, placement.server[destinations[out]])
+        one, other = placement.nic_tor[source], placement.nic_tor[destination]
         below = one == other
         self.below_tor_bytes += float(sent_bytes[below].sum())
         codes = one[~below] * self._tors + other[~below]
@@ -117,16 +117,17 @@ class _Tally:
 
 
 def _on_one_rail(
-    nics: Nics, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
+    placement: RankPlacement, source: Ints, destination: Ints, source_server: Ints, destination_server: Ints
 ) -> tuple[Ints, Ints]:
     """The NICs that messages leave and arrive by: handed over before they leave, or, where the source has no NIC on
     that rail, after they have arrived."""
-    if not nics.on_rail.shape[1]:
+    on_rail = placement.on_rail
+    if not on_rail.shape[1]:
         return source, destination
-    one, other = nics.rail[source], nics.rail[destination]
+    one, other = placement.nic_rail[source], placement.nic_rail[destination]
     apart = (one != other) & (one != NONE) & (other != NONE)
-    before = np.where(apart, nics.on_rail[source_server, other], NONE)
-    after = np.where(apart & (before == NONE), nics.on_rail[destination_server, one], NONE)
+    before = np.where(apart, on_rail[source_server, other], NONE)
+    after = np.where(apart & (before == NONE), on_rail[destination_server, one], NONE)
     return np.where(before != NONE, before, source), np.where(after != NONE, after, destination)
 
 

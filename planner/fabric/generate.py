@@ -184,7 +184,7 @@ def _at_odds(shape: SiteShape) -> Iterator[ShapeFault]:
 
 
 def regular_site(shape: SiteShape) -> Site:
-    """Sound by `orchestrrl/fabric/site_checks.py`. Raises Impossible."""
+    """Sound by `orchestrrl/fabric/site.py`. Raises ImpossibleSite."""
     faults: list[ShapeFault] = []
     agg = _fewest_switches(_agg_fibres(shape), shape.agg_device.ports, shape.agg_switches)
     core = _fewest_switches(_core_fibres(shape), shape.core_device.ports, shape.core_switches)
@@ -346,7 +346,7 @@ def _switches(
 
 
 def _response_lanes(shape: SiteShape) -> int:
-    """Of each Gen PoD. Raises Impossible where nothing would be left."""
+    """Of each Gen PoD. Raises ImpossibleSite where nothing would be left."""
     train, gen = shape.train_pods, shape.gen_pods
     lanes = shape.uplink_lanes * shape.uplinks
     if not train or not gen or shape.response_lanes == 0:

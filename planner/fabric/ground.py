@@ -20,7 +20,7 @@ def failed_ports(site: Site, failures: FabricFailures) -> frozenset[Port]:
         for ports in switch.ports.values()
         for port in ports
     }
-    of_circuits = {(each.switch, port) for each in failures.cross_connects for port in each.ports}
+    of_circuits = {port for each in failures.cross_connects for port in each.sides}
     return frozenset(failures.ports | of_switches | of_circuits)
 
 
@@ -38,7 +38,7 @@ class PlanGround:
 
     @cached_property
     def pinned_ports(self) -> frozenset[Port]:
-        return frozenset((each.switch, port) for each in self.state.pinned for port in each.ports)
+        return frozenset(port for each in self.state.pinned for port in each.sides)
 
     @cached_property
     def held(self) -> frozenset[Port]:
@@ -51,12 +51,8 @@ class PlanGround:
         return _by_switch(
             each
             for each in self.state.current
-            if self._healthy(each) and (each in self.state.pinned or self.pinned_ports.isdisjoint(_ends(each)))
+            if self._healthy(each) and (each in self.state.pinned or self.pinned_ports.isdisjoint(each.sides))
         )
-
-    @cached_property
-    def up_in_core(self) -> frozenset[PortPair]:
-        return frozenset(each for switch in self.site.core_switches for each in self.up.get(switch.id, ()))
 
     @cached_property
     def stays(self) -> Mapping[OcsId, tuple[PortPair, ...]]:
@@ -68,14 +64,14 @@ class PlanGround:
         )
 
     def _is_left_alone(self, cross_connect: PortPair) -> bool:
-        purposes = {self.site.reserved.get(end) for end in _ends(cross_connect)}
+        purposes = {self.site.reserved.get(end) for end in cross_connect.sides}
         if purposes != {None}:
             return len(purposes) == 1 and RESPONSES not in purposes
-        owners = [self.site.owner[end] for end in _ends(cross_connect) if end in self.site.owner]
+        owners = [self.site.owner[end] for end in cross_connect.sides if end in self.site.owner]
         return self.touched.isdisjoint(self.site.pod_of[each] for each in owners)
 
     def of_somebody(self, cross_connect: PortPair) -> bool:
-        return any(end in self.site.owner for end in _ends(cross_connect))
+        return any(end in self.site.owner for end in cross_connect.sides)
 
     def lanes_for(self, purpose: str | None) -> Mapping[EndpointId, tuple[Lane, ...]]:
         """Of each PoD: healthy ones that are reserved for this (None: for nothing) and that no pin is in the way of."""
@@ -87,7 +83,7 @@ class PlanGround:
         return {pod: tuple(lanes) for pod, lanes in found.items()}
 
     def _healthy(self, cross_connect: PortPair) -> bool:
-        return self.failed.isdisjoint(_ends(cross_connect))
+        return self.failed.isdisjoint(cross_connect.sides)
 
 
 class AggRoom:
@@ -151,7 +147,7 @@ class AggRoom:
     def take(self, cross_connects: Iterable[PortPair]) -> None:
         """Ports of ToRs that are used from now on."""
         for each in cross_connects:
-            for end in _ends(each):
+            for end in each.sides:
                 self._free[each.switch][self._owner[end]].remove(end[1])
 
     def ports(self) -> Counter[EndpointId]:
@@ -185,19 +181,12 @@ class AggRoom:
     def up_between_tors(self) -> frozenset[PortPair]:
         """What is up on two ports that are left."""
         left = {(switch, port) for switch, tors in self._free.items() for ports in tors.values() for port in ports}
-        return frozenset(each for each in self.up if left.issuperset(_ends(each)) and self._ends_differ(each))
+        inside = (each for each in self.up if left.issuperset(each.sides))
+        return frozenset(each for each in inside if len({self._owner[end] for end in each.sides}) == 2)
 
     def tors_up(self) -> Counter[Pair]:
         """Circuits of each pair that are up on ports that are left."""
-        return Counter(pair_of(*(self._owner[end] for end in _ends(each))) for each in self.up_between_tors())
-
-    def _ends_differ(self, cross_connect: PortPair) -> bool:
-        one, other = (self._owner[end] for end in _ends(cross_connect))
-        return one != other
-
-
-def _ends(cross_connect: PortPair) -> tuple[Port, Port]:
-    return (cross_connect.switch, cross_connect.port_a), (cross_connect.switch, cross_connect.port_b)
+        return Counter(pair_of(*(self._owner[end] for end in each.sides)) for each in self.up_between_tors())
 
 
 def _by_switch(cross_connects: Iterable[PortPair]) -> Mapping[OcsId, tuple[PortPair, ...]]:

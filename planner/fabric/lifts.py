@@ -29,7 +29,7 @@ def place_in_core(
         for lane in own:
             ports[lane.core][lane.core_port] = pod
     cabling = Cabling(ports)
-    up = frozenset(each for each in ground.up_in_core if cabling.ends(each) is not None)
+    up = frozenset(each for switch in ports for each in ground.up.get(switch, ()) if cabling.ends(each) is not None)
     return place(PlacingProblem(cabling, circuits, up))
 
 
@@ -40,7 +40,7 @@ def evened_out(
     most ports left: two ToRs can only be joined where both have a port, so lifts must not use up one switch of a PoD.
     """
     kept = frozenset(placed.kept)
-    taken = {(each.switch, port) for each in kept for port in each.ports}
+    taken = {port for each in kept for port in each.sides}
     left = {switch: count for room in rooms.values() for switch, count in room.ports_on().items()}
     pod_at: dict[tuple[OcsId, int], EndpointId] = {}
     free: dict[tuple[EndpointId, OcsId], dict[OcsId, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -55,8 +55,8 @@ def evened_out(
     for each in placed.cross_connects:
         if each not in kept:
             ends = []
-            for port in each.ports:
-                choice = free[pod_at[each.switch, port], each.switch]
+            for port in each.sides:
+                choice = free[pod_at[port], each.switch]
                 agg = max(
                     (switch for switch, ports in choice.items() if ports), key=lambda switch: (left[switch], switch)
                 )
@@ -88,7 +88,7 @@ def lift_all(
     work = _Lifting(rooms, dict(budget), between, most)
     todo = []
     for core in sorted(cross_connects):
-        one, other = (lane_at[core.switch, port] for port in core.ports)
+        one, other = map(lane_at.__getitem__, core.sides)
         if pod_of[one.uplink] > pod_of[other.uplink]:
             one, other = other, one
         todo.append((core, (pod_of[one.uplink], one), (pod_of[other.uplink], other)))
@@ -211,7 +211,7 @@ def lift_any(
     turns: Counter[EndpointId] = Counter()
     core, lifts, notes = [], [], []
     for each in sorted(cross_connects):
-        ends = [ground.site.lane_at.get((each.switch, port)) for port in each.ports]
+        ends = list(map(ground.site.lane_at.get, each.sides))
         lanes = [lane for lane in ends if lane is not None]
         chosen: list[EndpointId | None] = []
         for lane in lanes:  # both may end in one PoD, if somebody pinned such a circuit: not at one ToR

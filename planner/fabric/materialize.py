@@ -25,11 +25,11 @@ from planner.fabric.lifts import (
     place_in_core,
     reserve,
 )
-from planner.fabric.model import EndpointId, Pair, PortPair, pair_of, partners
+from planner.fabric.model import EndpointId, Pair, PortPair, pair_of, partners, shared_ports
 from planner.fabric.place import PlacingProblem, place
 from planner.fabric.plan import Directed, FabricPlan, FabricState, TierPlan
 from planner.fabric.sizing import CircuitSizes, WantedBytes, size_with, spread, wanted_of
-from planner.fabric.templates import TEMPLATES, SpareCapacity, StageTemplate
+from planner.fabric.templates import TEMPLATES, StageTemplate
 from planner.fabric.topology import RESPONSES, Site, Switch
 from planner.model import Hold
 
@@ -62,17 +62,15 @@ def validate(site: Site, state: FabricState, cross_connects: Iterable[PortPair])
     """Why these cannot be committed under this state: the final check of section 5.3. Empty: they can."""
     ground = PlanGround(site, state, frozenset(site.pod))
     wanted = frozenset(cross_connects)
-    ends = Counter((each.switch, port) for each in wanted for port in each.ports)
-    faults = [f"port {port} of {switch} is used {count} times" for (switch, port), count in ends.items() if count > 1]
-    faults += [f"port {port} of {switch} has failed" for switch, port in ends.keys() & ground.failed]
+    used = {port for each in wanted for port in each.sides}
+    shared = shared_ports(wanted).items()
+    faults = [f"port {port} of {switch} is used {count} times" for (switch, port), count in shared]
+    faults += [f"port {port} of {switch} has failed" for switch, port in used & ground.failed]
     for each in wanted - state.current:
-        faults += [
-            f"{each}: port {port} has no fibre" for port in each.ports if (each.switch, port) not in ground.site.owner
-        ]
+        faults += [f"{each}: port {port[1]} has no fibre" for port in each.sides if port not in site.owner]
     for each in wanted - state.pinned:
-        ports = [(each.switch, port) for port in each.ports]
-        faults += [f"{each}: port {port} is pinned" for switch, port in ports if (switch, port) in ground.pinned_ports]
-        purposes = sorted({site.reserved.get(port, "nothing") for port in ports})
+        faults += [f"{each}: port {port[1]} is pinned" for port in each.sides if port in ground.pinned_ports]
+        purposes = sorted({site.reserved.get(port, "nothing") for port in each.sides})
         if len(purposes) > 1:
             faults.append(f"{each}: its ports are kept for {' and for '.join(purposes)}")
     return (*sorted(faults), *check_coupling(site, wanted))
@@ -89,10 +87,7 @@ def check_coupling(site: Site, cross_connects: Iterable[PortPair]) -> tuple[str,
     wanted: Counter[str] = Counter()
     there: Counter[str] = Counter()
     for each in cross_connects:
-        for port in each.ports:
-            lane = site.lane_at.get((each.switch, port))
-            if lane is None:
-                continue
+        for lane in filter(None, map(site.lane_at.get, each.sides)):
             pod = site.pod_of[lane.uplink]
             wanted[pod] += 1
             end = joined.get((lane.agg, lane.agg_port))
@@ -136,7 +131,6 @@ class _Draft:
         self._touched = touched
         self._bridges = bridges
         self._ground = PlanGround(site, state, touched)
-        self._state = state
         self._notes = list(flows.notes)
         self._rooms = {pod.id: AggRoom(self._ground, pod.id) for pod in site.pods}
 
@@ -173,11 +167,8 @@ class _Draft:
             self._core_tier(cross_connects, wanted, responses, general[0], placed.unplaced),
         )
         plan = FabricPlan(
-            period=self._intent.period,
-            stage=self._intent.stage,
             tiers=tiers,
             cross_connects=cross_connects,
-            kept=cross_connects & self._state.current,
             completion_s=max(tier.completion_s for tier in tiers),
             notes=tuple(self._notes),
         )
@@ -204,7 +195,7 @@ class _Draft:
     def _in_pod(self, pod: EndpointId, sizes: CircuitSizes, carrying: Iterable[PortPair]) -> "_InPod":
         """Circuits from ToR to ToR and lifts of the lanes that the core uses, placed together."""
         room, ground = self._rooms[pod], self._ground
-        lanes = [ground.site.lane_at[each.switch, port] for each in carrying for port in each.ports]
+        lanes = [ground.site.lane_at[port] for each in carrying for port in each.sides]
         cabling = room.cabling_with(pod, [lane for lane in lanes if self._site.pod_of[lane.uplink] == pod])
         tors = {tor.id for tor in self._site.tors_of[pod]}
         lifts = {pair_of(tor, pod): count for tor, count in sizes.lifts.items() if tor in tors}
@@ -225,7 +216,7 @@ class _Draft:
         """What becomes of ports that are left over."""
         room = self._rooms[pod]
         spare: Iterable[PortPair] = room.up_between_tors()
-        if self._template.spare is SpareCapacity.SPREAD:
+        if self._template.spreads_spare:
             circuits = spread(self._site.link_gbps, room.ports(), room.tors_up())
             spare = place(PlacingProblem(room.cabling(), circuits, room.up_between_tors())).cross_connects
         room.take(spare)
@@ -244,7 +235,7 @@ class _Draft:
         circuits: Counter[Pair] = Counter()
         lifts: Counter[Pair] = Counter()
         for each in _on(self._site.agg_switches_of[pod], cross_connects):
-            ends = [owner[each.switch, port] for port in each.ports if (each.switch, port) in owner]
+            ends = [owner[port] for port in each.sides if port in owner]
             if len(set(ends)) == 2:
                 circuits[pair_of(*ends)] += 1
                 if each in general_lifts:
@@ -286,8 +277,8 @@ class _Draft:
     def _between_pods(self, cross_connects: Iterable[PortPair]) -> Mapping[Pair, int]:
         circuits: Counter[Pair] = Counter()
         for each in cross_connects:
-            lanes = [self._ground.site.lane_at.get((each.switch, port)) for port in each.ports]
-            pods = {self._site.pod_of[lane.uplink] for lane in lanes if lane is not None}
+            lanes = filter(None, map(self._site.lane_at.get, each.sides))
+            pods = {self._site.pod_of[lane.uplink] for lane in lanes}
             if len(pods) == 2:
                 circuits[pair_of(*pods)] += 1
         return dict(sorted(circuits.items()))

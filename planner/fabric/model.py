@@ -4,6 +4,7 @@ A circuit is full duplex and joins two endpoints. In the aggregation layer of a 
 in the core layer they are PoDs. A cross-connect (`PortPair`) is what carries a circuit: two ports of one switch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NewType
@@ -37,6 +38,11 @@ class PortPair:
     def ports(self) -> tuple[int, int]:
         return self.port_a, self.port_b
 
+    @property
+    def sides(self) -> tuple[Port, Port]:
+        """Its ports, each with its switch."""
+        return (self.switch, self.port_a), (self.switch, self.port_b)
+
     def __str__(self) -> str:
         return f"{self.switch}:{self.port_a}-{self.port_b}"
 
@@ -44,6 +50,12 @@ class PortPair:
 def port_pair(switch: OcsId, one: int, other: int) -> PortPair:
     """The same in whichever order the ports come."""
     return PortPair(switch, min(one, other), max(one, other))
+
+
+def shared_ports(cross_connects: Iterable[PortPair]) -> dict[Port, int]:
+    """The ports that several of these use, and how many do, in order."""
+    uses = Counter(port for each in cross_connects for port in each.sides)
+    return {port: count for port, count in sorted(uses.items()) if count > 1}
 
 
 def partners(cross_connects: Iterable[PortPair]) -> Mapping[Port, int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, port_pair, shared_ports
 from planner.fabric.place_chains import CircuitChains, CircuitLayout, Counting
 
 if TYPE_CHECKING:
@@ -43,14 +43,12 @@ class PlacingProblem:
                 raise ValueError(f"a pair is two endpoints, the smaller id first, got {one!r} and {other!r}")
             if count < 1:
                 raise ValueError(f"circuits of {one} and {other} must be >= 1, got {count}")
-        used: set[tuple[OcsId, int]] = set()
         for cross_connect in self.current:
-            for port in cross_connect.ports:
-                if self.cabling.endpoint(cross_connect.switch, port) is None:
-                    raise ValueError(f"port {port} of {cross_connect.switch} has no fibre, got {cross_connect}")
-                if (cross_connect.switch, port) in used:
-                    raise ValueError(f"port {port} of {cross_connect.switch} is used twice, got {cross_connect}")
-                used.add((cross_connect.switch, port))
+            for switch, port in cross_connect.sides:
+                if self.cabling.endpoint(switch, port) is None:
+                    raise ValueError(f"port {port} of {switch} has no fibre, got {cross_connect}")
+        if twice := [f"port {port} of {switch}" for switch, port in shared_ports(self.current)]:
+            raise ValueError(f"{', '.join(twice)} is used twice")
 
     def healthy(self, switch: OcsId, port: int) -> bool:
         return port not in self.failed_ports.get(switch, ())

@@ -65,50 +65,34 @@ def _stand_ins(server: Server, failed: list[int]) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Nics:
-    """All NICs of a site by number, those of a server in a row."""
-
-    owners: tuple[tuple[ServerId, int], ...]  # [nic]
-    tor: Ints  # [nic], number of its ToR
-    rail: Ints  # [nic], of its ToR; NONE where it has none
-    on_rail: Ints  # [server, rail], a NIC of the server on that rail that carries traffic, NONE: there is none
-
-    @classmethod
-    def of(cls, site: Site, mask: NicMask) -> "Nics":
-        tors = {tor.id: number for number, tor in enumerate(site.tors)}
-        owners = tuple((server.id, nic) for server in site.servers for nic in range(len(server.tors)))
-        tor = np.array([tors[each] for server in site.servers for each in server.tors], dtype=np.int64)
-        rails = np.array([NONE if each.rail is None else each.rail for each in site.tors], dtype=np.int64)
-        rail = rails[tor] if len(tor) else tor
-        on_rail = np.full((len(site.servers), int(rails.max(initial=NONE)) + 1), NONE, dtype=np.int64)
-        first = 0
-        for number, server in enumerate(site.servers):
-            for nic in reversed(mask.stand_in.get(server.id, ())):  # the first NIC of a rail wins
-                if rail[first + nic] != NONE:
-                    on_rail[number, rail[first + nic]] = first + nic
-            first += len(server.tors)
-        return cls(owners, tor, rail, on_rail)
-
-
-@dataclass(frozen=True)
 class RankPlacement:
-    """`server` and `nic` of each rank are NONE where it has none; `nic` is the one that stands in for its own."""
+    """`server` and `nic` of each rank are NONE where it has none; `nic` is the one that stands in for its own. NICs are
+    numbered over the site, those of a server in a row."""
 
     site: Site
-    nics: Nics
     ranks: Ints  # sorted
     server: Ints  # [rank's place in `ranks`]
     nic: Ints  # [rank's place in `ranks`]
+    nic_tor: Ints  # [nic], number of its ToR
+    nic_rail: Ints  # [nic], of its ToR; NONE where it has none
+    on_rail: Ints  # [server, rail], a NIC of the server on that rail that carries traffic, NONE: there is none
 
     @classmethod
     def of(cls, site: Site, intent: Intent, mask: NicMask) -> "RankPlacement":
-        ranks = np.array(sorted(intent.ranks), dtype=np.int64)
-        numbers: dict[ServerId, int] = {}
-        firsts: dict[ServerId, int] = {}
+        tors = {tor.id: number for number, tor in enumerate(site.tors)}
+        nic_tor = np.array([tors[each] for server in site.servers for each in server.tors], dtype=np.int64)
+        rails = np.array([NONE if each.rail is None else each.rail for each in site.tors], dtype=np.int64)
+        nic_rail = rails[nic_tor]
+        on_rail = np.full((len(site.servers), int(rails.max(initial=NONE)) + 1), NONE, dtype=np.int64)
+        firsts: dict[ServerId, tuple[int, int]] = {}  # of each server its number and its first NIC
         first = 0
         for number, each in enumerate(site.servers):
-            numbers[each.id], firsts[each.id] = number, first
+            firsts[each.id] = number, first
+            for one in reversed(mask.stand_in.get(each.id, ())):  # the first NIC of a rail wins
+                if nic_rail[first + one] != NONE:
+                    on_rail[number, nic_rail[first + one]] = first + one
             first += len(each.tors)
+        ranks = np.array(sorted(intent.ranks), dtype=np.int64)
         server = np.full(len(ranks), NONE, dtype=np.int64)
         nic = np.full(len(ranks), NONE, dtype=np.int64)
         for place, rank in enumerate(ranks.tolist()):
@@ -116,10 +100,10 @@ class RankPlacement:
             there = site.server_of.get(gpu)
             if there is None or there.id in mask.failed_servers:
                 continue
-            server[place] = numbers[there.id]
+            server[place], first = firsts[there.id]
             if there.id in mask.stand_in and there.tors:
-                nic[place] = firsts[there.id] + mask.stand_in[there.id][there.nic(gpu)]
-        return cls(site, Nics.of(site, mask), ranks, server, nic)
+                nic[place] = first + mask.stand_in[there.id][there.nic(gpu)]
+        return cls(site, ranks, server, nic, nic_tor, nic_rail, on_rail)
 
     def places(self, ranks: Ints) -> Ints:
         return np.searchsorted(self.ranks, ranks)
@@ -127,11 +111,11 @@ class RankPlacement:
     @cached_property
     def tor(self) -> Ints:
         """[rank's place], NONE without a NIC."""
-        return np.where(self.nic == NONE, NONE, self.nics.tor[self.nic])
+        return np.where(self.nic == NONE, NONE, self.nic_tor[self.nic])
 
     @cached_property
     def rail(self) -> Ints:
-        return np.where(self.nic == NONE, NONE, self.nics.rail[self.nic])
+        return np.where(self.nic == NONE, NONE, self.nic_rail[self.nic])
 
     @cached_property
     def pod(self) -> Ints:

@@ -1,9 +1,8 @@
 """What a decision about circuits says, and what it is taken from. Values only; `materialize.py` decides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from planner.fabric.intent import Stage
 from planner.fabric.model import EndpointId, OcsId, Pair, PortPair
 from planner.fabric.topology import ServerId
 
@@ -21,13 +20,7 @@ class FabricFailures:
     servers: frozenset[ServerId] = frozenset()
 
     def __or__(self, other: "FabricFailures") -> "FabricFailures":
-        return FabricFailures(
-            self.ports | other.ports,
-            self.switches | other.switches,
-            self.cross_connects | other.cross_connects,
-            self.nics | other.nics,
-            self.servers | other.servers,
-        )
+        return FabricFailures(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +48,7 @@ class TierPlan:
 class FabricPlan:
     """Circuits of one period and the cross-connects that carry them, on every switch."""
 
-    period: str
-    stage: Stage
     tiers: tuple[TierPlan, ...]
     cross_connects: frozenset[PortPair]
-    kept: frozenset[PortPair]  # of those that are up
     completion_s: float
     notes: tuple[str, ...] = ()  # what failures cost, what could not be carried

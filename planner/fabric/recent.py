@@ -8,7 +8,7 @@ counted on the bad side (conformal prediction with weights, Barber et al., Annal
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, log
 
@@ -17,27 +17,8 @@ HALF_LIFE = 64.0  # a value counts half after so many newer ones
 RUN = 8  # so many in a row beyond an outer tenth of those before them, and the older ones are forgotten
 TENTH = 0.1
 ROUNDING = 1e-9  # of sums of weights
-
-
-@dataclass(frozen=True, slots=True)
-class SampleTrust:
-    """When a promise is made. Fewer values than a quantile takes give their least one, shrunk."""
-
-    min_samples: int = 4
-    shrink: float = 0.5  # what would be left of the least value if it were as likely as not to be undercut
-
-    def __post_init__(self) -> None:
-        if self.min_samples < 1:
-            raise ValueError(f"min_samples must be >= 1, got {self.min_samples}")
-        if not 0 < self.shrink <= 1:
-            raise ValueError(f"shrink must be in (0, 1], got {self.shrink}")
-
-    def shrunk(self, risk: float, q: float) -> float:
-        """By which a least value that is undercut with probability `risk` is multiplied, where only `q` is wanted:
-        nothing is taken off for `risk` = q, `shrink` for 1/2, and in between by the logarithm of `risk`."""
-        if risk <= q or q >= 0.5:
-            return 1.0
-        return float(self.shrink ** (log(risk / q) / log(0.5 / q)))
+MIN_SAMPLES = 4  # for a promise
+SHRINK = 0.5  # what is promised of the least value if it is as likely as not to be undercut
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +113,16 @@ class RecentSamples:
             return None
         return QuantileBound(self._minimum(), 1 / (_weight(self._half_life, len(self)) + 1), len(self))
 
+    def promised(self, q: float, level: float, above: float = -inf) -> QuantileBound | None:
+        """What the next value exceeds but for a probability of `q`, given that it exceeds `above`; `level` is what is
+        aimed at for that. Where the values are too few, the least one, shrunk. None: too few for that, too."""
+        if len(self) < MIN_SAMPLES:
+            return None
+        if (bound := self.lower(level, above)) is not None or (least := self.least(above)) is None:
+            return bound
+        since = max(0.0, above)
+        return replace(least, value_s=since + shrunk(least.risk, q) * (least.value_s - since))
+
     def _minimum(self) -> float:
         if self._least is None:
             self._least = min(self._values)
@@ -154,6 +145,12 @@ class RecentSamples:
         self._next, self._side, self._run = 0, 0, 0
         self._least = self._asked = None
         self._set_edges()
+
+
+def shrunk(risk: float, q: float) -> float:
+    """Return the factor for a least value that is undercut with probability `risk`, where only `q` is wanted: 1 for
+    `risk` = q, `SHRINK` for 1/2, and in between by the logarithm of `risk`."""
+    return 1.0 if risk <= q or q >= 0.5 else float(SHRINK ** (log(risk / q) / log(0.5 / q)))
 
 
 def _bound(pairs: Sequence[tuple[float, float]], total: float, q: float) -> QuantileBound | None:

@@ -11,10 +11,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network
-from itertools import pairwise
 from typing import Self
 
 from planner.fabric.model import EndpointId
@@ -33,7 +32,7 @@ class NextHop:
     weight: int = 1
 
     def __post_init__(self) -> None:
-        _check_address("gateway", self.gateway)
+        _check_address(self.gateway)
         _check_interface(self.interface)
         if self.weight < 1:
             raise ValueError(f"weight must be >= 1, got {self.weight}")
@@ -78,30 +77,17 @@ class PacketRoute:
         return f"{self.prefix} via {_hops_text(self.next_hops)}"
 
 
-@dataclass(frozen=True, slots=True)
-class RouteTable:
-    """The routes of one router that are ours, by prefix."""
+RouteTable = Mapping[str, PacketRoute]  # the routes of one router that are ours, by prefix
 
-    routes: Mapping[str, PacketRoute] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for prefix, route in self.routes.items():
-            if prefix != route.prefix:
-                raise ValueError(f"the route to {route.prefix} stands under {prefix}")
-
-    @classmethod
-    def of(cls, routes: Iterable[PacketRoute]) -> Self:
-        """Raises ValueError where a prefix has two routes."""
-        table: dict[str, PacketRoute] = {}
-        for route in sorted(routes):
-            if route.prefix in table:
-                raise ValueError(f"{route.prefix} has two routes: {table[route.prefix]} and {route}")
-            table[route.prefix] = route
-        return cls(table)
-
-    @property
-    def interfaces(self) -> frozenset[str]:
-        return frozenset(interface for route in self.routes.values() for interface in route.interfaces)
+def route_table(routes: Iterable[PacketRoute]) -> RouteTable:
+    """Raises ValueError where a prefix has two routes."""
+    table: dict[str, PacketRoute] = {}
+    for route in sorted(routes):
+        if route.prefix in table:
+            raise ValueError(f"{route.prefix} has two routes: {table[route.prefix]} and {route}")
+        table[route.prefix] = route
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +108,6 @@ class PacketSide:
     interface: str
     address: str
 
-    def __post_init__(self) -> None:
-        _check_interface(self.interface)
-        _check_address("address", self.address)
-
 
 @dataclass(frozen=True, slots=True)
 class TorRouter:
@@ -135,35 +117,15 @@ class TorRouter:
     prefixes: tuple[str, ...]  # of the hosts behind it
     packet_side: PacketSide | None = None
 
-    def __post_init__(self) -> None:
-        _check_address("address", self.address)
-        for prefix in self.prefixes:
-            _check_prefix(prefix)
-
 
 @dataclass(frozen=True, slots=True)
 class RoutingDomain:
-    """All routers that are rerouted. `packet_hops`: as how many circuits in a row the packet side counts; None: as more
-    than there can be, so that it is taken only where no circuits lead."""
+    """All routers that are rerouted. No address and no prefix is of two; `orchestrrl/fabric/config_checks.py` sees to
+    that. `packet_hops`: as how many circuits in a row the packet side counts; None: as more than there can be, so that
+    it is taken only where no circuits lead."""
 
     routers: Mapping[EndpointId, TorRouter]
     packet_hops: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.packet_hops is not None and self.packet_hops < 1:
-            raise ValueError(f"packet_hops must be >= 1, got {self.packet_hops}")
-        owner: dict[str, EndpointId] = {}
-        for name, router in self.routers.items():
-            side = router.packet_side
-            for mine in (router.address, *((side.address,) if side else ()), *router.prefixes):
-                if mine in owner:
-                    raise ValueError(f"{mine} belongs to two: {owner[mine]} and {name}")
-                owner[mine] = name
-        # A packet for the smaller of two would follow the larger wherever a router has lost the smaller.
-        networks = sorted(IPv4Network(prefix) for router in self.routers.values() for prefix in router.prefixes)
-        for one, other in pairwise(networks):
-            if one.overlaps(other):
-                raise ValueError(f"{one} and {other} overlap")
 
     @property
     def packet_cost(self) -> int:
@@ -239,23 +201,21 @@ def reroute(domain: RoutingDomain, links: Collection[RoutedLink]) -> ReroutingPl
             if side and any(interface == side.interface for _, interface in shares[name]):
                 on_packet_side.append((name, destination))
             routes[name] += [PacketRoute.of(prefix, shares[name]) for prefix in domain.routers[destination].prefixes]
-    tables = {name: RouteTable.of(routes[name]) for name in domain.routers}
+    tables = {name: route_table(routes[name]) for name in domain.routers}
     return ReroutingPlan(tables, tuple(unreachable), tuple(on_packet_side))
 
 
 def fit(table: RouteTable, max_next_hops: int, max_weight: int) -> RouteTable:
     """The nearest that a router can hold. Rounding goes on from one next hop to the next, so that a neighbour that
     is to get half as much over two interfaces keeps one of them."""
-    return RouteTable.of(_fit_route(route, max_next_hops, max_weight) for route in table.routes.values())
+    return route_table(_fit_route(route, max_next_hops, max_weight) for route in table.values())
 
 
 def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
     """What makes `after` of `before`, by prefix."""
-    prefixes = sorted({*before.routes, *after.routes})
+    prefixes = sorted({*before, *after})
     return tuple(
-        RouteChange(prefix, after.routes.get(prefix))
-        for prefix in prefixes
-        if before.routes.get(prefix) != after.routes.get(prefix)
+        RouteChange(prefix, after.get(prefix)) for prefix in prefixes if before.get(prefix) != after.get(prefix)
     )
 
 
@@ -263,24 +223,14 @@ def changes(before: RouteTable, after: RouteTable) -> tuple[RouteChange, ...]:
 RouteStage = Mapping[EndpointId, tuple[RouteChange, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class RouteUpdate:
-    """From tables to tables. A packet under way meets old routes, then new ones, and never turns back to old.
-    `lost`: (router, prefix) whose route goes and has no other: these packets are dropped from their stage on.
-    `held`: changes that have to wait for a router that cannot be changed."""
-
-    stages: tuple[RouteStage, ...]
-    lost: tuple[tuple[EndpointId, str], ...]
-    held: tuple[tuple[EndpointId, str], ...] = ()
-
-
 def update(
     domain: RoutingDomain,
     before: Mapping[EndpointId, RouteTable],
     after: Mapping[EndpointId, RouteTable],
     stuck: Collection[tuple[EndpointId, str]] = (),
-) -> RouteUpdate:
-    """The order in which no packet loops and none is lost that has a way before and after.
+) -> tuple[RouteStage, ...]:
+    """The order in which no packet loops and none is lost that has a way before and after. A packet under way meets old
+    routes, then new ones, and never turns back to old.
 
     A route is changed once all those that its packets will meet further on have been: what is changed then leads to
     the destination over changed routers alone, and what is not yet changed leads as before until it meets one. Routes
@@ -295,8 +245,8 @@ def update(
         """How many changes it has to wait for, one after the other; None: it cannot be made."""
         if owners.get(prefix) == name:
             return 0
-        route = after.get(name, RouteTable()).routes.get(prefix)
-        is_changed = before.get(name, RouteTable()).routes.get(prefix) != route
+        route = after.get(name, {}).get(prefix)
+        is_changed = before.get(name, {}).get(prefix) != route
         if is_changed and (name, prefix) in stuck:
             return None
         level = 0
@@ -311,20 +261,17 @@ def update(
 
     by_level: dict[int, dict[EndpointId, list[RouteChange]]] = defaultdict(lambda: defaultdict(list))
     last: dict[EndpointId, list[RouteChange]] = defaultdict(list)
-    held: list[tuple[EndpointId, str]] = []
     for name in sorted(after):
-        for change in changes(before.get(name, RouteTable()), after[name]):
+        for change in changes(before.get(name, {}), after[name]):
             level = level_of(name, change.prefix)
-            if level is None or (name, change.prefix) in stuck:
-                held.append((name, change.prefix))
-            elif change.route is None:
+            if level is None or (name, change.prefix) in stuck:  # a router may even have a route to its own prefix
+                continue
+            if change.route is None:
                 last[name].append(change)
             else:
                 by_level[level][name].append(change)
     ordered = [by_level[level] for level in sorted(by_level)] + ([last] if last else [])
-    stages = tuple({name: tuple(some) for name, some in stage.items()} for stage in ordered)
-    lost = tuple((name, change.prefix) for name, some in sorted(last.items()) for change in some)
-    return RouteUpdate(stages, lost, tuple(held))
+    return tuple({name: tuple(some) for name, some in stage.items()} for stage in ordered)
 
 
 # circuits[router][neighbour]: the router's interfaces that lead to it.
@@ -431,13 +378,13 @@ def _check_links(domain: RoutingDomain, links: Iterable[RoutedLink]) -> None:
 
 
 @cache  # the same few stand in very many routes
-def _check_address(name: str, address: str) -> None:
+def _check_address(address: str) -> None:
     try:
         normal = str(IPv4Address(address))
     except ValueError as error:
-        raise ValueError(f"{name} must be an IPv4 address, got {address!r}") from error
+        raise ValueError(f"gateway must be an IPv4 address, got {address!r}") from error
     if normal != address:
-        raise ValueError(f"{name} must be written as {normal}, got {address!r}")
+        raise ValueError(f"gateway must be written as {normal}, got {address!r}")
 
 
 @cache  # the same few stand in very many routes

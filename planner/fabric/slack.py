@@ -4,15 +4,14 @@ Figure 5 and section 5.3 of the paper. Fed in order of time, in the clock of the
 collective is in flight, asynchronous ones included; how long is remembered by the place in the iteration.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from math import floor, log10
 from typing import NamedTuple
 
-from planner.fabric.recent import SampleTrust
-from planner.fabric.sequence import UNLEARNT, IterationGap, KnownSequence, MarkedIterations, QuietSpan, RepetitionFinder
+from planner.fabric.recent import MIN_SAMPLES
+from planner.fabric.sequence import UNLEARNT, IterationGap, MarkedIterations, QuietSpan, RepetitionFinder
 from planner.model import Hold
 
 MOST_SIZES = 16  # of one operation in one group: beyond, its size says nothing, e.g. of an all-to-all of tokens
@@ -71,17 +70,6 @@ class SlackHistogram:
             passed += inside
         return edge_s(max(self.bins) + 1)
 
-    def to_json(self) -> dict[str, object]:
-        return {"none": self.none, "bins": {str(index): self.bins[index] for index in sorted(self.bins)}}
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, object]) -> "SlackHistogram":
-        """Of what `to_json` wrote."""
-        bins, none = body["bins"], body["none"]
-        assert isinstance(bins, Mapping)
-        assert isinstance(none, int)
-        return cls({int(index): int(count) for index, count in bins.items()}, none)
-
 
 def edge_s(index: float) -> float:
     """Where a bin begins."""
@@ -117,19 +105,15 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class SlackLearner:
-    """One rank. `relearned` counts changes of the sequence, `reason` says the last one."""
+    """One rank. Its `follower` has the sequence of an iteration and the place in it."""
 
     rank: int
-    trust: SampleTrust = field(default_factory=SampleTrust)
     histograms: dict[str, SlackHistogram] = field(default_factory=dict)  # by operation
-    unmatched: int = 0  # ends of collectives that nobody saw begin
-    losses: int = 0
-    _follower: MarkedIterations | RepetitionFinder = field(default_factory=RepetitionFinder)
+    follower: MarkedIterations | RepetitionFinder = field(default_factory=RepetitionFinder)
     _numbers: dict[Signature, int] = field(default_factory=dict)
     _fresh: Iterator[int] = field(default_factory=count)
     _sizes: dict[tuple[str, int], int] = field(default_factory=dict)  # distinct ones
     _flying: dict[int, Signature] = field(default_factory=dict)  # by handle
-    _by_signature: dict[Signature, deque[int]] = field(default_factory=dict)
     _handles: int = 0
     _opened_s: float | None = None  # since when it is quiet; None: nothing was ever in flight, or it is lost
     _ended_s: float | None = None  # the latest end
@@ -149,8 +133,8 @@ class SlackLearner:
             quiet = QuietSpan(opened_s, opened_s - self._iteration_s, max(0.0, at_s - opened_s))
             self._grade(at_s)
         self._count(signature.op, quiet)
-        gap = self._follower.step(self._number(signature), quiet)
-        if isinstance(self._follower, RepetitionFinder) and self._follower.depth == 1 % self._length:
+        gap = self.follower.step(self._number(signature), quiet)
+        if isinstance(self.follower, RepetitionFinder) and self.follower.depth == 1 % self._length:
             self._iteration_s = at_s
         if gap is not None:
             gap.passed += 1
@@ -162,25 +146,17 @@ class SlackLearner:
         self._opened_s = None
         self._handles += 1
         self._flying[self._handles] = signature
-        self._by_signature.setdefault(signature, deque()).append(self._handles)
         return self._handles
 
-    def ended(self, which: int | Signature, at_s: float) -> None:
-        """By handle, or the oldest of a signature that is in flight."""
-        handle = which if isinstance(which, int) else next(iter(self._by_signature.get(which, ())), 0)
-        signature = self._flying.pop(handle, None)
-        if signature is None:
-            self.unmatched += 1
+    def ended(self, handle: int, at_s: float) -> None:
+        """A collective ends; the end of one that is not in flight, or not any more, counts for nothing."""
+        if self._flying.pop(handle, None) is None:
             return
-        waiting = self._by_signature[signature]
-        waiting.remove(handle)
-        if not waiting:
-            del self._by_signature[signature]
         self._ended_s = at_s if self._ended_s is None else max(self._ended_s, at_s)
         if not self._flying:
             self._opened_s = self._ended_s
             self._opened_offset_s = self._ended_s - self._iteration_s
-            place = self._follower.place
+            place = self.follower.place
             self._opened_at = None if isinstance(place, Hold) else place[1]
 
     def mark(self, name: str, _at_s: float) -> None:
@@ -189,24 +165,22 @@ class SlackLearner:
 
     def iteration(self, _number: int, at_s: float) -> None:
         """The trainer begins an iteration."""
-        if not isinstance(self._follower, MarkedIterations):
-            self._follower = MarkedIterations()
+        if not isinstance(self.follower, MarkedIterations):
+            self.follower = MarkedIterations()
             self._opened_at = None
-        self._follower.begin()
+        self.follower.begin()
         self._iteration_s = at_s
 
     def lost(self, detail: str) -> None:
         """Events are missing: nothing is known of what is in flight, nor of the place."""
-        self.losses += 1
         self._flying.clear()
-        self._by_signature.clear()
         self._opened_s = self._ended_s = self._opened_at = self._asked = None
-        self._follower.lose(detail)
+        self.follower.lose(detail)
 
     def prepare(self, q: float) -> None:
         """Work out beforehand what `remaining` will be asked for when it becomes quiet: called while there is traffic,
         it takes the arithmetic out of the window."""
-        place = self._follower.place
+        place = self.follower.place
         if not isinstance(place, Hold):
             place[1].lengths_s.lower(self._levels.get(q, q))
 
@@ -217,7 +191,7 @@ class SlackLearner:
             return Hold(TRAFFIC, f"rank {self.rank}: {len(self._flying)} in flight, the oldest {first.op}")
         if self._opened_s is None:
             return Hold(UNLEARNT, f"rank {self.rank}: no collective seen yet")
-        place = self._follower.place
+        place = self.follower.place
         if isinstance(place, Hold):
             return Hold(place.code, f"rank {self.rank}: {place.detail}")
         position, gap = place
@@ -249,40 +223,12 @@ class SlackLearner:
     ) -> RemainingQuiet | Hold:
         lengths, lasted_s = gap.lengths_s, max(0.0, now_s - opened_s)
         where = f"rank {self.rank}, position {position}"
-        if len(lengths) < self.trust.min_samples:
-            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, {self.trust.min_samples} needed")
-        bound = lengths.lower(self._levels.get(q, q), lasted_s)
-        if bound is not None:
-            return RemainingQuiet(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
-        least = lengths.least(lasted_s)
-        if least is None:
+        if len(lengths) < MIN_SAMPLES:
+            return Hold(FEW_SAMPLES, f"{where}: seen {len(lengths)} times, {MIN_SAMPLES} needed")
+        bound = lengths.promised(q, self._levels.get(q, q), lasted_s)
+        if bound is None:
             return Hold(OUTLASTED, f"{where}: quiet for {lasted_s * 1e3:.1f} ms, too seldom longer to say how long")
-        until_s = now_s + self.trust.shrunk(least.risk, q) * (opened_s + least.value_s - now_s)
-        return RemainingQuiet(position, opened_s, until_s, least.samples, least.risk)
-
-    @property
-    def known_sequence(self) -> KnownSequence | None:
-        """The sequence of an iteration: of those that differ, the one that came last."""
-        return self._follower.sequence
-
-    @property
-    def iterations(self) -> int:
-        """That were marked, or in which the sequence was found."""
-        return self._follower.rounds
-
-    @property
-    def relearned(self) -> int:
-        return self._follower.relearned
-
-    @property
-    def reason(self) -> str:
-        return self._follower.reason
-
-    @property
-    def why_not(self) -> str:
-        """Why nothing is promised at this place; empty where something may be."""
-        place = self._follower.place
-        return place.detail if isinstance(place, Hold) else ""
+        return RemainingQuiet(position, opened_s, opened_s + bound.value_s, bound.samples, bound.risk)
 
     @property
     def signatures(self) -> dict[int, Signature]:
@@ -291,7 +237,7 @@ class SlackLearner:
 
     @property
     def _length(self) -> int:
-        known = self.known_sequence
+        known = self.follower.sequence
         return len(known.ids) if known is not None else 1
 
     def _number(self, signature: Signature) -> int:

@@ -1,11 +1,11 @@
-"""What a rank's learner knows, as a value that can be sent and printed. Pure."""
+"""What a rank's learner knows, as a value that can be sent as JSON and printed. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 from planner.fabric.sequence import IterationGap
 from planner.fabric.slack import Signature, SlackHistogram, SlackLearner
+from planner.model import Hold
 
 VANISHED = Signature("?", -1, -1)  # known by another number since its size was found to vary
 
@@ -45,42 +45,23 @@ class SlackSummary:
     positions: tuple[PositionSummary, ...]
     histograms: Mapping[str, SlackHistogram]
 
-    def to_json(self) -> dict[str, Any]:
-        body = {each.name: getattr(self, each.name) for each in fields(self)}
-        return body | {
-            "ranks": list(self.ranks),
-            "positions": [asdict(position) for position in self.positions],
-            "histograms": {op: histogram.to_json() for op, histogram in sorted(self.histograms.items())},
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> "SlackSummary":
-        """Of what `to_json` wrote."""
-        return cls(
-            **{
-                **body,
-                "ranks": tuple(body["ranks"]),
-                "positions": tuple(PositionSummary(**position) for position in body["positions"]),
-                "histograms": {op: SlackHistogram.from_json(each) for op, each in body["histograms"].items()},
-            }
-        )
-
 
 def summarize(learner: SlackLearner, q: float) -> SlackSummary:
-    known, signatures = learner.known_sequence, learner.signatures
+    follower, signatures = learner.follower, learner.signatures
+    known, here = follower.sequence, follower.place
     places = () if known is None else zip(known.ids, known.gaps, strict=False)
     return SlackSummary(
         (learner.rank,),
-        learner.iterations,
-        learner.relearned,
-        learner.reason,
-        learner.why_not,
+        follower.rounds,
+        follower.relearned,
+        follower.reason,
+        here.detail if isinstance(here, Hold) else "",
         q,
         tuple(
-            _position(position, signatures.get(number, VANISHED), gap, learner, q)
+            _position(position, signatures.get(number, VANISHED), gap, q)
             for position, (number, gap) in enumerate(places)
         ),
-        {op: histogram.merged(SlackHistogram()) for op, histogram in learner.histograms.items()},
+        {op: histogram.merged(SlackHistogram()) for op, histogram in sorted(learner.histograms.items())},
     )
 
 
@@ -93,29 +74,12 @@ def merged(summaries: Iterable[SlackSummary]) -> SlackSummary:
     for each in rest:
         for op, histogram in each.histograms.items():
             histograms[op] = histograms.get(op, SlackHistogram()).merged(histogram)
-    return SlackSummary(
-        tuple(rank for each in rest for rank in each.ranks),
-        first.iterations,
-        first.relearned,
-        first.reason,
-        first.why_not,
-        first.q,
-        first.positions,
-        histograms,
-    )
+    return replace(first, ranks=tuple(rank for each in rest for rank in each.ranks), histograms=histograms)
 
 
-def _position(
-    position: int, signature: Signature, gap: IterationGap, learner: SlackLearner, q: float
-) -> PositionSummary:
-    lengths, trust = gap.lengths_s, learner.trust
-    promised_s, risk = None, None
-    if len(lengths) >= trust.min_samples:
-        bound, least = lengths.lower(q), lengths.least()
-        if bound is not None:
-            promised_s, risk = bound.value_s, bound.risk
-        elif least is not None:
-            promised_s, risk = trust.shrunk(least.risk, q) * least.value_s, least.risk
+def _position(position: int, signature: Signature, gap: IterationGap, q: float) -> PositionSummary:
+    lengths = gap.lengths_s
+    bound = lengths.promised(q, q)
     return PositionSummary(
         position,
         signature.op,
@@ -128,6 +92,6 @@ def _position(
         lengths.quantile(0.05),
         lengths.quantile(0.5),
         lengths.quantile(0.95),
-        promised_s,
-        risk,
+        None if bound is None else bound.value_s,
+        None if bound is None else bound.risk,
     )

@@ -111,21 +111,14 @@ def _idle(site: Site, nics: Mapping[EndpointId, int]) -> Iterator[str]:
 
 def _strangers(site: Site) -> Iterator[str]:
     """Endpoints that no circuit can join, as they share no switch. Uplinks of one PoD need not be joined."""
-    for pod in site.pods:
+    uplinks = {uplink.id for uplink in site.uplinks}
+    for layer, switches in (*site.agg_switches_of.items(), ("core", site.core_switches)):
         on: dict[EndpointId, set[OcsId]] = defaultdict(set)
-        for switch in site.agg_switches_of[pod.id]:
-            for endpoint in switch.ports:
+        for switch in switches:
+            for endpoint in set(site.cabling.ports[switch.id].values()):
                 on[endpoint].add(switch.id)
-        apart = _apart(on, {uplink.id for uplink in site.uplinks_of[pod.id]})
-        if apart:
-            yield f"{pod.id}: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
-    on = defaultdict(set)
-    for switch in site.core_switches:
-        for endpoint in set(site.cabling.ports[switch.id].values()):
-            on[endpoint].add(switch.id)
-    apart = _apart(on, set())
-    if apart:
-        yield f"core: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
+        if apart := _apart(on, uplinks):
+            yield f"{layer}: no switch has fibres of both {apart[0]} and {apart[1]}: no circuit can join them"
 
 
 def _apart(

@@ -12,18 +12,10 @@ The reserved slice of the core, which responses stream over, is part of every st
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from planner.fabric.intent import Stage
 from planner.fabric.model import Pair, pair_of
 from planner.fabric.topology import Pod, PodRole
-
-
-class SpareCapacity(StrEnum):
-    """What is done with ports that demand leaves over."""
-
-    SPREAD = "spread"  # over all pairs of ToRs: bisection for what nobody announced
-    KEEP = "keep"  # circuits that are up there stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +24,9 @@ class StageTemplate:
 
     touched: frozenset[PodRole]
     core_roles: frozenset[tuple[PodRole, PodRole]]  # that the core may join, either way round
-    spare: SpareCapacity
+    # Ports that demand leaves over go to all pairs of ToRs, as bisection for what nobody announced. Else circuits that
+    # are up there stay.
+    spreads_spare: bool
 
     def core_pairs(self, pods: Iterable[Pod]) -> frozenset[Pair]:
         """Pairs of PoDs that may have circuits."""
@@ -46,9 +40,7 @@ class StageTemplate:
 
 
 TEMPLATES: Mapping[Stage, StageTemplate] = {
-    Stage.TRAIN: StageTemplate(
-        frozenset({PodRole.TRAIN}), frozenset({(PodRole.TRAIN, PodRole.TRAIN)}), SpareCapacity.SPREAD
-    ),
-    Stage.GEN: StageTemplate(frozenset({PodRole.GEN}), frozenset(), SpareCapacity.SPREAD),
-    Stage.WEIGHT_SYNC: StageTemplate(frozenset(PodRole), frozenset({(PodRole.TRAIN, PodRole.GEN)}), SpareCapacity.KEEP),
+    Stage.TRAIN: StageTemplate(frozenset({PodRole.TRAIN}), frozenset({(PodRole.TRAIN, PodRole.TRAIN)}), True),
+    Stage.GEN: StageTemplate(frozenset({PodRole.GEN}), frozenset(), True),
+    Stage.WEIGHT_SYNC: StageTemplate(frozenset(PodRole), frozenset({(PodRole.TRAIN, PodRole.GEN)}), False),
 }

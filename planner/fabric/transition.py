@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
+from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair, shared_ports
 from planner.fabric.transition_exact import fewest_missed, fewest_stages
 from planner.fabric.transition_moves import Subject, TransitionMoves, circuits, lit_floors, moves_between, subjects
 from planner.fabric.transition_order import RemovalOrder, doomed, replayed
@@ -36,7 +36,7 @@ class TransitionProblem:
             raise ValueError(f"min_fraction must be in 0..1, got {self.min_fraction}")
         for name, cross_connects in (("current", self.current), ("target", self.target)):
             circuits(self.cabling, cross_connects)
-            if twice := _used_twice(cross_connects):
+            if twice := [f"port {port} of {switch}" for switch, port in shared_ports(cross_connects)]:
                 raise ValueError(f"{name} must use a port once, got {', '.join(twice)}")
 
 
@@ -46,6 +46,10 @@ class TransitionStage:
 
     remove: tuple[PortPair, ...]
     add: tuple[PortPair, ...]
+
+    @property
+    def switches(self) -> frozenset[OcsId]:
+        return frozenset(pair.switch for pair in (*self.remove, *self.add))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,8 @@ def _staged(max_moves: int, moves: TransitionMoves, order: RemovalOrder, spared:
     usable = [each for each in orders if not each.missed - order.missed]
     best = min((packed(moves, each, max_moves, by_chains=how) for each in usable for how in (False, True)), key=max)
     if max(best) + 1 > at_least:
-        staged = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
-        at_least = staged.at_least
-        if staged.stages is not None:
-            best = [*staged.stages[0], *staged.stages[1]]
+        fewer, at_least = fewest_stages(moves, max_moves, order.cost(moves), at_least, best, max(best) + 1)
+        best = fewer or best
     return smoothed(moves, best, max_moves), at_least
 
 
@@ -155,17 +157,8 @@ def _counted(
         yield number, "added", up, ()
 
 
-def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> dict[Subject, tuple[int, PointKind]]:
-    """Those that are below their floors at some point, with the first such point."""
+def _suffer(problem: TransitionProblem, stages: tuple[TransitionStage, ...]) -> set[Subject]:
+    """Those that are below their floors at some point."""
     fewest = lit_floors(problem.cabling, problem.current, problem.target, problem.min_fraction)
-    suffer: dict[Subject, tuple[int, PointKind]] = {}
-    for number, kind, up, lost in _counted(problem, stages):
-        for subject in lost:
-            if up[subject] < fewest.get(subject, 0):
-                suffer.setdefault(subject, (number, kind))
-    return suffer
-
-
-def _used_twice(cross_connects: frozenset[PortPair]) -> list[str]:
-    times = Counter((each.switch, port) for each in cross_connects for port in each.ports)
-    return [f"port {port} of {switch}" for (switch, port), count in sorted(times.items()) if count > 1]
+    points = _counted(problem, stages)
+    return {subject for *_, up, lost in points for subject in lost if up[subject] < fewest.get(subject, 0)}

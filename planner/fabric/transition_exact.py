@@ -7,7 +7,6 @@ only when it is asked, as that takes longer than most transitions.
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from planner.fabric.transition_moves import TransitionMoves
@@ -30,8 +29,6 @@ ORDER_WORK = 2.0  # deterministic seconds for all parts of a transition together
 STAGES_WORK = 2.0
 MOST_ORDER_VARIABLES = 8_000
 MOST_STAGE_VARIABLES = 12_000  # over all numbers of stages that are tried
-
-StageNumbers = tuple[tuple[int, ...], tuple[int, ...]]  # the stage of each removal, and of each addition, from 0
 
 
 def fewest_missed(moves: TransitionMoves) -> tuple[RemovalOrder, bool]:
@@ -163,20 +160,13 @@ def _both(model: "cp_model.CpModel", needed: list[Any]) -> Any:
     return both
 
 
-@dataclass(frozen=True, slots=True)
-class ExactStages:
-    """`stages` is None where none was found; `at_least` is proven."""
-
-    stages: StageNumbers | None
-    at_least: int
-
-
 def fewest_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], at_least: int, known: Sequence[int], known_count: int
-) -> ExactStages:
-    """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`.
+) -> tuple[list[int] | None, int]:
+    """Fewer stages than `known_count`, with no more pairs and endpoints missed than `cost`: the stage of each move from
+    0, removals first, or None where no such transition was found; and how many stages it takes at least, proven.
 
-    `known` is the stage of each move, removals first, of a transition to begin from.
+    `known` is a transition to begin from, in the same form.
     """
     work, count, variables = STAGES_WORK, at_least, moves.count * at_least
     while count < known_count and variables <= MOST_STAGE_VARIABLES and work > 0:
@@ -184,16 +174,16 @@ def fewest_stages(
         found, spent, sure = _in_stages(moves, max_moves, cost, count, known, work / 2)
         work -= spent
         if found is not None:
-            return ExactStages(found, at_least)
+            return found, at_least
         at_least += sure and count == at_least
         count += 1
         variables += moves.count * count
-    return ExactStages(None, at_least)
+    return None, at_least
 
 
 def _in_stages(
     moves: TransitionMoves, max_moves: int, cost: tuple[int, int], count: int, known: Sequence[int], work: float
-) -> tuple[StageNumbers | None, float, bool]:
+) -> tuple[list[int] | None, float, bool]:
     """A transition in `count` stages, the work that it took, and whether there is surely none."""
     from ortools.sat.python import cp_model
 
@@ -231,8 +221,7 @@ def _in_stages(
     spent = solver.response_proto.deterministic_time
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, spent, status == cp_model.INFEASIBLE
-    stage_of = [sum(not solver.value(var) for var in each[:-1]) for each in done]
-    return (tuple(stage_of[: len(down)]), tuple(stage_of[len(down) :])), spent, False
+    return [sum(not solver.value(var) for var in each[:-1]) for each in done], spent, False
 
 
 def _solver(work: float) -> "cp_model.CpSolver":

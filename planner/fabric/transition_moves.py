@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from planner.fabric.model import Cabling, EndpointId, OcsId, Pair, PortPair
+from planner.fabric.model import Cabling, EndpointId, Pair, PortPair
 
 Subject = Pair | EndpointId  # what suffers where too few circuits are left
 
@@ -97,9 +97,9 @@ def moves_between(
     cabling: Cabling, current: frozenset[PortPair], target: frozenset[PortPair], min_fraction: float
 ) -> TransitionMoves:
     removals, additions = tuple(sorted(current - target)), tuple(sorted(target - current))
-    holder = {port: number for number, removal in enumerate(removals) for port in _ports(removal)}
+    holder = {port: number for number, removal in enumerate(removals) for port in removal.sides}
     blockers = tuple(
-        tuple(sorted({holder[port] for port in _ports(addition) if port in holder})) for addition in additions
+        tuple(sorted({holder[port] for port in addition.sides if port in holder})) for addition in additions
     )
     opens: list[list[int]] = [[] for _ in removals]
     for addition, needed in enumerate(blockers):
@@ -109,10 +109,6 @@ def moves_between(
     return TransitionMoves(removals, additions, blockers, tuple(map(tuple, opens)), (), (), ()).with_floors(
         tuple(floors)
     )
-
-
-def _ports(cross_connect: PortPair) -> list[tuple[OcsId, int]]:
-    return [(cross_connect.switch, port) for port in cross_connect.ports]
 
 
 def _floors(

@@ -4,11 +4,11 @@ How long a change takes until packets may use it is measured switch by switch: a
 of it, as receivers lock to the light, links are debounced, and routes follow (section 2.3 of the paper). Until enough
 was measured, its stated delay is taken with an allowance.
 
-Section 5.3 of the paper. Times are in the clock of whoever decides, but in `HostWindows`, whose host has its own.
+Section 5.3 of the paper. Times are in the clock of whoever decides, but in `ReportedQuiet`, whose host has its own.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -30,31 +30,35 @@ RISKY = "window_risky"
 NO_BOUNDARY = "no_boundary"
 
 MOST_AGE_S = 1.0
+COVERED = 0.95  # of commits last no longer than is expected
+# What is taken for what was not measured often enough yet.
+DEVICE_FACTOR, LINK_UP_S = 1.5, 0.005  # on the stated delay, and on top of it
+ROUTE_S = CONTROL_S = 0.005
+BEYOND = 1.5  # on the worst seen, while too few were seen
+FADING = 0.9  # of that, for each period that it found no window for
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class HostWindows:
-    """What the ranks of one host promise, reported at `reported_s` of that host's clock."""
+class ReportedQuiet:
+    """What a rank promises, reported at `reported_s` of its host's clock."""
 
     host: str
     reported_s: float
-    ranks: tuple[tuple[int, RemainingQuiet | Hold], ...]
+    rank: int
+    quiet: RemainingQuiet
     clock: ClockOffset | None  # host minus ours; None: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """It is quiet on all ranks. `limiting`: whose promise ends first. `risk`: at most, that any of them is broken."""
+    """When it is quiet on all ranks. `limiting`: whose promise ends first. `risk`: at most, that any is broken."""
 
     opened_s: float
     until_s: float
     limiting: str
     risk: float
-
-    def left_s(self, now_s: float) -> float:
-        return self.until_s - now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +86,22 @@ class CommitNeed:
         )
 
 
-def intersect(hosts: Iterable[HostWindows], now_s: float, most_age_s: float = MOST_AGE_S) -> Window | Hold:
-    """The window of all ranks together. A Hold names the rank or host that has none, the first by host and rank."""
+def intersect(reports: Iterable[ReportedQuiet], now_s: float) -> Window | Hold:
+    """The window of all ranks together, which may be yet to open, or over. A Hold names the host whose report says
+    nothing of our time."""
     opened_s, until_s, limiting, risk = -inf, inf, "", 0.0
-    for host in sorted(hosts, key=lambda each: each.host):
-        if host.clock is None:
-            return Hold(CLOCK_UNKNOWN, f"{host.host}: the offset of its clock is not known")
-        age_s = now_s - host.clock.ours(host.reported_s)[0]
-        if age_s > most_age_s:
-            return Hold(STALE_WINDOW, f"{host.host}: said {_ms(age_s)} ago, limit {_ms(most_age_s)}")
-        for rank, said in sorted(host.ranks, key=lambda each: each[0]):
-            if isinstance(said, Hold):
-                return Hold(said.code, f"{host.host}: {said.detail}")
-            opened_s = max(opened_s, host.clock.ours(said.opened_s)[1])
-            risk += said.risk
-            if (ends_s := host.clock.ours(said.until_s)[0]) < until_s:
-                until_s, limiting = ends_s, f"{host.host}, rank {rank}"
+    for each in reports:
+        if each.clock is None:
+            return Hold(CLOCK_UNKNOWN, f"{each.host}: the offset of its clock is not known")
+        age_s = now_s - each.clock.ours(each.reported_s)[0]
+        if age_s > MOST_AGE_S:
+            return Hold(STALE_WINDOW, f"{each.host}: said {_ms(age_s)} ago, limit {_ms(MOST_AGE_S)}")
+        opened_s = max(opened_s, each.clock.ours(each.quiet.opened_s)[1])
+        risk += each.quiet.risk
+        if (ends_s := each.clock.ours(each.quiet.until_s)[0]) < until_s:
+            until_s, limiting = ends_s, f"{each.host}, rank {each.rank}"
     if not limiting:
         return Hold(NO_RANKS, "no rank has said anything of the circuits that are to change")
-    if now_s < opened_s:
-        return Hold(CLOSED, f"opens in {_ms(opened_s - now_s)} at the latest, by the bounds of clocks")
-    if now_s >= until_s:
-        return Hold(CLOSED, f"promised until {_ms(now_s - until_s)} ago by {limiting}")
     return Window(opened_s, until_s, limiting, min(1.0, risk))
 
 
@@ -123,10 +121,12 @@ def may_commit(
         if stage is Stage.TRAIN:
             return Hold(NO_RANKS, "train: changed inside a window only, and no rank has said anything of one")
         return Act("at_boundary", f"{stage.value}: nobody sends until it is done; {need}")
-    left_s = window.left_s(now_s)
+    left_s = window.until_s - now_s
+    if now_s < window.opened_s:
+        return Hold(CLOSED, f"opens in {_ms(window.opened_s - now_s)} at the latest, by the bounds of clocks")
+    if left_s <= 0:
+        return Hold(CLOSED, f"promised until {_ms(-left_s)} ago by {window.limiting}")
     detail = f"{_ms(left_s)} remain by {window.limiting} (risk {window.risk:.1%}), {need}"
-    if now_s < window.opened_s or left_s <= 0:
-        return Hold(CLOSED, detail)
     if left_s < need.total_s:
         return Hold(TOO_SHORT, detail)
     if window.risk > most_risk:
@@ -134,38 +134,19 @@ def may_commit(
     return Act("in_window", detail)
 
 
-def common_quiet(ranks: Sequence[Sequence[Interval]]) -> list[Interval]:
-    """When it is quiet on all of them. Of each rank: disjoint intervals, ascending."""
-    if not ranks:
-        return []
-    both = list(ranks[0])
-    for each in ranks[1:]:
-        both = list(_overlaps(both, each))
-    return both
-
-
-def quiet_between(busy: Iterable[Interval]) -> list[Interval]:
-    """Between the first and the last of `busy`, which may overlap and come in any order."""
+def common_quiet(ranks: Iterable[Sequence[Interval]]) -> list[Interval]:
+    """When it is quiet on all of them, while all are recorded: from the first to the last of a rank's busy intervals,
+    which may overlap and come in any order."""
+    busy: list[Interval] = []
+    for each in ranks:
+        busy += [*each, (-inf, min(start_s for start_s, _ in each)), (max(end_s for _, end_s in each), inf)]
     found: list[Interval] = []
-    until_s: float | None = None
+    until_s = -inf
     for start_s, end_s in sorted(busy):
-        if until_s is not None and start_s > until_s:
+        if start_s > until_s:
             found.append((until_s, start_s))
-        until_s = end_s if until_s is None else max(until_s, end_s)
+        until_s = max(until_s, end_s)
     return found
-
-
-def _overlaps(ones: Sequence[Interval], others: Sequence[Interval]) -> Iterator[Interval]:
-    index = other = 0
-    while index < len(ones) and other < len(others):
-        start_s = max(ones[index][0], others[other][0])
-        end_s = min(ones[index][1], others[other][1])
-        if start_s < end_s:
-            yield start_s, end_s
-        if ones[index][1] < others[other][1]:
-            index += 1
-        else:
-            other += 1
 
 
 def _ms(value_s: float) -> str:
@@ -173,47 +154,35 @@ def _ms(value_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
-    """What is taken for what was not measured often enough yet."""
+class SwitchTimes:
+    """How long one switch's part of a commit lasted: device and link, and what came before and after."""
 
-    device_factor: float = 1.5  # on the stated delay
-    link_up_s: float = 0.005  # on top of it
-    route_s: float = 0.005
-    control_s: float = 0.005
-    beyond: float = 1.5  # on the worst seen, while too few were seen
-    fading: float = 0.9  # of that, for each period that it found no window for
+    switch: OcsId
+    control_s: float
+    device_s: float
+    route_s: float
 
-    def __post_init__(self) -> None:
-        for name in ("device_factor", "beyond"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 < self.fading <= 1:
-            raise ValueError(f"fading must be in (0, 1], got {self.fading}")
+    @property
+    def parts(self) -> Mapping[str, float]:
+        return {"device_s": self.device_s, "route_s": self.route_s, "control_s": self.control_s}
 
 
 @dataclass(slots=True)
 class CommitTimes:
-    """`stated_s`: each switch's delay by its data sheet. `q`: a commit lasts longer with probability 1 - q at most."""
+    """`stated_s`: each switch's delay by its data sheet. `route_s`: of routes that were never measured."""
 
     stated_s: Mapping[OcsId, float]
-    q: float = 0.95
-    allowance: Allowance = field(default_factory=Allowance)
-    _device: dict[OcsId, RecentSamples] = field(default_factory=dict)
-    _route: dict[OcsId, RecentSamples] = field(default_factory=dict)
-    _control: dict[OcsId, RecentSamples] = field(default_factory=dict)
+    route_s: float = ROUTE_S
+    _measured: dict[tuple[OcsId, str], RecentSamples] = field(default_factory=dict)  # by part of a commit
     _unfit: Counter[OcsId] = field(default_factory=Counter)  # periods without a window since the last commit
 
-    def __post_init__(self) -> None:
-        if not 0 < self.q < 1:
-            raise ValueError(f"q must be in (0, 1), got {self.q}")
-
-    def measured(self, switch: OcsId, *, control_s: float, device_s: float, route_s: float) -> None:
+    def measured(self, took: SwitchTimes) -> None:
         """One commit: decision to command at the switch, to link up, to routes that use it."""
-        for memory, value_s in ((self._control, control_s), (self._device, device_s), (self._route, route_s)):
+        for part, value_s in took.parts.items():
             if not value_s >= 0:
-                raise ValueError(f"times of a commit must be >= 0, got {value_s} on {switch}")
-            memory.setdefault(switch, RecentSamples()).add(value_s)
-        self._unfit.pop(switch, None)
+                raise ValueError(f"times of a commit must be >= 0, got {value_s} on {took.switch}")
+            self._measured.setdefault((took.switch, part), RecentSamples()).add(value_s)
+        self._unfit.pop(took.switch, None)
 
     def unfit(self, switches: Iterable[OcsId]) -> None:
         """No window was as long as they need. Only a commit tells how long one takes: were a single slow one believed
@@ -222,28 +191,23 @@ class CommitTimes:
         self._unfit.update(set(switches))
 
     def samples(self, switch: OcsId) -> int:
-        return len(self._device.get(switch, ()))
+        return len(self._measured.get((switch, "device_s"), ()))
 
     def need(self, switches: Iterable[OcsId], margin_s: float) -> CommitNeed:
         """All of them changed side by side: of each part the slowest."""
-        chosen = sorted(set(switches))
-        return CommitNeed(
-            max((self._expected_s(self._device, switch, self._stated_s(switch)) for switch in chosen), default=0.0),
-            max((self._expected_s(self._route, switch, self.allowance.route_s) for switch in chosen), default=0.0),
-            max((self._expected_s(self._control, switch, self.allowance.control_s) for switch in chosen), default=0.0),
-            margin_s,
-        )
+        slowest = dict.fromkeys(("device_s", "route_s", "control_s"), 0.0)
+        for switch in set(switches):
+            stated_s = self.stated_s.get(switch, 0.0) * DEVICE_FACTOR + LINK_UP_S
+            for part, value_s in SwitchTimes(switch, CONTROL_S, stated_s, self.route_s).parts.items():
+                slowest[part] = max(slowest[part], self._expected_s(switch, part, value_s))
+        return CommitNeed(**slowest, margin_s=margin_s)
 
-    def _stated_s(self, switch: OcsId) -> float:
-        return self.stated_s.get(switch, 0.0) * self.allowance.device_factor + self.allowance.link_up_s
-
-    def _expected_s(self, memory: Mapping[OcsId, RecentSamples], switch: OcsId, unmeasured_s: float) -> float:
-        recent = memory.get(switch)
+    def _expected_s(self, switch: OcsId, part: str, unmeasured_s: float) -> float:
+        recent = self._measured.get((switch, part))
         if recent is None:
             return unmeasured_s
-        bound = recent.upper(self.q)
+        bound = recent.upper(COVERED)
         if bound is not None:
             return bound.value_s
         seen = recent.newest()
-        worst_s = self.allowance.beyond * max(seen) * self.allowance.fading ** self._unfit[switch]
-        return max(unmeasured_s, min(seen), worst_s)
+        return max(unmeasured_s, min(seen), BEYOND * max(seen) * FADING ** self._unfit[switch])

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class PlayedAgent:
                 )
                 self._outgoing.put_nowait(pb.TraceMessage(quiet=quiet))
             case "summarise":
-                ranks = [{"job": self._job, "summary": summarize(learner(rank), 0.05).to_json()} for rank in (0, 8)]
+                ranks = [{"job": self._job, "summary": asdict(summarize(learner(rank), 0.05))} for rank in (0, 8)]
                 told = json.dumps({"host": "h0", "ranks": ranks})
                 self._outgoing.put_nowait(pb.TraceMessage(slack=pb.Slack(summary_json=told)))
 

@@ -55,7 +55,7 @@ class TestIproute(RouteDriverConformance):
             with pytest.raises(Permanent, match="File exists"):
                 await wire.send([put(self.route(ONE, 1)), put(self.route(TWO, 1))], now)
             assert await self.others(driver) == {ONE}
-            assert list((await driver.read()).routes) == [TWO]
+            assert list(await driver.read()) == [TWO]
 
     async def test_a_route_that_is_none_of_our_making_is_somebody_elses(self) -> None:
         async with self.device() as driver:

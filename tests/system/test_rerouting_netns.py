@@ -11,7 +11,8 @@ import pytest
 from namespaces import Lab, Ocs, Stream, laboratory, sent_packets, udp_socket
 
 from orchestrrl.core.clock import WallClock
-from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
+from orchestrrl.core.config.schema import ReroutingSettings
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting
 from orchestrrl.fabric.route_drivers.driver import make_driver
 from planner.fabric.model import EndpointId, OcsId, port_pair
 from planner.fabric.route_plan import PacketSide, RoutedLink, RoutingDomain, TorRouter
@@ -54,7 +55,8 @@ class Site:
             )
             for name, namespace in self.namespace.items()
         }
-        self.rerouting = Rerouting(drivers, RoutingDomain(routers), WallClock(), ReroutingTimeouts(waits_s, waits_s))
+        settings = ReroutingSettings(link_up_s=waits_s, neighbour_s=waits_s)
+        self.rerouting = Rerouting(drivers, RoutingDomain(routers), WallClock(), settings)
 
     def connect(self, *circuits: tuple[int, int]) -> None:
         for a, b in circuits:
@@ -99,7 +101,7 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
     before = (*TWICE_1_2, ONCE_2_3)
     site.connect(*before)
     rerouted = await site.rerouting.reroute(site.links(*before))
-    assert rerouted.done, rerouted.faults_text
+    assert rerouted.faults_text == ""
     async with stream(site, 1, 2) as near, stream(site, 1, 3) as far, stream(site, 3, 1) as back:
         await near.more(50)
         for _ in range(2):  # there and back, several times: neighbours learnt before are wrong after
@@ -111,13 +113,13 @@ async def test_nothing_is_lost_when_routes_are_drained_before_the_switch(lab: La
             site.disconnect(TWICE_1_2[1])
             site.connect(THEN_1_3)
             rerouted = await site.rerouting.reroute(site.links(TWICE_1_2[0], ONCE_2_3, THEN_1_3))
-            assert rerouted.done, rerouted.faults_text
+            assert rerouted.faults_text == ""
             await near.more(50)
             assert sent_packets(site.namespace[tor(1)])["swp2"] >= idle + 50  # the way to 3 is direct now
             await site.rerouting.drain(site.links(THEN_1_3))
             site.disconnect(THEN_1_3)
             site.connect(TWICE_1_2[1])
-            assert (await site.rerouting.reroute(site.links(*before))).done
+            assert (await site.rerouting.reroute(site.links(*before))).faults_text == ""
             await near.more(50)
     for each in (near, far, back):
         assert each.sent > 400
@@ -149,7 +151,7 @@ async def test_flows_are_spread_by_the_number_of_circuits(lab: Lab) -> None:
         (port(4, 3), port(3, 2)),
     )
     site.connect(*circuits)
-    assert (await site.rerouting.reroute(site.links(*circuits))).done
+    assert (await site.rerouting.reroute(site.links(*circuits))).faults_text == ""
     # To 4 there are two circuits; over 2 goes nothing. To 3, both ways have one circuit in the end: half and half.
     for sink, expected in (
         (4, {"swp1": 0.0, "swp2": 0.5, "swp3": 0.5}),
@@ -174,15 +176,15 @@ async def test_a_circuit_that_fails_leaves_its_packets_to_the_packet_side(lab: L
     circuit = (port(1, 1), port(2, 1))
     site.connect(circuit)
     rerouted = await site.rerouting.reroute(site.links(circuit))
-    assert rerouted.done, rerouted.faults_text
+    assert rerouted.faults_text == ""
     assert rerouted.on_packet_side == ()
     async with stream(site, 1, 2) as near:
         await near.more(50)
         on_packet_side = sent_packets(site.namespace[tor(1)])["eps"]
         site.disconnect(circuit)
-        site.rerouting._limits = ReroutingTimeouts(1.0, 1.0)  # there is nothing to wait for
+        site.rerouting._settings = ReroutingSettings(link_up_s=1.0)  # there is nothing to wait for
         rerouted = await site.rerouting.reroute(site.links(circuit))  # somebody believes that it is up
-        assert not rerouted.done
+        assert rerouted.faults_text
         assert tuple(rerouted.left_out) == site.links(circuit)
         assert "is down" in rerouted.faults_text
         assert rerouted.on_packet_side == ((tor(2), tor(1)), (tor(1), tor(2)))
@@ -198,7 +200,7 @@ async def test_light_from_somebody_else_is_not_routed_to(lab: Lab) -> None:
     site = Site(lab, 3, waits_s=2.0)  # who is not there is not to be waited for
     site.connect((port(1, 1), port(3, 1)))
     rerouted = await site.rerouting.reroute(site.links((port(1, 1), port(2, 1))))
-    assert not rerouted.done
+    assert rerouted.faults_text
     site.connect((port(2, 1), port(3, 2)))
     rerouted = await site.rerouting.reroute(site.links((port(1, 1), port(2, 1))))
     assert "gets no answer" in rerouted.faults_text

@@ -1,6 +1,7 @@
 """`orchestrrl fabric slack`: how long it is quiet between collectives, and which switches fit in."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,7 @@ def _of_traces(traces: list[Path], risk: float, plot: Path | None) -> Output:
     summary = merged(summaries)
     if plot is not None:
         draw(summary, plot)
-    document = {"ranks": [each.to_json() for each in summaries], "common": _common_json(common)}
+    document = {"ranks": list(map(asdict, summaries)), "common": _common_json(common)}
     others = [f"rank {each.ranks[0]}: {each.why_not}" for each in summaries[1:] if each.why_not]
     return Output(document, [*_view(summary), _common_table(common), *others])
 
@@ -84,15 +85,18 @@ def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
         told = await client.call(client.fabric.GetSlack, fabric_pb2.GetSlackRequest())
         return list(json.loads(told.summary_json))
 
+    from pydantic import TypeAdapter
+
     from planner.fabric.slack_summary import SlackSummary, merged
 
+    as_summary = TypeAdapter(SlackSummary)
     jobs: dict[str, list[SlackSummary]] = {}
     hosts: dict[str, set[str]] = {}
     seen = call_daemon(daemon, conversation)
     for host in seen:
         for rank in host["ranks"]:
             if job in (None, rank["job"]):
-                jobs.setdefault(rank["job"], []).append(SlackSummary.from_json(rank["summary"]))
+                jobs.setdefault(rank["job"], []).append(as_summary.validate_python(rank["summary"]))
                 hosts.setdefault(rank["job"], set()).add(host["host"])
     if not jobs:
         if others := sorted({rank["job"] for host in seen for rank in host["ranks"]}):
@@ -104,7 +108,7 @@ def _of_jobs(daemon: str, job: str | None, plot: Path | None) -> Output:
     by_name = {name: sorted(ranks, key=lambda each: each.ranks) for name, ranks in sorted(jobs.items())}
     summaries = {name: merged(ranks) for name, ranks in by_name.items()}
     document = [
-        {"job": name, "hosts": sorted(hosts[name]), "ranks": [each.to_json() for each in ranks]}
+        {"job": name, "hosts": sorted(hosts[name]), "ranks": list(map(asdict, ranks))}
         for name, ranks in by_name.items()
     ]
     if plot is not None:

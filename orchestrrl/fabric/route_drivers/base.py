@@ -26,29 +26,13 @@ class RouterCapabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class MissingRoutes:
-    """A change that is not there, and why, with the router's own words."""
-
-    change: RouteChange
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class AppliedRoutes:
-    """What became of changes, as read back from the router."""
+    """What became of changes, as read back from the router. `why` some are `missing`, with the router's own words."""
 
     done: tuple[RouteChange, ...]  # those that were so already included
-    missing: tuple[MissingRoutes, ...]
+    missing: tuple[RouteChange, ...]
     sent: int  # how many were not so already
-
-
-@dataclass(frozen=True, slots=True)
-class LinkWait:
-    """Which interfaces are up in the end, and after how long. One that the router does not have is down."""
-
-    up: frozenset[str]
-    down: frozenset[str]
-    elapsed_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

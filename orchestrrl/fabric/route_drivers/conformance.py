@@ -23,7 +23,7 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities
 from orchestrrl.fabric.route_drivers.driver import RouterDriver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind
-from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, route_table
 
 ONE, TWO, THREE = "10.0.1.0/24", "10.0.2.0/24", "10.0.3.3/32"
 FAR_S = 60.0  # for what is to come: nothing waits so long
@@ -84,16 +84,16 @@ class RouteDriverConformance:
 
     async def test_routes_are_made_changed_and_removed(self) -> None:
         async with self.device() as driver:
-            assert await driver.read() == RouteTable()
+            assert await driver.read() == {}
             weights = self.weighted(await driver.capabilities())
             first = (self.route(ONE, 1), self.route(TWO, *weights), self.route(THREE, 0, 1, 1))
             applied = await driver.apply([put(route) for route in first])
             assert (len(applied.done), applied.missing, applied.sent) == (3, (), 3)
-            assert await driver.read() == RouteTable.of(first)
+            assert await driver.read() == route_table(first)
             second = (self.route(ONE, 0, 1, 1), self.route(TWO, 0, 0, 1))
             applied = await driver.apply([*(put(route) for route in second), gone(THREE)])
             assert (applied.missing, applied.sent) == ((), 3)
-            assert await driver.read() == RouteTable.of(second)
+            assert await driver.read() == route_table(second)
 
     async def test_a_change_that_is_so_already_sends_nothing(self) -> None:
         async with self.device() as driver:
@@ -108,7 +108,7 @@ class RouteDriverConformance:
             routes = [self.route(prefix, 1) for prefix in (ONE, TWO, THREE)]
             results = await asyncio.gather(*(driver.apply([put(route)]) for route in routes))
             assert all(result.missing == () for result in results)
-            assert await driver.read() == RouteTable.of(routes)
+            assert await driver.read() == route_table(routes)
 
     async def test_routes_of_others_are_never_touched(self) -> None:
         async with self.device() as driver:
@@ -120,7 +120,7 @@ class RouteDriverConformance:
                 await self.refused(driver, [change, put(self.route(TWO, 0, 1))], ONE)
             assert (await driver.apply([gone(ONE)])).sent == 0  # ours is not there, as is wanted
             assert (await driver.apply([gone(TWO)])).missing == ()
-            assert await driver.read() == RouteTable()
+            assert await driver.read() == {}
             assert await self.others(driver) == before | {ONE}
 
     async def test_what_the_router_can_never_hold_is_refused_before_anything_is_sent(self) -> None:
@@ -130,7 +130,7 @@ class RouteDriverConformance:
             ways = {(self.peer, f"swp{n}"): 1 for n in range(can.max_next_hops + 1)}
             await self.refused(driver, [put(heavy), put(PacketRoute.of(TWO, ways))], ONE, TWO)
             await self.refused(driver, [put(self.route(ONE, 1)), gone(ONE)], "twice")
-            assert await driver.read() == RouteTable()
+            assert await driver.read() == {}
 
     async def refused(self, driver: RouterDriver, changes: list[RouteChange], *words: str) -> None:
         table = await driver.read()
@@ -148,11 +148,11 @@ class RouteDriverConformance:
         async with self.device() as driver:
             nowhere = PacketRoute.of(ONE, {(self.peer, "nosuch0"): 1})
             applied = await driver.apply([put(nowhere), put(self.route(TWO, 1))])
-            assert [missing.change.prefix for missing in applied.missing] == [ONE]
-            assert applied.missing[0].why
+            assert [change.prefix for change in applied.missing] == [ONE]
+            assert applied.why
             assert [change.prefix for change in applied.done] == [TWO]
             await driver.apply([gone(ONE)])  # a router may remember what it has no use for yet
-            assert await driver.read() == RouteTable.of([self.route(TWO, 1)])
+            assert await driver.read() == route_table([self.route(TWO, 1)])
 
     # Broken connections.
 
@@ -161,14 +161,14 @@ class RouteDriverConformance:
             await self.break_it(driver, RouterFaultKind.DROP_CONNECTION)
             applied = await driver.apply([put(self.route(ONE, 1))])
             assert applied.missing == ()
-            assert await driver.read() == RouteTable.of([self.route(ONE, 1)])
+            assert await driver.read() == route_table([self.route(ONE, 1)])
 
     async def test_a_connection_lost_before_the_change_is_read_back_as_missing(self) -> None:
         async with self.device() as driver:
             await self.break_it(driver, RouterFaultKind.DROP_COMMAND)
             applied = await driver.apply([put(self.route(ONE, 1))])
-            assert [missing.change.prefix for missing in applied.missing] == [ONE]
-            assert await driver.read() == RouteTable()
+            assert [change.prefix for change in applied.missing] == [ONE]
+            assert await driver.read() == {}
             assert (await driver.apply([put(self.route(ONE, 1))])).missing == ()
 
     # Links and neighbours.
@@ -177,17 +177,15 @@ class RouteDriverConformance:
         async with self.device() as driver:
             links = await driver.links()
             assert all(links[interface] for interface in self.interfaces)
-            waited = await driver.wait_up(self.interfaces, FAR_S)
-            assert (waited.up, waited.down) == (frozenset(self.interfaces), frozenset())
+            assert await driver.wait_up(self.interfaces, FAR_S) == frozenset()
 
     async def test_a_link_that_stays_down_is_told(self) -> None:
         async with self.device() as driver:
             await self.break_it(driver, RouterFaultKind.LINK_DOWN, self.interfaces[0])
             assert not (await driver.links())[self.interfaces[0]]
-            waited = await driver.wait_up((*self.interfaces[:2], "nosuch0"), NEAR_S)
-            assert waited.up == {self.interfaces[1]}
-            assert waited.down == {self.interfaces[0], "nosuch0"}
-            assert waited.elapsed_s >= NEAR_S
+            began_s = driver._clock.now_s()
+            assert await driver.wait_up((*self.interfaces[:2], "nosuch0"), NEAR_S) == {self.interfaces[0], "nosuch0"}
+            assert driver._clock.now_s() - began_s >= NEAR_S
 
     async def test_a_link_that_comes_up_ends_the_wait(self) -> None:
         async with self.device() as driver:
@@ -196,7 +194,7 @@ class RouteDriverConformance:
             await asyncio.sleep(0.05)
             assert not waiting.done()
             await self.break_it(driver, RouterFaultKind.LINK_UP, self.interfaces[0])
-            assert (await waiting).down == frozenset()
+            assert await waiting == frozenset()
 
     async def test_who_is_at_the_far_end_is_found(self) -> None:
         async with self.device() as driver:

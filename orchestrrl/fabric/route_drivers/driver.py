@@ -18,8 +18,6 @@ from orchestrrl.core.clock import Clock, WallClock
 from orchestrrl.core.errors import OrchestrRLError, OutcomeUnknown, Permanent, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.base import (
     AppliedRoutes,
-    LinkWait,
-    MissingRoutes,
     RouterCapabilities,
     RouteReading,
     RouterWire,
@@ -90,7 +88,7 @@ class RouterDriver(FromOptions):
         self._check(changes)
         async with self._writing():
             before = await self._read_routes()
-            todo = [change for change in changes if before.table.routes.get(change.prefix) != change.route]
+            todo = [change for change in changes if before.table.get(change.prefix) != change.route]
             taken = [change for change in todo if change.prefix in before.foreign]
             if taken:
                 raise Permanent(
@@ -104,28 +102,28 @@ class RouterDriver(FromOptions):
                     await self._command("routes", self._wire.send(todo, before.table), OutcomeUnknown)
                 except (Permanent, OutcomeUnknown) as error:  # what counts is what the router shows
                     why = str(error)
-            missing = tuple(MissingRoutes(change, why) for change in await self._missing(changes, why))
-            lacking = {each.change.prefix for each in missing}
-            return AppliedRoutes(tuple(c for c in changes if c.prefix not in lacking), missing, len(todo))
+            missing = await self._missing(changes, why)
+            done = tuple(change for change in changes if change not in missing)
+            return AppliedRoutes(done, missing, len(todo), why if missing else "")
 
     async def links(self) -> Mapping[str, bool]:
         """Every interface: whether it is up and there is a signal."""
         return await self._command("links", self._wire.read_links())
 
-    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> LinkWait:
-        """Returns once all are up, or after `limit_s`."""
-        began_s = self._clock.now_s()
+    async def wait_up(self, interfaces: Collection[str], limit_s: float) -> frozenset[str]:
+        """Return the interfaces that are down, or that the router does not have, once all are up or after `limit_s`."""
+        until_s = self._clock.now_s() + limit_s
         pause_s = POLL_WITH_EVENTS_S if self._wire.capabilities.link_events else POLL_S
         async with self._link_changes() as changed:
             while True:
                 changed.clear()
                 links = await self.links()
-                up = frozenset(interface for interface in interfaces if links.get(interface))
-                elapsed_s = self._clock.now_s() - began_s
-                if len(up) == len(set(interfaces)) or elapsed_s >= limit_s:
-                    return LinkWait(up, frozenset(interfaces) - up, elapsed_s)
+                down = frozenset(interface for interface in interfaces if not links.get(interface))
+                left_s = until_s - self._clock.now_s()
+                if not down or left_s <= 0:
+                    return down
                 with suppress(TimeoutError):
-                    await within(self._clock, min(pause_s, limit_s - elapsed_s), changed.wait())
+                    await within(self._clock, min(pause_s, left_s), changed.wait())
 
     async def find(self, hops: Collection[NextHop], limit_s: float) -> frozenset[NextHop]:
         """Forget who was at the far end of these interfaces, look who is there now, and return those next hops whose
@@ -178,7 +176,7 @@ class RouterDriver(FromOptions):
             missing = tuple(
                 change
                 for change in changes
-                if now.table.routes.get(change.prefix) != change.route or change.prefix in now.idle
+                if now.table.get(change.prefix) != change.route or change.prefix in now.idle
             )
             if not missing or self._clock.now_s() >= until_s:
                 return missing

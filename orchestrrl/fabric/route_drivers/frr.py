@@ -22,7 +22,7 @@ from orchestrrl.core.errors import OutcomeUnknown, Permanent, Retryable
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.driver import CommandOptions, RouterDriver, are_words
 from orchestrrl.fabric.route_drivers.linux import CommandOutput, LinuxHost, RouterShell
-from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import PacketRoute, RouteChange, RouteTable, route_table
 
 TAG = 160
 RETRY_S = 1.0
@@ -60,7 +60,7 @@ class FrrWire(LinuxHost):
         installed = _installed(json.loads(answer.out or "{}"), self._options.tag)
         idle = frozenset(prefix for prefix, ways in ours.items() if ways != installed.get(prefix))
         routes = (PacketRoute.of(prefix, dict.fromkeys(ways, 1)) for prefix, ways in ours.items())
-        return RouteReading(RouteTable.of(routes), frozenset(foreign), idle)
+        return RouteReading(route_table(routes), frozenset(foreign), idle)
 
     async def _configured(self) -> tuple[dict[str, set[tuple[str, str]]], set[str]]:
         """Prefix -> ways that are ours; prefixes that are somebody else's."""
@@ -82,7 +82,7 @@ class FrrWire(LinuxHost):
         come, go = [], []
         for change in changes:
             wanted = {hop.way for hop in change.route.next_hops} if change.route else set()
-            there = now.routes.get(change.prefix)
+            there = now.get(change.prefix)
             present = {hop.way for hop in there.next_hops} if there else set()
             come += [self._line(change.prefix, *way) for way in sorted(wanted - present)]
             go += [f"no {self._line(change.prefix, *way)}" for way in sorted(present - wanted)]

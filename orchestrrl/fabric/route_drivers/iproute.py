@@ -15,7 +15,7 @@ from orchestrrl.core.clock import Clock
 from orchestrrl.fabric.route_drivers.base import RouterCapabilities, RouteReading
 from orchestrrl.fabric.route_drivers.driver import CommandOptions, RouterDriver
 from orchestrrl.fabric.route_drivers.linux import LinuxHost, RouterShell
-from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable
+from planner.fabric.route_plan import NextHop, PacketRoute, RouteChange, RouteTable, route_table
 
 MAIN_TABLE = 254
 # No daemon's: 1-4 are the kernel's and the boot's, 8-18 and 186-192 are taken by routing daemons in rt_protos.
@@ -52,7 +52,7 @@ class IprouteWire(LinuxHost):
                 ours.append(PacketRoute.of(prefix, shares))
             else:
                 foreign.add(prefix)
-        return RouteReading(RouteTable.of(ours), frozenset(foreign))
+        return RouteReading(route_table(ours), frozenset(foreign))
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
         await self.batch([self._line(change, now) for change in changes])
@@ -62,7 +62,7 @@ class IprouteWire(LinuxHost):
         if change.route is None:
             return f"route del {change.prefix} {ours}"
         # `add` fails where anything has come to stand there since we looked; `replace` would take it away.
-        verb = "replace" if change.prefix in now.routes else "add"
+        verb = "replace" if change.prefix in now else "add"
         return f"route {verb} {change.prefix} {ours} {_next_hops(change.route.next_hops)}"
 
 

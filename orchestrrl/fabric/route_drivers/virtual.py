@@ -102,7 +102,7 @@ class VirtualRouterWire:
 
     async def read_routes(self) -> RouteReading:
         self._check()
-        return RouteReading(RouteTable.of(self._device.routes.values()), frozenset(self._device.foreign))
+        return RouteReading(dict(self._device.routes), frozenset(self._device.foreign))
 
     async def send(self, changes: Sequence[RouteChange], now: RouteTable) -> None:
         self._check()

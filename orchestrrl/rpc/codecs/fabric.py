@@ -73,7 +73,7 @@ def fabric_to_pb(fabric: "CircuitCoordinator", limit: int, routing: "FabricRouti
         cross_connects=rows_to_pb(
             pb.CrossConnectOf,
             (
-                (pair.switch, pair.port_a, pair.port_b, *(fabric.ends(pair) or ("", "")), pair in pinned)
+                (pair.switch, pair.port_a, pair.port_b, *(fabric.site.cabling.ends(pair) or ("", "")), pair in pinned)
                 for pair in sorted(fabric.site_reading.cross_connects)
             ),
         ),
@@ -84,7 +84,7 @@ def _circuits_of(fabric: "CircuitCoordinator") -> Mapping[tuple[str, Pair], int]
     """How many circuits join two endpoints, by PoD; the core's have none."""
     found: Counter[tuple[str, Pair]] = Counter()
     for pair in fabric.site_reading.cross_connects:
-        ends = fabric.ends(pair)
+        ends = fabric.site.cabling.ends(pair)
         if ends is not None:
             found[fabric.site.switch[pair.switch].pod or "", ends] += 1
     return found

@@ -201,7 +201,7 @@ def test_an_announcement_that_cannot_be_read_is_left_out(host: Host, payload: by
 def test_summaries_are_of_every_rank(host: Host) -> None:
     host.learn()
     summaries = list(host.traces.summaries(Q))
-    assert [each["summary"]["ranks"] for each in summaries] == [[0], [1]]
+    assert [each["summary"]["ranks"] for each in summaries] == [(0,), (1,)]
     assert len(summaries[0]["summary"]["positions"]) == 2
     json.dumps(summaries, allow_nan=False)
 

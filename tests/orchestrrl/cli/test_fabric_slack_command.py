@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from typer.testing import CliRunner, Result
 
 from orchestrrl.cli import output
@@ -98,9 +100,9 @@ def test_the_same_as_json(tmp_path: Path) -> None:
     result = run(*traces(tmp_path, 2), "--json", "--risk", "0.1")
     assert (result.exit_code, result.stderr) == (0, "")
     body = json.loads(result.stdout)
-    summaries = [SlackSummary.from_json(each) for each in body["ranks"]]
+    summaries = TypeAdapter(list[SlackSummary]).validate_python(body["ranks"])
     assert [summary.ranks for summary in summaries] == [(0,), (1,)]
-    assert [summary.to_json() for summary in summaries] == body["ranks"]
+    assert json.loads(json.dumps(list(map(asdict, summaries)))) == body["ranks"]
     assert summaries[0].q == 0.1
     assert len(summaries[0].positions) == 4 * LAYERS + 2
     assert body["common"]["ranks"] == 2

@@ -17,6 +17,7 @@ from ocs_drivers.faults import DeviceFault
 from ocs_drivers.model import CircuitState, Connectivity, CrossConnect
 from ocs_drivers.virtual import VirtualSwitch
 from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import FabricSettings
 from orchestrrl.core.journal.store import EntryKind, Journal
 from orchestrrl.core.operator_pauses import PauseRegistry
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
@@ -24,7 +25,6 @@ from orchestrrl.fabric.coordinator import CircuitCoordinator
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodReport
 from orchestrrl.fabric.site import read_site
-from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.fabric.switch_reader import SwitchReader, device_pairs
 from orchestrrl.fabric.window_tracker import AgentStream, ClockPing, StopWatching, WatchWindows, WindowTracker
 from planner.fabric.clocks import ClockExchange
@@ -183,11 +183,11 @@ class Harness:
         *,
         connectivity: Connectivity = Connectivity.ANY_TO_ANY,
         reconfiguration_s: float = 0.025,
-        rules: CommitRules | None = None,
+        **settings: Any,
     ) -> None:
         self.site = site
         self.clock = RestingClock(START_S)
-        self.rules = rules or CommitRules(within_s=2.0, boundary_within_s=5.0)
+        self.settings = FabricSettings(site="site.yaml", **(settings or {"within_s": 2.0, "boundary_within_s": 5.0}))
         self.mode = Mode.ACT
         self.routing: Any = None
         self.sent: list[Sent] = []
@@ -236,7 +236,7 @@ class Harness:
             materialise=self._materialise,
             mode=lambda: self.mode,
             times=CommitTimes(dict.fromkeys(self.switches, 0.025)),
-            rules=self.rules,
+            settings=self.settings,
             routing=self.routing,
         )
         self.overrides = self.coordinator.overrides
@@ -357,7 +357,7 @@ class Harness:
 
     def pairs(self) -> set[Pair]:
         """That light can pass between now."""
-        ends = {self.coordinator.ends(each) for each in self.up(lit=True)}
+        ends = {self.coordinator.site.cabling.ends(each) for each in self.up(lit=True)}
         return {pair for pair in ends if pair is not None}
 
     def _of_site(self, id: OcsId, pair: CrossConnect) -> PortPair:
@@ -380,10 +380,12 @@ class Harness:
         really = switch.commit
 
         async def commit(diff: Any, expect_revision: int) -> Any:
-            now = self.coordinator.changing
+            now = self.coordinator._circuits.by
             window = None
             if now is not None and now.intent.stage is Stage.TRAIN:
-                window = self.hub.window(now.intent.job, now.intent.ranks)
+                window = self.hub.window({now.intent.job: now.intent.ranks})
+                if isinstance(window, Window) and not window.opened_s <= self.clock.now_s() < window.until_s:
+                    window = Hold("window_closed", str(window))
             if expect_revision == diff.revision:  # else a change that was begun is brought to its end
                 trains = now is not None and now.intent.stage is Stage.TRAIN
                 self.sent.append(Sent(self.clock.now_s(), id, window, trains))

@@ -10,11 +10,11 @@ from typing import Any
 from redeployment_harness import Harness
 
 from ocs_drivers.virtual import VirtualSwitch
+from orchestrrl.core.config.schema import FabricSettings
 from orchestrrl.daemon.control_plane import ControlPlane
 from orchestrrl.fabric.circuit_executor import CircuitExecutor
 from orchestrrl.fabric.coordinator import CircuitCoordinator
-from orchestrrl.fabric.generation_circuits import GenerationCircuits, TrafficVolumes
-from orchestrrl.fabric.stage_commit import CommitRules
+from orchestrrl.fabric.generation_circuits import GenerationCircuits
 from orchestrrl.fabric.switch_reader import SwitchReader
 from orchestrrl.fabric.window_tracker import WindowTracker
 from orchestrrl.fleet.redeployment.controller import RedeploymentController
@@ -58,10 +58,12 @@ class FabricHarness:
         self.gen: Any = None
 
     def _circuits(self, plane: ControlPlane) -> GenerationCircuits:
+        settings = FabricSettings(site="site.yaml", first_fleet_gpu=self.first_gpu)
+        circuits = CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock)
         self.fabric = CircuitCoordinator(
             self.site,
-            SwitchReader(self.site, dict(self.switches)),
-            CircuitExecutor({str(id): switch for id, switch in self.switches.items()}, plane.journal, self.clock),
+            SwitchReader(self.site, dict(self.switches), self.clock, circuits.owners),
+            circuits,
             WindowTracker(self.clock),
             plane.pause_registry,
             plane.journal,
@@ -69,10 +71,9 @@ class FabricHarness:
             materialise=lambda intent, state: materialize(self.site, intent, state),
             mode=lambda: plane.mode.current,
             times=CommitTimes({switch.id: switch.device.reconfiguration_s for switch in self.site.switches}),
-            rules=CommitRules(),
+            settings=settings,
         )
-        volumes = TrafficVolumes(model_named("qwen2.5-14b"), 1e6, self.first_gpu)
-        self.gen = GenerationCircuits(self.fabric, volumes, self.clock, self.within_s)
+        self.gen = GenerationCircuits(self.fabric, model_named("qwen2.5-14b"), settings, self.clock, self.within_s)
         return self.gen
 
     @asynccontextmanager

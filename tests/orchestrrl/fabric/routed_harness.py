@@ -7,9 +7,10 @@ from typing import Any
 from fabric_harness import Harness
 
 from ocs_drivers.model import CircuitState
+from orchestrrl.core.config.schema import ReroutingSettings
 from orchestrrl.core.journal.store import Journal
 from orchestrrl.fabric.packet_routing import FabricRouting
-from orchestrrl.fabric.rerouting import Rerouting, ReroutingTimeouts
+from orchestrrl.fabric.rerouting import Rerouting
 from orchestrrl.fabric.route_drivers.virtual import VirtualRouterDriver
 from orchestrrl.fabric.switch_reader import SiteReading
 from planner.fabric.light import Interface, Lit, fibres_of, interfaces_at, links_up
@@ -123,8 +124,8 @@ class RoutedHarness(Harness):
             kept = frozenset(pair for pair in site_reading.cross_connects if pair.switch not in unread)
             return replace(site_reading, cross_connects=kept, unread=dict.fromkeys(unread, "no route to host"))
 
-        limits = ReroutingTimeouts(link_up_s=0.2, neighbour_s=0.1)
-        rerouting = Rerouting(self.light.routers, self.light.domain, self.clock, limits)
+        settings = ReroutingSettings(link_up_s=0.2, neighbour_s=0.1)
+        rerouting = Rerouting(self.light.routers, self.light.domain, self.clock, settings)
         return FabricRouting(
             self.site,
             self.light.interfaces,

@@ -19,7 +19,6 @@ from ocs_drivers.model import Connectivity
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
 from planner.fabric.model import Pair
@@ -166,7 +165,9 @@ class Life:
             told = "".join("".join(report.notes) for report in self.site.coordinator.reports(3))
             for one, other in before - self.site.pairs():
                 # Dark for a moment, as told; or not wanted any more.
-                wanted = {self.site.coordinator.ends(each) for each in self.site.plans[-1][1].cross_connects}
+                wanted = {
+                    self.site.coordinator.site.cabling.ends(each) for each in self.site.plans[-1][1].cross_connects
+                }
                 assert f"{one} - {other}" in told or (one, other) not in wanted, (one, other, told, now)
 
     def check_ends(self) -> None:
@@ -195,9 +196,9 @@ class Life:
 
 
 async def lived(acts: list[Act], moves: int, connectivity: Connectivity) -> None:
-    rules = CommitRules(max_moves_per_stage=moves, within_s=1.0, boundary_within_s=3.0)
+    settings = {"max_moves_per_stage": moves, "within_s": 1.0, "boundary_within_s": 3.0}
     with tempfile.TemporaryDirectory() as folder:
-        async with harness(Path(folder), rules=rules, connectivity=connectivity) as site:
+        async with harness(Path(folder), connectivity=connectivity, **settings) as site:
             site.agent("n0", range(8), ahead_s=3.0, way_s=0.0005)
             site.agent("n1", range(8, 16))
             for agent in site.agents:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +18,6 @@ from orchestrrl.fabric.packet_routing import FabricRouting
 from orchestrrl.fabric.periods import PeriodState
 from orchestrrl.fabric.rerouting import inline
 from orchestrrl.fabric.shared_pods import neighbours
-from orchestrrl.fabric.stage_commit import CommitRules
 from orchestrrl.rpc.fabric_service import FabricService
 from orchestrrl.rpc.pb import fabric_pb2 as pb
 from planner.fabric.model import PortPair
@@ -35,7 +35,7 @@ class Called:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness(tmp_path, rules=CommitRules(within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2)) as made:
+    async with harness(tmp_path, within_s=2.0, boundary_within_s=5.0, max_moves_per_stage=2) as made:
         yield made
 
 
@@ -254,7 +254,9 @@ async def test_looking_after_routes_outlasts_a_fault(site: Harness) -> None:
         asked += 1
         raise KeyError("no such port")
 
-    routing = FabricRouting(site.site, {}, cast(Any, None), look, site.journal, site.clock, offload=inline)
+    routing = FabricRouting(
+        site.site, {}, cast(Any, SimpleNamespace(routed=None)), look, site.journal, site.clock, offload=inline
+    )
     tending = asyncio.ensure_future(routing.maintain())
     await site.pass_time(21.0)
     assert asked == 5

@@ -13,7 +13,6 @@ from orchestrrl.core.errors import Permanent
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.period_queue import AnnouncedPeriod
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.intent import TrafficOperation
 from planner.fabric.windows import Window
 
@@ -25,7 +24,7 @@ SECOND_NEXT = train("next", (8, 10), (12, 14), job="other")
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness(tmp_path, rules=CommitRules(within_s=10.0, boundary_within_s=5.0)) as made:
+    async with harness(tmp_path, within_s=10.0, boundary_within_s=5.0) as made:
         yield made
 
 
@@ -130,7 +129,7 @@ async def test_when_the_daemon_stops_each_of_them_ends_once(site: Harness, one: 
 async def test_whatever_two_jobs_do_one_changes_at_a_time_and_in_its_own_windows(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, bool, float]]
 ) -> None:
-    async with harness(tmp_path_factory.mktemp("site"), rules=CommitRules(within_s=1.0, boundary_within_s=2.0)) as site:
+    async with harness(tmp_path_factory.mktemp("site"), within_s=1.0, boundary_within_s=2.0) as site:
         agents = {"one": site.agent("a", range(8), "one"), "other": site.agent("b", range(8, 16), "other")}
         turns = {"one": [FIRST, FIRST_NEXT], "other": [SECOND, SECOND_NEXT]}
         periods: list[AnnouncedPeriod] = []
@@ -225,7 +224,7 @@ async def test_a_window_that_is_riskier_than_allowed_is_not_taken(tmp_path: Path
     for most_risk, code in ((0.005, "no_window"), (0.01, "committed")):
         folder = tmp_path / code
         folder.mkdir()
-        async with harness(folder, rules=CommitRules(within_s=1.0, most_risk=most_risk)) as site:
+        async with harness(folder, within_s=1.0, most_risk=most_risk) as site:
             agent = site.agent("a", range(8), "one")
             await site.pass_time(0.5)
             agent.quiet(5.0, "one")  # at a risk of 1 %

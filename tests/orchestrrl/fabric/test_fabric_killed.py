@@ -10,7 +10,6 @@ from orchestrrl.core.journal.kinds import CIRCUIT_CHANGES
 from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.periods import OverrideState, PeriodState
-from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, PortPair
 from planner.fabric.plan import FabricState
@@ -38,7 +37,7 @@ async def lives(site: Harness) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("entry", range(0, STEPS, 1))
 async def test_at_every_entry(tmp_path: Path, entry: int, after: bool) -> None:
-    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, max_moves_per_stage=8, within_s=2.0, boundary_within_s=5.0) as site:
         site.agent("n0", range(16))
         await site.pass_time(0.1)
         site.journal.kill_after = after

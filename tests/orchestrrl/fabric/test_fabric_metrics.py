@@ -27,12 +27,12 @@ def test_what_is_up_and_what_became_of_periods() -> None:
         frozenset({port_pair(core, 1, 5), port_pair(core, 500, 501)}),  # the second is between no fibres of the site
         FabricFailures(ports=frozenset({(core, 7)}), switches=frozenset({away})),
         unread={away: "no answer"},
+        of_site=frozenset({port_pair(core, 1, 5)}),
     )
     fabric: Any = SimpleNamespace(
         site=site,
         site_reading=site_reading,
         counts=Counter({("committed", "committed"): 3, ("kept", "no_window"): 2}),
-        ends=site.cabling.ends,
         times_of_switches=lambda: [(switch.id, 0.05, 3) for switch in site.switches],
     )
     seen = samples(fabric_metrics(fabric))

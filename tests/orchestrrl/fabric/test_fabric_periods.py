@@ -14,12 +14,11 @@ from orchestrrl.core.journal.store import EntryKind
 from orchestrrl.core.operator_pauses import PauseScope
 from orchestrrl.fabric.intents import intent_to_json
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.stage_commit import CommitRules
 from planner.fabric.intent import Intent
 from planner.fabric.materialize import validate
 from planner.fabric.model import OcsId, Pair
 from planner.fabric.plan import FabricState
-from planner.fabric.windows import Window
+from planner.fabric.windows import SwitchTimes, Window
 from planner.model import Mode
 
 T = TypeVar("T")
@@ -93,9 +92,9 @@ async def test_the_bound_of_clocks_is_taken_off_a_window(site: Harness) -> None:
 
 async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None:
     """A device of 100 ms and windows of 50 ms."""
-    async with harness(tmp_path, reconfiguration_s=0.1, rules=CommitRules(within_s=0.5, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, reconfiguration_s=0.1, within_s=0.5, boundary_within_s=5.0) as site:
         for id in site.switches:
-            site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
+            site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.1, 0.0))
         agent = site.agent("n0", range(16))
         await site.pass_time(0.2)
         period = site.coordinator.expect(OVER_CORE)
@@ -118,8 +117,8 @@ async def test_windows_that_are_too_short_are_never_used(tmp_path: Path) -> None
 async def test_one_slow_commit_does_not_end_all_others(site: Harness, agents: tuple[Agent, Agent]) -> None:
     """Windows of 90 ms would cover 52.5 ms, but the only commit there was took 100."""
     for id in site.switches:
-        site.coordinator.times.measured(id, control_s=0.001, device_s=0.1, route_s=0.0)
-        site.coordinator.times.measured(id, control_s=0.001, device_s=0.03, route_s=0.0)
+        site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.1, 0.0))
+        site.coordinator.times.measured(SwitchTimes(id, 0.001, 0.03, 0.0))
     periods = []
     while not periods or periods[-1].report.state is not PeriodState.COMMITTED:
         assert len(periods) < 20, periods[-1].report
@@ -248,7 +247,7 @@ async def test_a_boundary_that_is_over_changes_nothing(site: Harness) -> None:
 
 
 async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path: Path) -> None:
-    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=2, boundary_within_s=5.0)) as site:
+    async with harness(tmp_path, max_moves_per_stage=2, boundary_within_s=5.0) as site:
         period = site.coordinator.expect(SYNC, boundary=True)
         while not site.sent:
             await site.pass_time(0.001)
@@ -261,7 +260,7 @@ async def test_stages_that_are_left_when_the_caller_goes_on_stay_undone(tmp_path
 
 
 async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_there(tmp_path: Path) -> None:
-    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=4, within_s=5.0)) as site:
+    async with harness(tmp_path, max_moves_per_stage=4, within_s=5.0) as site:
         agent = site.agent("n0", range(16))
         await site.pass_time(0.1)
         agent.quiet(60.0)
@@ -280,7 +279,7 @@ async def test_stages_are_left_undone_for_a_newer_period_and_it_starts_from_ther
 
 async def test_a_pair_that_goes_dark_is_told_of_before(tmp_path: Path) -> None:
     """One ToR has one port left, and its circuit is to end at another port of its neighbour."""
-    async with harness(tmp_path, rules=CommitRules(max_moves_per_stage=1, boundary_within_s=60.0)) as site:
+    async with harness(tmp_path, max_moves_per_stage=1, boundary_within_s=60.0) as site:
         spent = [f"port gen0/agg0:{port}" for port in (1, 2, 5, 6, 7, 9, 10, 11, 12)]
         site.coordinator.mask([*spent, "port gen0/agg0:3"], "")
         assert (await site.at_boundary(GEN)).state is PeriodState.COMMITTED

@@ -71,7 +71,7 @@ class VerifiedHarness(RoutedHarness):
 
 
 def verifier(harness: Harness, routing: object) -> FabricVerifier:
-    glass = SwitchReader(harness.site, harness.switches, harness.clock)
+    glass = SwitchReader(harness.site, harness.switches, harness.clock, harness.circuits.owners)
     return FabricVerifier(harness.coordinator, routing, harness.circuits, glass, harness.pause_registry, harness.clock)  # type: ignore[arg-type]
 
 

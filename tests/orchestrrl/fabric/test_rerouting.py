@@ -2,16 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrrl.core.clock import VirtualClock
+from orchestrrl.core.config.schema import ReroutingSettings
 from orchestrrl.core.errors import Permanent
-from orchestrrl.fabric.rerouting import NotDrained, Rerouting, ReroutingTimeouts
+from orchestrrl.fabric.rerouting import NotDrained, Rerouting
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
 from planner.fabric.model import EndpointId
 from planner.fabric.route_plan import RoutedLink, RoutingDomain, TorRouter
+
+SETTINGS = ReroutingSettings(link_up_s=0.1, neighbour_s=0.1)
 
 
 def tor(number: int) -> EndpointId:
@@ -50,7 +54,7 @@ class Harness:
         self.rerouting = self.restarted()
 
     def restarted(self) -> Rerouting:
-        return Rerouting(self.drivers, self.domain, self.clock, ReroutingTimeouts(link_up_s=0.1, neighbour_s=0.1))
+        return Rerouting(self.drivers, self.domain, self.clock, SETTINGS)
 
     def device(self, number: int) -> VirtualRouter:
         return self.drivers[tor(number)].device
@@ -84,21 +88,21 @@ RING = (link(1, 1, 2, 1), link(2, 2, 3, 1), link(3, 2, 1, 2))
 async def test_drain_switch_steer(clock: VirtualClock) -> None:
     harness = Harness(clock, 3)
     harness.connect(*RING)
-    assert (await harness.rerouting.reroute(RING)).done
+    assert (await harness.rerouting.reroute(RING)).faults_text == ""
     pairs = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
     drained = await harness.rerouting.drain(RING[:1])
-    assert (drained.unreachable, drained.failed, drained.held) == ((), {}, ())
-    assert harness.rerouting.routed == tuple(sorted(RING[1:]))
+    assert (drained.unreachable, drained.failed) == ((), {})
+    assert drained.links == tuple(sorted(RING[1:]))
     harness.disconnect(RING[0])
     assert all(harness.arrives(a, b) for a, b in pairs)
     again = link(1, 1, 3, 3)
     harness.connect(again)
     rerouted = await harness.rerouting.reroute([*RING[1:], again])
-    assert rerouted.done
+    assert rerouted.faults_text == ""
     assert [hop.interface for hop in harness.device(1).ways("10.0.3.1")] == ["swp1", "swp2"]
     assert all(harness.arrives(a, b) for a, b in pairs)
     sends = [driver.wire.sends for driver in harness.drivers.values()]
-    assert (await harness.rerouting.reroute([*RING[1:], again])).stages == 0
+    assert await harness.rerouting.reroute([*RING[1:], again]) == replace(rerouted, at_s=clock.now_s())
     assert [driver.wire.sends for driver in harness.drivers.values()] == sends
 
 
@@ -117,8 +121,9 @@ async def test_nothing_is_drained_before_it_is_known_what_there_is(clock: Virtua
     with pytest.raises(Permanent, match="reroute first"):
         await harness.rerouting.drain(RING[:1])
     await harness.rerouting.reroute(RING)
-    restarted = harness.restarted()
-    assert (await restarted.reroute(RING)).stages == 0  # found as it was left
+    restarted, sends = harness.restarted(), [driver.wire.sends for driver in harness.drivers.values()]
+    await restarted.reroute(RING)
+    assert [driver.wire.sends for driver in harness.drivers.values()] == sends  # found as it was left
     await restarted.drain(RING[:1])
     assert harness.device(1).ways("10.0.2.1")[0].interface == "swp2"
 
@@ -133,10 +138,12 @@ async def test_a_router_that_cannot_be_drained_stops_the_commit(clock: VirtualCl
         await harness.rerouting.drain(RING[:1])
     # Without tor2's word nobody may count on it; tor1 would send to it what it sends back.
     assert tor(2) in refusal.value.routers
-    assert harness.rerouting.routed == tuple(sorted(RING))
+    assert harness.rerouting.routed is not None
+    assert harness.rerouting.routed.links == tuple(sorted(RING))
+    assert harness.rerouting.routed.failed == refusal.value.routers
     assert all(harness.arrives(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b)
     harness.device(2).inject(RouterFault(RouterFaultKind.REACHABLE))
-    assert (await harness.rerouting.reroute(RING)).done
+    assert (await harness.rerouting.reroute(RING)).faults_text == ""
     await harness.rerouting.drain(RING[:1])
 
 
@@ -165,12 +172,10 @@ async def test_routers_behind_one_that_failed_keep_their_routes(clock: VirtualCl
     harness.connect(*chain)
     harness.device(2).inject(RouterFault(RouterFaultKind.DROP_COMMAND))
     rerouted = await harness.rerouting.reroute(chain)
-    assert not rerouted.done
     assert set(rerouted.failed) == {tor(2)}
-    assert (tor(1), "10.0.3.0/24") in rerouted.held
     assert harness.device(1).ways("10.0.3.1") == ()
     assert harness.arrives(3, 4)
-    assert (await harness.rerouting.reroute(chain)).done
+    assert (await harness.rerouting.reroute(chain)).faults_text == ""
     assert all(harness.arrives(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b)
 
 
@@ -188,7 +193,7 @@ async def test_weights_are_what_each_router_can_hold(clock: VirtualClock) -> Non
     links = (link(1, 1, 2, 1), link(1, 2, 2, 2), link(1, 3, 3, 1), link(1, 4, 3, 2), link(2, 3, 4, 1), link(3, 3, 4, 2))
     more = (*links, link(3, 4, 4, 3))
     harness.connect(*more)
-    assert (await harness.rerouting.reroute(more)).done
+    assert (await harness.rerouting.reroute(more)).faults_text == ""
     assert [hop.interface for hop in harness.device(1).ways("10.0.4.1")] == ["swp1", "swp3", "swp4"]
 
 
@@ -197,6 +202,4 @@ async def test_impossible_links_are_refused_before_anything_is_asked(clock: Virt
     with pytest.raises(ValueError, match="not a router that is rerouted"):
         await harness.rerouting.reroute([link(1, 1, 9, 1)])
     with pytest.raises(ValueError, match="routers must be those of the domain"):
-        Rerouting({}, harness.domain, clock)
-    with pytest.raises(ValueError, match="settle_s must be >= 0"):
-        ReroutingTimeouts(settle_s=-1)
+        Rerouting({}, harness.domain, clock, SETTINGS)

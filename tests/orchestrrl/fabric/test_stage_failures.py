@@ -209,7 +209,7 @@ async def test_pairs_that_a_failure_leaves_dark_are_told(site: Harness) -> None:
 
 
 def _wanted(site: Harness) -> set[object]:
-    return {site.coordinator.ends(each) for each in site.plans[-1][1].cross_connects}
+    return {site.coordinator.site.cabling.ends(each) for each in site.plans[-1][1].cross_connects}
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Cross-connects of the site in the devices' terms, and back."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocs_drivers.faults import DeviceFault, DeviceFaultKind
-from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, SwitchFacts
+from ocs_drivers.model import BootBehaviour, Connectivity, CrossConnect, CrossConnectReading, SwitchFacts
 from orchestrrl.fabric.periods import PeriodState
-from orchestrrl.fabric.switch_reader import SiteReading, device_pairs, site_pairs
+from orchestrrl.fabric.switch_reader import ANSWER_WITHIN_S, SiteReading, device_pairs, site_pairs
 from planner.fabric.model import OcsId, PortPair, port_pair
 
 SWITCH = OcsId("agg0")
@@ -72,6 +74,39 @@ async def test_ports_of_either_side_fail_for_both_ways(tmp_path: Path) -> None:
         site.fail("core0", DeviceFault(DeviceFaultKind.FAIL_PORT, 32 + 3))
         site.fail("core0", DeviceFault(DeviceFaultKind.DISABLE_PORT, 7))
         assert (await _looked(site)).failures.ports == {("core0", 3), ("core0", 7)}
+
+
+async def test_looks_that_overlap_go_on_when_a_silent_switch_answers(tmp_path: Path) -> None:
+    async with harness(tmp_path) as site:
+        core, agg = OcsId("core0"), OcsId("train0/agg0")
+        answers = {switch: asyncio.Event() for switch in (core, agg)}
+
+        def late(switch: OcsId) -> Callable[[], Awaitable[CrossConnectReading]]:
+            really = site.switches[switch].cross_connects
+
+            async def read() -> CrossConnectReading:
+                await answers[switch].wait()
+                return await really()
+
+            return read
+
+        for switch in answers:
+            site.switches[switch].cross_connects = late(switch)  # type: ignore[method-assign,assignment]
+        answers[agg].set()
+        first = asyncio.ensure_future(site.reader.scan())
+        await site.pass_time(ANSWER_WITHIN_S + 0.1)
+        assert set((await first).unread) == {core}
+        answers[agg].clear()
+        second = asyncio.ensure_future(site.reader.scan())  # does not ask the silent one again
+        await site.pass_time(0.01)
+        answers[core].set()
+        await site.pass_time(0.01)
+        third = asyncio.ensure_future(site.reader.scan())
+        await site.pass_time(0.01)
+        answers[agg].set()
+        await site.pass_time(0.01)
+        assert set((await second).unread) == {core}
+        assert not (await third).unread
 
 
 async def _looked(site: Harness) -> SiteReading:

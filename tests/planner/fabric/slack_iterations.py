@@ -84,7 +84,8 @@ def feed(learner: SlackLearner, event: TraceEvent, *, marked: bool = True) -> No
             learner.iteration(event.number, event.at_s)
     elif event.kind == "mark":
         learner.mark(event.text, event.at_s)
-    else:
+    elif event.kind == "started":
         assert event.signature is not None
-        tell = learner.started if event.kind == "started" else learner.ended
-        tell(event.signature, event.at_s)
+        learner.started(event.signature, event.at_s)
+    else:
+        learner.ended(next(iter(learner._flying), 0), event.at_s)

@@ -9,11 +9,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.fabric.clocks import SAME_CLOCK
+from planner.fabric.clocks import ClockOffset
 from planner.fabric.intent import Stage
 from planner.fabric.slack import RemainingQuiet, SlackLearner
-from planner.fabric.windows import CommitNeed, HostWindows, intersect, may_commit
-from planner.model import Act
+from planner.fabric.windows import CommitNeed, ReportedQuiet, intersect, may_commit
+from planner.model import Act, Hold
 from tests.planner.fabric.slack_iterations import ITERATIONS, Q, events, factor, feed, layout
 
 CHECKED_FROM = 20  # iterations
@@ -98,15 +98,19 @@ def commits(arm: str, seed: int, iterations: int = ITERATIONS) -> Commits:
             result.fitting += fits
             result.made += made
             result.outside += made and not fits
-            for learner, at_s in zip(learners, begins_s, strict=True):
-                learner.started(step.signature, at_s)
+            handles = [learner.started(step.signature, at_s) for learner, at_s in zip(learners, begins_s, strict=True)]
             now_s = max(begins_s) + step.traffic_s * rng.lognormvariate(0, 0.3)
-            for learner in learners:
-                learner.ended(step.signature, now_s)
+            for learner, handle in zip(learners, handles, strict=True):
+                learner.ended(handle, now_s)
     return result
 
 
 def _commits(learners: Sequence[SlackLearner], now_s: float) -> bool:
-    said = tuple((learner.rank, learner.remaining(now_s, JOINT_RISK / RANKS)) for learner in learners)
-    window = intersect([HostWindows("host", now_s, said, SAME_CLOCK)], now_s)
+    reports, clock = [], ClockOffset(0.0, 0.0)
+    for learner in learners:
+        said = learner.remaining(now_s, JOINT_RISK / RANKS)
+        if isinstance(said, Hold):
+            return False
+        reports.append(ReportedQuiet("host", now_s, learner.rank, said, clock))
+    window = intersect(reports, now_s)
     return isinstance(may_commit(Stage.TRAIN, window, NEED, now_s, boundary=False), Act)

@@ -4,60 +4,63 @@ import random
 
 import pytest
 
+from planner.fabric import windows
 from planner.fabric.model import OcsId
-from planner.fabric.windows import Allowance, CommitTimes
+from planner.fabric.windows import CONTROL_S, CommitTimes, SwitchTimes
 
 FAST, SLOW = OcsId("ocs0"), OcsId("ocs1")
 STATED_S = {FAST: 0.010, SLOW: 0.025}
 
 
 def test_before_a_measurement_the_stated_delay_has_an_allowance() -> None:
-    times = CommitTimes(STATED_S, allowance=Allowance(1.5, 0.004, 0.003, 0.002))
+    times = CommitTimes(STATED_S, route_s=0.003)
     need = times.need([FAST, SLOW], 0.001)
-    assert need.device_s == pytest.approx(0.025 * 1.5 + 0.004)
-    assert (need.route_s, need.control_s, need.margin_s) == (0.003, 0.002, 0.001)
-    assert times.need([FAST], 0.001).device_s == pytest.approx(0.019)
+    assert need.device_s == pytest.approx(0.025 * 1.5 + 0.005)
+    assert (need.route_s, need.control_s, need.margin_s) == (0.003, 0.005, 0.001)
+    assert CommitTimes(STATED_S).need([FAST], 0.0).route_s == 0.005
+    assert times.need([FAST], 0.001).device_s == pytest.approx(0.020)
     assert times.need([], 0.001).total_s == pytest.approx(0.001)
 
 
 def test_few_measurements_never_promise_less_than_the_worst_of_them() -> None:
-    times = CommitTimes(STATED_S, allowance=Allowance(beyond=1.5))
-    times.measured(SLOW, control_s=0.001, device_s=2.0, route_s=0.001)  # a device that takes seconds to start again
+    times = CommitTimes(STATED_S)
+    times.measured(SwitchTimes(SLOW, 0.001, 2.0, 0.001))  # a device that takes seconds to start again
     assert times.need([SLOW], 0.0).device_s == pytest.approx(3.0)
-    assert times.need([SLOW], 0.0).control_s == pytest.approx(Allowance().control_s)
+    assert times.need([SLOW], 0.0).control_s == pytest.approx(CONTROL_S)
     assert times.samples(SLOW) == 1
     assert times.samples(FAST) == 0
 
 
 def test_one_slow_commit_does_not_end_all_others() -> None:
     times = CommitTimes(STATED_S)
-    times.measured(SLOW, control_s=0.001, device_s=0.030, route_s=0.001)
-    times.measured(SLOW, control_s=0.001, device_s=0.200, route_s=0.001)
+    times.measured(SwitchTimes(SLOW, 0.001, 0.030, 0.001))
+    times.measured(SwitchTimes(SLOW, 0.001, 0.200, 0.001))
     assert times.need([SLOW], 0.0).device_s == pytest.approx(0.300)
     for _ in range(100):
         times.unfit([SLOW, SLOW])
     assert times.need([SLOW], 0.0).device_s == pytest.approx(0.025 * 1.5 + 0.005)
-    times.measured(SLOW, control_s=0.001, device_s=0.200, route_s=0.001)
+    times.measured(SwitchTimes(SLOW, 0.001, 0.200, 0.001))
     assert times.need([SLOW], 0.0).device_s == pytest.approx(0.300)
 
 
 def test_no_window_makes_a_device_faster_than_it_ever_was() -> None:
     times = CommitTimes(STATED_S)
     for device_s in (0.120, 0.100, 0.110):
-        times.measured(SLOW, control_s=0.001, device_s=device_s, route_s=0.001)
+        times.measured(SwitchTimes(SLOW, 0.001, device_s, 0.001))
     for _ in range(1000):
         times.unfit([SLOW])
     assert times.need([SLOW], 0.0).device_s == 0.100
 
 
 @pytest.mark.parametrize("q", [0.9, 0.95])
-def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float) -> None:
-    rng, times, longer = random.Random(4), CommitTimes(STATED_S, q), 0
+def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "COVERED", q)
+    rng, times, longer = random.Random(4), CommitTimes(STATED_S), 0
     for commit in range(3000):
         device_s = 0.025 * rng.lognormvariate(0.2, 0.3)
         if commit >= 100:
             longer += device_s > times.need([SLOW], 0.0).device_s
-        times.measured(SLOW, control_s=0.001, device_s=device_s, route_s=0.002)
+        times.measured(SwitchTimes(SLOW, 0.001, device_s, 0.002))
     assert longer / 2900 <= (1 - q) * 1.2
     assert times.need([SLOW], 0.0).device_s < 0.025 * 1.22 * 2.5
 
@@ -65,15 +68,11 @@ def test_a_commit_lasts_longer_than_expected_as_seldom_as_asked(q: float) -> Non
 def test_measured_parts_replace_allowances_once_there_are_enough() -> None:
     times = CommitTimes(STATED_S)
     for _ in range(30):
-        times.measured(SLOW, control_s=0.0005, device_s=0.026, route_s=0.001)
+        times.measured(SwitchTimes(SLOW, 0.0005, 0.026, 0.001))
     need = times.need([SLOW], 0.0)
     assert (need.control_s, need.device_s, need.route_s) == (0.0005, 0.026, 0.001)
 
 
 def test_bad_input_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"must be >= 0, got -0\.1 on ocs1"):
-        CommitTimes(STATED_S).measured(SLOW, control_s=0.0, device_s=-0.1, route_s=0.0)
-    with pytest.raises(ValueError, match=r"q must be in \(0, 1\), got 1"):
-        CommitTimes(STATED_S, q=1)
-    with pytest.raises(ValueError, match=r"beyond must be >= 1, got 0\.5"):
-        Allowance(beyond=0.5)
+        CommitTimes(STATED_S).measured(SwitchTimes(SLOW, 0.0, -0.1, 0.0))

@@ -3,12 +3,14 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from planner.fabric.recent import SampleTrust
+from planner.fabric.recent import shrunk
 from planner.fabric.sequence import PLACE_UNKNOWN, UNLEARNT
 from planner.fabric.slack import (
     FEW_SAMPLES,
@@ -81,11 +83,8 @@ def test_early_promises_are_shrunk_and_say_their_risk() -> None:
     assert said.risk > Q
     # 0.120 s of quiet before the first collective have passed when the sixth iteration ends; 0.050 s are left.
     assert said.opened_s == pytest.approx(1.67)
-    assert said.until_s == pytest.approx(1.8 + SampleTrust().shrunk(said.risk, Q) * 0.05)
+    assert said.until_s == pytest.approx(1.8 + shrunk(said.risk, Q) * 0.05)
     assert 1.825 < said.until_s < 1.840
-    bold = told(6, learner=SlackLearner(0, SampleTrust(shrink=1.0))).remaining(1.8, Q)
-    assert isinstance(bold, RemainingQuiet)
-    assert bold.until_s == pytest.approx(1.85)
 
 
 def test_with_enough_iterations_the_whole_of_it_is_promised() -> None:
@@ -135,12 +134,13 @@ def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promise
             free_s = max(free_s, at_s) + 0.016 * rng.lognormvariate(0, 0.3)
             moments += [(at_s, True, signature), (free_s, False, signature)]
         moments.sort(key=lambda moment: moment[:2])
+        handles = dict[Signature, int]()
         at_s = free_s + 0.050 * rng.lognormvariate(0, 0.05)
         moments += [(at_s, True, EXCHANGE), (at_s + 0.002, False, EXCHANGE)]
         until_s: float | None = None
         for now_s, begins, signature in moments:
             if not begins:
-                learner.ended(signature, now_s)
+                learner.ended(handles[signature], now_s)
                 said = learner.remaining(now_s, Q)
                 if isinstance(said, RemainingQuiet):
                     promised += 1
@@ -149,7 +149,7 @@ def test_gradients_that_are_sent_behind_the_backward_pass_are_traffic_to_promise
                 continue
             broken += until_s is not None and until_s > now_s
             until_s = None
-            learner.started(signature, now_s)
+            handles[signature] = learner.started(signature, now_s)
         at_s += 0.002
     assert promised > 400
     assert broken <= 1.2 * Q * promised
@@ -200,25 +200,24 @@ def test_it_is_quiet_while_no_collective_is_in_flight(spans: list[tuple[int, int
 def test_collectives_that_overlap_are_traffic_until_the_last_has_ended() -> None:
     learner = told(10)
     first = learner.started(EXCHANGE, 3.05)
-    learner.started(REDUCE, 3.06)
+    other = learner.started(REDUCE, 3.06)
     learner.ended(first, 3.07)
     said = learner.remaining(3.08, Q)
     assert isinstance(said, Hold)
     assert (said.code, said.detail) == (TRAFFIC, "rank 0: 1 in flight, the oldest all_reduce")
-    learner.ended(REDUCE, 3.09)
+    learner.ended(other, 3.09)
     assert code(learner.remaining(3.1, Q)) == "promised"
 
 
 def test_two_of_a_kind_end_one_after_the_other() -> None:
     learner = told(10)
-    learner.started(EXCHANGE, 3.05)
-    learner.started(EXCHANGE, 3.06)
-    learner.ended(EXCHANGE, 3.07)
+    handles = [learner.started(EXCHANGE, at_s) for at_s in (3.05, 3.06)]
+    learner.ended(handles[0], 3.07)
     assert code(learner.remaining(3.08, Q)) == TRAFFIC
-    learner.ended(EXCHANGE, 3.09)
+    learner.ended(handles[0], 3.08)  # once more
+    assert code(learner.remaining(3.08, Q)) == TRAFFIC
+    learner.ended(handles[1], 3.09)
     assert code(learner.remaining(3.1, Q)) == PLACE_UNKNOWN
-    learner.ended(EXCHANGE, 3.11)
-    assert learner.unmatched == 1
 
 
 # Why nothing is promised.
@@ -286,7 +285,6 @@ def test_lost_events_are_told_and_end_promises() -> None:
     learner = told(30)
     learner.started(EXCHANGE, 9.05)
     learner.lost("ring overran by 12 events")
-    assert learner.losses == 1
     assert code(learner.remaining(9.06, Q)) == UNLEARNT
     learner.ended(learner.started(REDUCE, 9.16), 9.17)
     said = learner.remaining(9.18, Q)
@@ -361,9 +359,10 @@ def test_a_summary_tells_the_windows_of_an_iteration() -> None:
 
 
 def test_a_summary_survives_the_way_as_json() -> None:
+    as_json = TypeAdapter(SlackSummary)
     for learner in everything():
         summary = summarize(learner, Q)
-        assert SlackSummary.from_json(json.loads(json.dumps(summary.to_json(), allow_nan=False))) == summary
+        assert as_json.validate_json(json.dumps(asdict(summary), allow_nan=False)) == summary
 
 
 def test_summaries_of_ranks_add_up() -> None:
@@ -385,7 +384,7 @@ def test_histograms_add_up_and_tell_quantiles_to_a_bin(slack_s: list[float], cut
         parts[index >= cut].add(each)
     whole = parts[0].merged(parts[1])
     assert whole.total == len(slack_s)
-    assert SlackHistogram.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert TypeAdapter(SlackHistogram).validate_json(json.dumps(asdict(whole))) == whole
     quantile_s = whole.quantile_s(q)
     if not slack_s:
         assert quantile_s is None

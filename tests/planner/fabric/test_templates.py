@@ -2,7 +2,7 @@
 
 from planner.fabric.intent import Stage
 from planner.fabric.model import EndpointId
-from planner.fabric.templates import TEMPLATES, SpareCapacity
+from planner.fabric.templates import TEMPLATES
 from planner.fabric.topology import Pod, PodRole
 
 PODS = (
@@ -23,8 +23,8 @@ def test_who_may_meet_in_the_core() -> None:
 
 
 def test_only_weight_sync_leaves_spare_ports_as_they_are() -> None:
-    assert {stage: TEMPLATES[stage].spare for stage in Stage} == {
-        Stage.TRAIN: SpareCapacity.SPREAD,
-        Stage.GEN: SpareCapacity.SPREAD,
-        Stage.WEIGHT_SYNC: SpareCapacity.KEEP,
+    assert {stage: TEMPLATES[stage].spreads_spare for stage in Stage} == {
+        Stage.TRAIN: True,
+        Stage.GEN: True,
+        Stage.WEIGHT_SYNC: False,
     }

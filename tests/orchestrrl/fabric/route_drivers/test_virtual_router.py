@@ -11,7 +11,6 @@ from orchestrrl.core.errors import OutcomeUnknown, ProblemFaults, Retryable
 from orchestrrl.fabric.route_drivers.conformance import ONE, RouteDriverConformance, put
 from orchestrrl.fabric.route_drivers.driver import RouterDriver, make_driver
 from orchestrrl.fabric.route_drivers.virtual import RouterFault, RouterFaultKind, VirtualRouter, VirtualRouterDriver
-from planner.fabric.route_plan import RouteTable
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ async def test_an_unreachable_router_says_so(clock: VirtualClock) -> None:
     with pytest.raises(Retryable, match="tor1: read routes: no route to host"):
         await driver.apply([put(suite.route(ONE, 1))])
     await suite.inject(driver, RouterFault(RouterFaultKind.REACHABLE))
-    assert await driver.read() == RouteTable()
+    assert await driver.read() == {}
 
 
 async def test_if_the_router_cannot_be_read_afterwards_the_outcome_is_unknown(clock: VirtualClock) -> None:

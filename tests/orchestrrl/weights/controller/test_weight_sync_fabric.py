@@ -49,7 +49,7 @@ async def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool)
             had_circuits = False
             while not (report := weights.sync.report(id)).over:
                 await fabric.pass_time(0.02)
-                joined = {fabric.coordinator.ends(each) for each in fabric.up(lit=True)}
+                joined = {fabric.coordinator.site.cabling.ends(each) for each in fabric.up(lit=True)}
                 had_circuits |= {("gen0", "train0"), ("gen1", "train0")} <= joined
             weights.check_one_version(1)
             return report, fabric.up() >= before, had_circuits
